@@ -1,0 +1,1 @@
+"""The driver's side of raydistill: an experiment goes in, records and a report come out."""

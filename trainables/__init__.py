@@ -1,0 +1,1 @@
+"""The workers' side of raydistill: everything that runs on a node that trains."""

@@ -1,0 +1,132 @@
+"""What one training job is told: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
+
+`service.experiment` composes the same sections into the experiment that a user writes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """One frozen part of an experiment; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class DataConfig(Section):
+    """Which images, and how they reach a worker."""
+
+    path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
+    global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
+    loader_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="decode threads that feed one worker; 0 decodes in the training thread"
+    )
+    image_size: Count = Field(8, description="height and width of the images that the models see, in pixels")
+    augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
+        "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
+    )
+    val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
+    prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
+    max_bad_images: Annotated[int, Field(ge=0)] = Field(100, description="unreadable images skipped per epoch before it is an error")
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
+    std: tuple[Positive, Positive, Positive] = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]")
+    synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
+    synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+
+class ModelConfig(Section):
+    """A model by name."""
+
+    model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
+
+
+class TeacherConfig(ModelConfig):
+    """The model that is imitated."""
+
+    weights: str | None = Field(
+        None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
+    )
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+
+
+class DistillConfig(Section):
+    """How the student learns: task_weight·CE + soft_weight·T²·KL(teacher‖student) + method_weight·other."""
+
+    method: str = "kd"
+    temperature: Positive = 4.0
+    task_weight: NonNegative = 0.1
+    soft_weight: NonNegative = 0.9
+    method_weight: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _some_loss(self) -> Self:
+        if self.task_weight == self.soft_weight == self.method_weight == 0:
+            raise ValueError("task_weight, soft_weight and method_weight are all 0: nothing would be learned; set one above 0")
+        return self
+
+
+class OptimConfig(Section):
+    """Optimizer, schedule and length of training."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    epochs: Count = 10
+    lr: Positive = Field(0.1, description="peak learning rate")
+    lr_scaling: Literal["none", "linear"] = Field("none", description="linear: lr is multiplied by global_batch_size / lr_base_batch")
+    lr_base_batch: Count = 256
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    warmup_epochs: NonNegative = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    weight_decay: NonNegative = 1e-4
+    decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
+    accumulate: Count = Field(1, description="micro-batches per optimizer step: the per-worker batch is cut into so many")
+    clip_grad_norm: Positive | None = None
+
+
+class ScaleConfig(Section):
+    """How many processes, and what each reserves."""
+
+    num_workers: Count = Field(1, description="Ray Train workers: the world size")
+    use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
+    cpus_per_worker: Count = Field(1, description="compute threads of one worker, beside its loader workers")
+    sync_batch_norm: bool = Field(False, description="batch statistics over all workers (GPU only)")
+    max_failures: Annotated[int, Field(ge=0)] = Field(3, description="restarts after a worker or a node has died")
+
+
+class TrainingConfig(Section):
+    """How the loop runs, apart from what it learns."""
+
+    channels_last: bool = False
+    compile: bool = Field(False, description="torch.compile the student and the teacher")
+    log_every: Count = Field(20, description="steps between log lines and records")
+    checkpoint_every: Count = Field(500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="first steps that throughput and phase times leave out")
+    max_steps: Count | None = Field(None, description="stop after so many steps past the warm-up, without evaluation: a timing run")
+    telemetry_every_s: Positive = 1.0
+
+
+class TrainConfig(Section):
+    """Everything one worker needs to train one model: with `teacher` it distils, without it trains on labels alone."""
+
+    stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
+    output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
+    data: DataConfig
+    model: str
+    teacher: TeacherConfig | None = None
+    distill: DistillConfig = DistillConfig()
+    optim: OptimConfig = OptimConfig()
+    scale: ScaleConfig = ScaleConfig()
+    train: TrainingConfig = TrainingConfig()
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")

@@ -1,0 +1,148 @@
+"""Where a run keeps its files. One object owns a run directory's paths; nobody else joins strings."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace `path` with `content` so that a reader, or a machine that dies, sees the old file or the new one.
+
+    Raises OSError where the disk is full or the folder cannot be written; the old file then still stands.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename inside `path` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=False) + "\n").encode())
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON line and fsync it: after this returns, the record survives the machine.
+
+    A line that an earlier death left unfinished is closed first, so that it spoils itself alone.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write((json.dumps(record) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete JSON lines of `path`; a torn line (a death in the middle of a write) is left out. Missing file: []."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    records = []
+    for line in raw.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """One training stage: the teacher's, or the student's."""
+
+    root: Path
+
+    @property
+    def last(self) -> Path:
+        return self.root / "checkpoints" / "last.safetensors"
+
+    @property
+    def best(self) -> Path:
+        return self.root / "checkpoints" / "best.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines, one a report, written by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The plain lines that rank 0 prints."""
+        return self.root / "logs" / "train.log"
+
+    @property
+    def result(self) -> Path:
+        """The stage's final numbers; exists only when the stage is complete."""
+        return self.root / "stage.json"
+
+    @property
+    def error(self) -> Path:
+        """Why a worker stopped the stage: {"type", "message", "rank"}; written by the first worker that fails."""
+        return self.root / "error.json"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run, or one trial of a sweep, or a sweep."""
+
+    root: Path
+
+    @property
+    def experiment(self) -> Path:
+        return self.root / "experiment.yaml"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.json"
+
+    @property
+    def spool(self) -> Path:
+        return self.root / "spool"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def tune(self) -> Path:
+        """Ray Tune's and Ray Train's own storage."""
+        return self.root / "ray"
+
+    @property
+    def trials(self) -> Path:
+        return self.root / "trials"
+
+    def stage(self, name: str) -> StageDir:
+        return StageDir(self.root / name)
+
+    def trial(self, trial_id: str) -> RunDir:
+        return RunDir(self.trials / trial_id)
