@@ -35,9 +35,13 @@ class DataConfig(Section):
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad_images: Annotated[int, Field(ge=0)] = Field(100, description="unreadable images skipped per epoch before it is an error")
+    max_bad_images: Annotated[int, Field(ge=0)] = Field(
+        100, description="unreadable images skipped per epoch before it is an error"
+    )
     mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
-    std: tuple[Positive, Positive, Positive] = Field((0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]")
+    std: tuple[Positive, Positive, Positive] = Field(
+        (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
+    )
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
@@ -79,7 +83,9 @@ class OptimConfig(Section):
     name: Literal["sgd", "adamw"] = "sgd"
     epochs: Count = 10
     lr: Positive = Field(0.1, description="peak learning rate")
-    lr_scaling: Literal["none", "linear"] = Field("none", description="linear: lr is multiplied by global_batch_size / lr_base_batch")
+    lr_scaling: Literal["none", "linear"] = Field(
+        "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch"
+    )
     lr_base_batch: Count = 256
     schedule: Literal["constant", "step", "cosine"] = "cosine"
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
@@ -109,9 +115,13 @@ class TrainingConfig(Section):
     channels_last: bool = False
     compile: bool = Field(False, description="torch.compile the student and the teacher")
     log_every: Count = Field(20, description="steps between log lines and records")
-    checkpoint_every: Count = Field(500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too")
+    checkpoint_every: Count = Field(
+        500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
+    )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="first steps that throughput and phase times leave out")
-    max_steps: Count | None = Field(None, description="stop after so many steps past the warm-up, without evaluation: a timing run")
+    max_steps: Count | None = Field(
+        None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
+    )
     telemetry_every_s: Positive = 1.0
 
 
@@ -130,3 +140,13 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+
+class EvaluateConfig(Section):
+    """What one worker needs to evaluate a checkpoint."""
+
+    checkpoint: str
+    output: str = Field(description="absolute path of the JSON file that the result is written to")
+    data: DataConfig
+    scale: ScaleConfig = ScaleConfig()
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"

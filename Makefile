@@ -1,0 +1,40 @@
+# `make demo` and `make test` need Python 3.11–3.13 and nothing else.
+PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2>/dev/null && echo yes),python$(v))) python3)
+BIN = .venv/bin
+INSTALLED = .venv/.installed
+
+.PHONY: demo test test-slow bench lint lock clean
+
+demo: $(INSTALLED)
+	$(BIN)/distill sweep digits
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.benchmarks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The lock's wheels are verified by hash; the project itself is installed in place, without asking an index.
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "raydistill needs Python 3.11 to 3.13; set PYTHON=python3.12, say" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# Universal over Python 3.11–3.13; needs uv on the PATH or in the environment.
+lock:
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra timm --group dev --generate-hashes \
+	  --no-emit-index-url --no-header --quiet --output-file requirements.lock
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,211 @@
+"""The `distill` command: parse, build, call, print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from service.experiment import default_runs_root, flatten, load, recipes
+from trainables.errors import DistillError
+
+if TYPE_CHECKING:
+    from service.experiment import Resolved
+
+SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value, such as data.global_batch_size=256."
+)
+OUT = click.option("--out", type=click.Path(path_type=Path), help="Run directory; default: ROOT/<name>-<time>.")
+RUNS = click.option(
+    "--runs", "root", type=click.Path(path_type=Path), default=default_runs_root, show_default="RAYDISTILL_RUNS or runs/",
+    help="Root of all runs and of their MLflow store.",
+)  # fmt: skip
+RECIPE = click.argument("recipe_or_file")
+DIR = click.argument("directory", type=click.Path(path_type=Path))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="raydistill")
+def cli() -> None:
+    """Find out how to run a knowledge-distillation job on the GPUs at hand, and run it."""
+
+
+@cli.command()
+@RECIPE
+@SET
+@OUT
+@RUNS
+def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+    """Train the teacher if it has no weights, then distil the student."""
+    start("train", load(recipe_or_file, overrides), out, root)
+
+
+@cli.command()
+@RECIPE
+@SET
+@OUT
+@RUNS
+def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+    """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
+    start("sweep", load(recipe_or_file, overrides), out, root)
+
+
+def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
+    """Check, open a run directory and carry out."""
+    from service.checks import check_inputs
+    from service.run import begin, new_run_dir
+
+    check_inputs(resolved.experiment, kind)
+    run_dir = new_run_dir(root, resolved.experiment.name, out)
+    begin(resolved, kind, run_dir, root)
+    carry_on(kind, resolved, run_dir, root)
+
+
+def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
+    """Carry out, or continue, what a run directory describes; say where things are."""
+    from service.run import train as run_train
+    from service.sweep import sweep as run_sweep
+
+    try:
+        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
+        raise
+    click.echo(f"result: {run_dir.result}")
+    if result.get("mlflow"):
+        click.echo(f"records: {result['mlflow']['uri']}")
+        click.echo(f"open them with: distill ui --runs {root}")
+
+
+@cli.command()
+@DIR
+def resume(directory: Path) -> None:
+    """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
+    from service.checks import check_inputs
+    from service.run import reopen
+
+    resolved, run_dir, result = reopen(directory)
+    if result["status"] == "complete":
+        click.echo(f"{directory} is complete; its tables: distill report {directory}")
+        return
+    check_inputs(resolved.experiment, result["kind"])
+    carry_on(result["kind"], resolved, run_dir, Path(result["runs_root"]))
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--data", "data_path", required=True, help="digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*.")
+@SET
+@RUNS
+def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
+    """Exact accuracy of a checkpoint on a validation split, distributed."""
+    from service.evaluation import evaluate as run_evaluate
+
+    result = run_evaluate(checkpoint, data_path, list(overrides), root)
+    click.echo(
+        f"Acc@1 {result['top1_pct']:.3f}  Acc@5 {result['top5_pct']:.3f}  loss {result['loss']:.5f}  "
+        f"({result['num_images']:.0f} images, {result['skipped_images']:.0f} unreadable)"
+    )
+
+
+@cli.command()
+@DIR
+def report(directory: Path) -> None:
+    """The tables of a finished or running run or sweep."""
+    from rich.console import Console
+
+    from service.report.tables import report_of
+    from service.run import reopen
+
+    _, run_dir, result = reopen(directory)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    for part in report_of(result, run_dir):
+        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--follow", is_flag=True, help="Stream the job's log and exit with its exit code.")
+@RUNS
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def submit(follow: bool, root: Path, command: tuple[str, ...]) -> None:
+    """Run any of the above as a Ray job: distill submit --follow train digits."""
+    from service.jobs import submit as run_submit
+
+    sys.exit(run_submit(command, root, follow, click.echo))
+
+
+@cli.command("recipes")
+def list_recipes() -> None:
+    """The experiments that ship with raydistill."""
+    width = max(map(len, recipes()))
+    for name, text in recipes().items():
+        click.echo(f"{name:{width}}  {text}")
+
+
+@cli.command()
+@RECIPE
+@SET
+def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
+    """The resolved experiment, each value with where it comes from."""
+    import json
+
+    resolved = load(recipe_or_file, overrides)
+    flat = flatten(resolved.experiment.model_dump(mode="json"))
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
+    left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))
+    for key, text in texts.items():
+        parts = key.split(".")
+        source = next((s for s in (resolved.sources.get(".".join(parts[:n])) for n in range(len(parts), 0, -1)) if s), "default")
+        click.echo(f"{key:{left}}  {text:{middle}}  # {source}")
+
+
+@cli.command()
+@RUNS
+@click.option("--host", default="127.0.0.1", show_default=True, help="Anything but loopback shows your records to the network.")
+@click.option("--port", default=5000, show_default=True)
+def ui(root: Path, host: str, port: int) -> None:
+    """MLflow's UI on the records under the runs' root."""
+    from service.tracking import NO_TELEMETRY, ui_command
+
+    sys.exit(subprocess.run(ui_command(root, host, port), env={**os.environ, **NO_TELEMETRY}, check=False).returncode)
+
+
+@cli.command()
+@DIR
+def sync(directory: Path) -> None:
+    """Send to MLflow what it has not taken yet."""
+    from service.run import reopen
+    from service.tracking import sync as run_sync
+
+    _, run_dir, _ = reopen(directory)
+    delivery = run_sync(run_dir)
+    click.echo(delivery.message)
+    if delivery.num_pending:
+        sys.exit(1)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cli.main(arguments, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except DistillError as error:
+        lines = str(error).splitlines()[:6]
+        print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+        code = 2
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        code = 130
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.exit(code)

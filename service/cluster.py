@@ -1,0 +1,199 @@
+"""Connect to Ray, see what it has, and refuse what it cannot hold, before anything starts or waits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainables.errors import ClusterError
+
+MAX_OVERSUBSCRIPTION = 4
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one job reserves: `num_workers` bundles of CPUs and GPUs, each of which has to fit on one node."""
+
+    num_workers: int
+    cpus: int
+    gpus: int = 0
+
+    @property
+    def total_cpus(self) -> int:
+        return self.num_workers * self.cpus
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node as Ray sees it; `cpus` are logical."""
+
+    node_id: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes at hand. `real_cpus` is known for a Ray that we started, where logical CPUs may exceed it."""
+
+    nodes: tuple[Node, ...]
+    real_cpus: int | None = None
+
+    @property
+    def cpus(self) -> float:
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> float:
+        return sum(node.gpus for node in self.nodes)
+
+    def refusal(self, need: Need) -> str | None:
+        """Why the empty cluster could never hold `need`, or None where it can."""
+        places = sum(
+            int(min(node.cpus // need.cpus, node.gpus // need.gpus if need.gpus else float("inf"))) for node in self.nodes
+        )
+        if places >= need.num_workers:
+            return None
+        has = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} with {self.cpus:g} CPUs and {self.gpus:g} GPUs in all"
+        each = f"{need.cpus} CPU{'s' if need.cpus > 1 else ''}" + (f" and {need.gpus} GPU" if need.gpus else "")
+        return f"{need.num_workers} workers of {each} each do not fit: {has} hold{'' if len(self.nodes) > 1 else 's'} {places}"
+
+    def concurrent(self, need: Need, wanted: int) -> int:
+        """How many jobs of `need` may run at a time, at most `wanted`: so few that none can wait on another's bundles for ever."""
+        fits = self.cpus // need.total_cpus
+        if need.gpus:
+            fits = min(fits, self.gpus // (need.num_workers * need.gpus))
+        return max(1, min(wanted, int(fits)))
+
+    def oversubscribed(self, need: Need) -> bool:
+        """Whether the job would have fewer real cores than it reserves."""
+        return self.real_cpus is not None and need.total_cpus > self.real_cpus
+
+
+def real_cpus() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_local() -> bool:
+    """Whether we start a Ray of our own; otherwise `RAY_ADDRESS` names the cluster."""
+    return not os.environ.get("RAY_ADDRESS")
+
+
+def local_capacity() -> Cluster:
+    """What a Ray that we start here could offer at most, without starting it."""
+    cores = real_cpus()
+    return Cluster((Node("local", cores * MAX_OVERSUBSCRIPTION, _local_gpus()),), real_cpus=cores)
+
+
+def _local_gpus() -> int:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver: a machine without GPUs
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = int(pynvml.nvmlDeviceGetCount())
+    return count if visible is None else min(count, len([device for device in visible.split(",") if device.strip()]))
+
+
+def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int) -> int:
+    """Decode threads per worker for `data.loader_workers: auto`: the real cores that a worker's share leaves, 1 to 8."""
+    cores = cluster.real_cpus if cluster.real_cpus is not None else cluster.cpus
+    return int(min(8, max(1, cores // num_workers - cpus_per_worker)))
+
+
+@contextlib.contextmanager
+def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
+    """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with at least `logical_cpus` CPUs (at most four times the cores).
+
+    Raises:
+        ClusterError: no Ray at RAY_ADDRESS; or its nodes do not all see `runs_root`.
+    """
+    # A trial's end is noticed at the controller's next poll: two seconds are long beside a short trial.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    cores = real_cpus()
+    try:
+        if is_local():
+            cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
+            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _node_ip_address="127.0.0.1", **quiet)
+        else:
+            ray.init(runtime_env=travelling_code(), **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS") or "this machine"
+        raise ClusterError(
+            f"no Ray at {where}: {str(error).splitlines()[0]}; start one, or unset RAY_ADDRESS to use this machine"
+        ) from error
+    try:
+        cluster = observe(cores if is_local() else None)
+        check_shared(runs_root)
+        yield cluster
+    finally:
+        ray.shutdown()
+
+
+def travelling_code() -> dict[str, object] | None:
+    """Both packages for the cluster's nodes; a Ray job brings its own working directory."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return None
+    here = Path(__file__).parent
+    return {"py_modules": [str(here), str(here.parent / "trainables")]}
+
+
+def observe(cores: int | None = None) -> Cluster:
+    """The living nodes of the Ray that we are connected to."""
+    import ray
+
+    nodes = [
+        Node(node["NodeID"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return Cluster(tuple(nodes), real_cpus=cores)
+
+
+def check_shared(root: Path) -> None:
+    """Refuse a runs' root that some node does not share: its checkpoints and records would be lost.
+
+    Raises:
+        ClusterError: naming the node.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != ray.get_runtime_context().get_node_id()]
+    if not others:
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / f".probe-{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        looks = {
+            node["NodeManagerHostname"]: ray.remote(os.path.exists)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+            .remote(str(probe))
+            for node in others
+        }
+        for host, seen in looks.items():
+            if not ray.get(seen, timeout=60):
+                raise ClusterError(
+                    f"{root} is not shared: node {host} does not see it; give a folder on a shared file system with --runs"
+                )
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def use_gpu(setting: bool | Literal["auto"], cluster: Cluster) -> bool:
+    """Whether workers get a GPU each: as set, or wherever the cluster has any."""
+    return cluster.gpus > 0 if setting == "auto" else setting

@@ -1,0 +1,129 @@
+"""What a user sees while workers work: bars on a terminal, plain lines in a log file or a job.
+
+Reads the files that rank 0 writes (`metrics.jsonl`, `logs/train.log`), so that watching never disturbs training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trainables.rundir import StageDir
+
+
+@dataclass
+class Tail:
+    """Complete lines that a growing file has gained since the last look."""
+
+    path: Path
+    offset: int = 0
+
+    def lines(self) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                raw = file.read()
+        except FileNotFoundError:
+            return []
+        whole = raw[: raw.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+@dataclass
+class Followed:
+    """A stage on the display."""
+
+    label: str
+    metrics: Tail
+    log: Tail
+    task: TaskID | None = None
+    steps: int = 0
+
+
+class Display:
+    """Follows stages; `tick` is called a few times a second by the main thread."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._followed: dict[str, Followed] = {}
+        self._bars: Progress | None = None
+        self._overall: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[info]}"), console=self.console, transient=True,
+            )  # fmt: skip
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, markup=False)
+
+    def trials(self, done: int, total: int) -> None:
+        """How far a sweep is."""
+        if self._bars:
+            if self._overall is None:
+                self._overall = self._bars.add_task("trials", total=total, info="")
+            self._bars.update(self._overall, completed=done, total=total)
+
+    def follow(self, label: str, stage: StageDir) -> None:
+        """Show a stage from where its files now end: after a resume the past is not told again."""
+        if label not in self._followed:
+            ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
+            self._followed[label] = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]))
+
+    def unfollow(self, label: str) -> None:
+        """The stage has ended."""
+        self.tick()
+        followed = self._followed.pop(label, None)
+        if followed and followed.task is not None and self._bars:
+            self._bars.remove_task(followed.task)
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for followed in self._followed.values():
+            lines = followed.log.lines()
+            if self._bars is None:
+                for line in lines:
+                    self.say(f"[{followed.label}] {line}")
+            for text in followed.metrics.lines():
+                try:
+                    record = json.loads(text)
+                except ValueError:
+                    continue
+                self._update(followed, record)
+
+    def _update(self, followed: Followed, record: dict[str, Any]) -> None:
+        if self._bars is None:
+            return
+        metrics = record["metrics"]
+        if record["kind"] == "start":
+            followed.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
+        if followed.task is None:
+            followed.task = self._bars.add_task(followed.label, total=followed.steps or None, info="")
+        info = "  ".join(
+            form.format(metrics[name])
+            for name, form in (("images_per_s", "{:.0f} images/s"), ("loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
+            if name in metrics
+        )
+        self._bars.update(
+            followed.task,
+            total=followed.steps or None,
+            completed=record["step"],
+            info=info or self._bars.tasks[-1].fields["info"],
+        )

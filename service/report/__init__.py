@@ -1,0 +1,1 @@
+"""What a finished or running run has to say."""

@@ -1,0 +1,135 @@
+"""The tables that the terminal shows, made from `result.json` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from trainables.rundir import RunDir, read_lines
+
+SCALE = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
+PHASES = ("data", "h2d", "teacher", "student", "backward", "optimizer")
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number for a cell; a dash where there is none."""
+    return f"{value:,.{digits}f}" if isinstance(value, int | float) else "–"
+
+
+def sweep_table(result: Mapping[str, Any]) -> Table:
+    """One row a trial, the best one first among those that are complete, as they were planned otherwise.
+
+    Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, data_s (min–max), images/s, s/epoch.
+    """
+    table = Table(
+        title=f"{result['name']}: {len(result['trials'])} trials by {result['metric']} ({result['mode']})", title_justify="left"
+    )
+    gpu = result.get("use_gpu")
+    extra = [key for key in result["space"] if key not in SCALE]
+    for name in ("trial", "GPUs" if gpu else "workers", "batch", "loader workers", *extra):
+        table.add_column(name, justify="right")
+    for name in ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status"):
+        table.add_column(name, justify="right" if name != "status" else "left")
+    best = (result.get("best") or {}).get("id")
+    for trial in result["trials"]:
+        m, config = trial.get("metrics") or {}, trial["scale"]
+        seconds = [m.get(f"phase/data{part}_ms") for part in ("_min", "_max")]
+        spread = (
+            f"{number(m['phase/data_ms'] / 1e3, 4)} ({seconds[0] / 1e3:.4f}–{seconds[1] / 1e3:.4f})"
+            if "phase/data_ms" in m
+            else "–"
+        )
+        epoch_s = number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
+        status = (
+            trial["status"]
+            + (" (oversubscribed)" if trial.get("oversubscribed") else "")
+            + (" ← best" if trial["id"] == best else "")
+        )
+        reason = f": {trial['reason']}" if trial.get("reason") else ""
+        table.add_row(
+            trial["id"], *(str(config[key]) for key in SCALE), *(str(trial["params"].get(key)) for key in extra),
+            number(m.get("step_s"), 4), spread, number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1), epoch_s,
+            number(m.get("top1_pct")), status + reason, style="bold green" if trial["id"] == best else None,
+        )  # fmt: skip
+    return table
+
+
+def phase_table(metrics: Mapping[str, float], title: str) -> Table:
+    """Where a step's time goes: milliseconds per phase and their share of the step."""
+    table = Table(title=title, title_justify="left")
+    for name in ("phase", "mean ms", "min", "p50", "p95", "max", "share %"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    step = metrics.get("phase/step_ms") or float("nan")
+    for phase in (*PHASES, "step"):
+        mean = metrics.get(f"phase/{phase}_ms")
+        if mean is not None:
+            spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
+            table.add_row(phase, number(mean), *spread, number(100 * mean / step, 1))
+    return table
+
+
+def stage_table(result: Mapping[str, Any]) -> Table:
+    """One row a stage of a `train` run."""
+    table = Table(title=result["name"], title_justify="left")
+    for name in ("stage", "model", "top-1 %", "top-5 %", "best top-1 %", "images/s", "s/epoch", "steps"):
+        table.add_column(name, justify="left" if name in ("stage", "model") else "right")
+    for stage in result["stages"]:
+        m = stage["metrics"]
+        table.add_row(
+            stage["stage"], stage["model"], *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
+            number(m.get("images_per_s"), 1), number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else ""), number(m.get("steps"), 0),
+        )  # fmt: skip
+    return table
+
+
+def verdict(result: Mapping[str, Any]) -> list[str]:
+    """Sentences under a sweep's table: which configuration won and where its step's time goes."""
+    best = result.get("best")
+    if not best:
+        return ["no trial is complete: nothing to compare yet"]
+    m, scale = best["metrics"], best["scale"]
+    who = "GPUs" if result.get("use_gpu") else "workers"
+    lines = [
+        f"best: trial {best['id']} with {scale['scale.num_workers']} {who} × batch {scale['data.global_batch_size']} × "
+        f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, {number(m.get('epoch_s'))} s an epoch"
+        + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
+    ]
+    shares = {phase: m[f"phase/{phase}_ms"] for phase in PHASES if m.get(f"phase/{phase}_ms")}
+    total = m.get("phase/step_ms") or sum(shares.values())
+    if shares and total:
+        ranked = sorted(shares.items(), key=lambda item: -item[1])
+        lines.append("its step: " + ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked))
+    if any((trial.get("metrics") or {}).get("epoch_projected") for trial in result["trials"]):
+        lines.append("* projected from fewer steps than an epoch has")
+    if any(trial.get("oversubscribed") for trial in result["trials"]):
+        lines.append(
+            "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
+        )
+    return lines
+
+
+def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
+    """Everything `distill report` shows of a run directory, finished or not: renderables and lines."""
+    parts: list[Any] = [
+        f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
+    ]
+    if result["kind"] == "sweep" and "trials" in result:
+        parts += [sweep_table(result), *verdict(result)]
+        if result.get("best"):
+            parts.append(phase_table(result["best"]["metrics"], f"a step of trial {result['best']['id']}"))
+    elif result.get("stages"):
+        parts.append(stage_table(result))
+        parts += [
+            phase_table(stage["metrics"], f"a step of the {stage['stage']}") for stage in result["stages"] if stage["metrics"]
+        ]
+    if result["status"] != "complete":
+        for path in sorted(run_dir.root.rglob("metrics.jsonl")):
+            if lines := read_lines(path):
+                m = lines[-1]["metrics"]
+                parts.append(
+                    f"{path.parent.relative_to(run_dir.root)}: step {lines[-1]['step']}, {number(m.get('images_per_s'), 1)} images/s"
+                )
+        parts.append(f"continue it with: distill resume {run_dir.root}")
+    return parts

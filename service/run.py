@@ -1,0 +1,319 @@
+"""One run: the teacher (trained or loaded), then the student; and what every run and sweep shares: its directory and records."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from service import cluster as clusters
+from service.cluster import Cluster
+from service.experiment import Experiment, Resolved, flatten, read_resolved
+from service.progress import Display
+from service.report.tables import phase_table, stage_table
+from service.tracking import Tracker, default_uri
+from service.trial import Assignment, Outcome, carry_out, need
+from trainables.config import TrainConfig
+from trainables.errors import ClusterError, ExperimentError, TrainingError
+from trainables.rundir import RunDir, StageDir, write_atomic, write_json
+
+T = TypeVar("T")
+Kind = Literal["train", "sweep"]
+FLUSH_S = 30.0
+"""How long the end of a run waits for MLflow; what it did not take by then is sent later."""
+
+
+@dataclass
+class Session:
+    """A run or sweep being carried out: where it is written, who watches, who records."""
+
+    resolved: Resolved
+    run_dir: RunDir
+    display: Display
+    tracker: Tracker | None
+    result: dict[str, Any]
+    """What `result.json` holds; `save` writes it."""
+    key: str
+    """The MLflow run of this run or sweep, as the tracker knows it."""
+    sending: bool = False
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.resolved.experiment
+
+    def save(self, **changes: Any) -> None:
+        """Update `result.json`, atomically."""
+        self.result.update(changes)
+        write_json(self.run_dir.result, self.result)
+
+    def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
+        """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for."""
+        outcome: list[T] = []
+        failure: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:  # re-raised below, in the main thread
+                failure.append(error)
+
+        thread = threading.Thread(target=target, name="work", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.25)
+            self.display.tick()
+            tick()
+        if failure:
+            raise failure[0]
+        return outcome[0]
+
+
+def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
+    """`out`, or ROOT/<name>-<time>/.
+
+    Raises:
+        ExperimentError: the folder already holds a run, or cannot be written.
+    """
+    path = (out or root / f"{name}-{datetime.now():%Y%m%d-%H%M%S}").absolute()
+    if out is None:
+        serial = 1
+        while path.exists():
+            serial += 1
+            path = path.with_name(f"{path.name.split('_')[0]}_{serial}")
+    run_dir = RunDir(path)
+    if run_dir.experiment.exists() or run_dir.result.exists():
+        raise ExperimentError(f"{path} already holds a run: continue it with `distill resume {path}`, or choose another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(13, "no permission to write")
+    except OSError as error:
+        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
+    return run_dir
+
+
+def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
+    """Write down what is going to be carried out: from here on `distill resume` can continue it."""
+    try:
+        write_atomic(run_dir.experiment, resolved.to_yaml().encode())
+        write_json(run_dir.result, {
+            "kind": kind, "name": resolved.experiment.name, "status": "running", "started": datetime.now().isoformat(timespec="seconds"),
+            "runs_root": str(root.absolute()), "sources": resolved.sources,
+        })  # fmt: skip
+    except OSError as error:
+        raise ExperimentError(
+            f"{run_dir.root} cannot be written: {error.strerror}; free space or choose another --out"
+        ) from error
+
+
+def reopen(path: Path) -> tuple[Resolved, RunDir, dict[str, Any]]:
+    """A run directory as it stands.
+
+    Raises:
+        ExperimentError: no run there.
+    """
+    run_dir = RunDir(path.absolute())
+    try:
+        result = json.loads(run_dir.result.read_text())
+        resolved = read_resolved(run_dir.experiment)
+    except FileNotFoundError as error:
+        raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote") from error
+    except ValueError as error:
+        raise ExperimentError(f"{run_dir.result} is damaged: {error}") from error
+    return Resolved(resolved.experiment, result.get("sources", {})), run_dir, result
+
+
+@contextlib.contextmanager
+def session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
+    """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
+    result = json.loads(run_dir.result.read_text())
+    experiment, kind = resolved.experiment, result["kind"]
+    tracker = None
+    uri = experiment.tracking.uri or default_uri(Path(result["runs_root"]))
+    if experiment.tracking.enabled:
+        tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
+        tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=describe(kind))
+        tracker.artifact(kind, run_dir.experiment)
+    with Display() as display:
+        now = Session(resolved, run_dir, display, tracker, result, kind)
+        now.save(status="running", mlflow={"uri": uri, "experiment": experiment.tracking.experiment} if tracker else None)
+        display.say(f"{kind} {experiment.name} in {run_dir.root}")
+        try:
+            yield now
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
+                now.save(status="interrupted" if interrupted else "failed", reason="" if interrupted else str(error))
+            _close(now, "KILLED" if interrupted else "FAILED", 5.0)
+            raise
+        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
+        _close(now, "FINISHED", FLUSH_S)
+
+
+def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
+    if now.tracker is None:
+        return
+    now.tracker.artifact(now.key, now.run_dir.result)
+    now.tracker.end_run(now.key, status)
+    start_tracking(now)
+    delivery = now.tracker.close(timeout_s)
+    now.display.say(delivery.message)
+
+
+def start_tracking(now: Session) -> None:
+    """Begin to send to MLflow, once: its import takes a core for seconds, which a run that is starting needs itself."""
+    if now.tracker and not now.sending:
+        now.sending = True
+        now.tracker.start()
+
+
+def describe(kind: str) -> dict[str, str]:
+    """Tags that say what code ran."""
+    tags = {"raydistill.kind": kind}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or none that answers: the tag is left out
+        return tags
+    if commit.returncode == 0:
+        tags["git_commit"] = commit.stdout.strip()
+    return tags
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the stages of one experiment run on, resolved on a cluster."""
+
+    experiment: Experiment
+    use_gpu: bool
+    loader_workers: int
+
+    @classmethod
+    def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
+        """Resolve every `auto`."""
+        scale, wanted = experiment.scale, experiment.data.loader_workers
+        if wanted == "auto":
+            wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
+        return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
+
+    def assign(
+        self, stage: Literal["teacher", "student"], run_dir: RunDir, labels: dict[str, str], weights: str | None = None
+    ) -> Assignment:
+        """One stage's order to the workers."""
+        config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
+        data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
+        return Assignment(config.model_copy(update={"data": data}), self.use_gpu, self.loader_workers, run_dir.tune)
+
+    def need(self) -> clusters.Need:
+        """What one stage reserves."""
+        return need(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
+
+
+def absolute(data_path: str) -> str:
+    """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
+    path = Path(data_path).expanduser()
+    return str(path.absolute()) if path.exists() else data_path
+
+
+def train_teacher(now: Session, plan: Plan) -> str | None:
+    """Where the teacher's weights are, after training them if the experiment names none. None: no teacher.
+
+    Raises:
+        TrainingError: the training failed.
+    """
+    teacher = plan.experiment.teacher
+    if teacher is None:
+        return None
+    if teacher.weights:
+        return absolute(teacher.weights)
+    return str(
+        StageDir(Path(run_stage(now, plan.assign("teacher", now.run_dir, {"run": now.run_dir.root.name})).output_dir)).best
+    )
+
+
+def run_stage(now: Session, work: Assignment) -> TrainConfig:
+    """Carry a stage out, shown and recorded.
+
+    Raises:
+        TrainingError: it did not end well; one line.
+    """
+    stage = StageDir(Path(work.config.output_dir))
+    if now.tracker:
+        now.tracker.follow(now.key, stage.metrics, f"{work.config.stage}/")
+    now.display.follow(work.config.stage, stage)
+    outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
+    now.display.unfollow(work.config.stage)
+    note_stage(now, work, outcome)
+    if outcome.status != "ok":
+        raise TrainingError(outcome.reason)
+    return work.config
+
+
+def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
+    """Add a stage's end to `result.json`, in place of an earlier try's."""
+    stage = StageDir(Path(work.config.output_dir))
+    entry = {
+        "stage": work.config.stage, "model": work.config.model, "status": outcome.status, "reason": outcome.reason,
+        "restarts": outcome.restarts, "metrics": outcome.metrics, "checkpoint": str(stage.best) if stage.best.exists() else None,
+    }  # fmt: skip
+    others = [old for old in now.result.get("stages", []) if old["stage"] != work.config.stage]
+    now.save(stages=[*others, entry])
+
+
+def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
+    """Carry out, or continue, one run: teacher if needed, then student. Returns what `result.json` holds.
+
+    Raises:
+        DistillError: one line; `result.json` says the same.
+        KeyboardInterrupt: after everything was put away.
+    """
+    experiment = resolved.experiment
+    with session(resolved, run_dir) as now:
+        capacity = clusters.local_capacity()
+        wanted = Plan.on(experiment, capacity).need() if clusters.is_local() else None
+        if wanted and (refusal := capacity.refusal(wanted)):
+            raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
+        with clusters.connect(wanted.total_cpus if wanted else 0, run_dir.root) as cluster:
+            plan = Plan.on(experiment, cluster)
+            if refusal := cluster.refusal(plan.need()):
+                raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
+            now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
+            say_plan(now, plan, cluster)
+            weights = train_teacher(now, plan)
+            student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights))
+        record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
+        now.display.console.print(
+            stage_table(now.result), phase_table(now.result["stages"][-1]["metrics"], "a step of the student")
+        )
+    return now.result
+
+
+def say_plan(now: Session, plan: Plan, cluster: Cluster) -> None:
+    """One line on what runs on what; it names every `auto`."""
+    scale = plan.experiment.scale
+    kind = "GPU" if plan.use_gpu else "CPU"
+    auto = " (auto)" if plan.experiment.data.loader_workers == "auto" else ""
+    line = (
+        f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × {plan.loader_workers} loader workers{auto}, global batch "
+        f"{plan.experiment.data.global_batch_size}, on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+    )
+    if plan.loader_workers == 0:
+        line += "; 0 loader workers: every step waits for its images to be decoded"
+    if cluster.oversubscribed(plan.need()):
+        line += f"; oversubscribed: {plan.need().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
+    now.display.say(line)
+
+
+def record_student(now: Session, key: str, stage: StageDir, metrics: dict[str, float]) -> None:
+    """The student's final numbers under plain names, and the student itself, in MLflow."""
+    if now.tracker is None:
+        return
+    now.tracker.metrics(key, int(metrics.get("steps", 0)), metrics)
+    if stage.best.exists() and now.experiment.tracking.log_model:
+        now.tracker.model(key, stage.best)

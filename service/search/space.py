@@ -1,0 +1,89 @@
+"""A sweep's space: dotted key → values, expanded or sampled into points without knowing who runs them.
+
+data.global_batch_size: [256, 512]          a list
+data.loader_workers: {range: [2, 8, 2]}     2, 4, 6, 8
+optim.lr: {loguniform: [0.001, 1]}          a distribution: uniform, loguniform, randint (both ends included)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+DISTRIBUTIONS = {
+    "uniform": lambda rng, low, high: float(rng.uniform(low, high)),
+    "loguniform": lambda rng, low, high: float(np.exp(rng.uniform(np.log(low), np.log(high)))),
+    "randint": lambda rng, low, high: int(rng.integers(low, high + 1)),
+}
+
+
+class SpaceError(ValueError):
+    """A space that cannot be searched as written; one line."""
+
+
+def choices(key: str, spec: Any) -> list[Any] | None:
+    """The values of a list or a range; None for a distribution.
+
+    Raises:
+        SpaceError: none of the three.
+    """
+    if isinstance(spec, list):
+        if not spec:
+            raise SpaceError(f"{key}: the list is empty")
+        return spec
+    if isinstance(spec, Mapping) and len(spec) == 1:
+        ((kind, limits),) = spec.items()
+        numbers = isinstance(limits, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in limits)
+        if kind == "range" and numbers and 2 <= len(limits) <= 3:
+            first, last, step = (*limits, 1)[:3] if len(limits) == 2 else limits
+            if step <= 0 or last < first:
+                raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
+            count = int((last - first) / step + 1e-9) + 1
+            return [first + i * step for i in range(count)]
+        if kind in DISTRIBUTIONS and numbers and len(limits) == 2:
+            if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
+                raise SpaceError(f"{key}: {kind} [low, high] needs low ≤ high" + (" and low > 0" if kind == "loguniform" else ""))
+            return None
+    raise SpaceError(
+        f"{key}: write a list, {{range: [first, last, step]}}, or one of {', '.join(DISTRIBUTIONS)} with [low, high]"
+    )
+
+
+def check_space(space: Mapping[str, Any], policy: str) -> None:
+    """Refuse a space that is malformed, or that `policy` cannot enumerate.
+
+    Raises:
+        SpaceError: which key, and what to write instead.
+    """
+    for key, spec in space.items():
+        if choices(key, spec) is None and policy == "grid":
+            raise SpaceError(
+                f"{key}: a grid cannot enumerate a distribution: give a list or a range, or set sweep.policy to random"
+            )
+
+
+def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -> list[dict[str, Any]]:
+    """The points of a sweep, a pure function of its arguments, without repetition.
+
+    Raises:
+        SpaceError: an empty space.
+    """
+    if not space:
+        raise SpaceError("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
+    if policy == "grid":
+        values = [choices(key, spec) or [] for key, spec in space.items()]
+        return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
+    rng = np.random.default_rng(seed)
+    drawn = [{key: _draw(rng, key, spec) for key, spec in space.items()} for _ in range(num_samples)]
+    return [point for i, point in enumerate(drawn) if point not in drawn[:i]]
+
+
+def _draw(rng: np.random.Generator, key: str, spec: Any) -> Any:
+    values = choices(key, spec)
+    if values is not None:
+        return values[int(rng.integers(len(values)))]
+    ((kind, (low, high)),) = spec.items()
+    return DISTRIBUTIONS[kind](rng, low, high)

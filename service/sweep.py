@@ -1,0 +1,302 @@
+"""The search: points of a space as Ray Tune trials, one row each, resumable, nothing run twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import yaml
+
+from service import cluster as clusters
+from service.cluster import Cluster
+from service.experiment import Resolved, SweepConfig, flatten
+from service.report.tables import SCALE, sweep_table, verdict
+from service.run import Plan, Session, record_student, session, start_tracking, train_teacher
+from service.search.space import SpaceError, points
+from service.trial import Assignment, Outcome, run_trial
+from trainables.errors import ExperimentError, TrainingError
+from trainables.rundir import RunDir, read_lines, write_atomic, write_json
+
+
+@dataclass
+class Trial:
+    """One point of the sweep. `outcome` is None until it has ended."""
+
+    id: str
+    params: dict[str, Any]
+    resolved: Resolved | None
+    outcome: Outcome | None = None
+    oversubscribed: bool = False
+    loader_workers: int | str = "auto"
+
+    def row(self, base: Resolved, timing: bool) -> dict[str, Any]:
+        """The trial in `result.json`."""
+        values = flatten(base.experiment.model_dump(mode="json")) | self.params | {"data.loader_workers": self.loader_workers}
+        outcome = self.outcome or Outcome("stopped", "not finished")
+        return {
+            "id": self.id, "params": self.params, "kind": "timing" if timing else "accuracy",
+            "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
+            "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
+            "metrics": outcome.metrics,
+        }  # fmt: skip
+
+
+def plan_trials(resolved: Resolved) -> list[Trial]:
+    """Every point of the space, those that are wrong in themselves already `infeasible`.
+
+    Raises:
+        ExperimentError: nothing to search, or a policy that does not fit.
+    """
+    sweep = resolved.experiment.sweep
+    if sweep.policy == "asha" and sweep.steps is not None:
+        raise ExperimentError(
+            "sweep.policy asha compares accuracies between epochs: leave out sweep.steps, or use grid or random"
+        )
+    try:
+        found = points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
+    except SpaceError as error:
+        raise ExperimentError(f"sweep.space: {error}") from error
+    timing = {"train.max_steps": sweep.steps} if sweep.steps is not None else {}
+    width = max(3, len(str(len(found) - 1)))
+    trials = []
+    for number, point in enumerate(found):
+        trial = Trial(
+            f"{number:0{width}d}",
+            point,
+            None,
+            loader_workers=point.get("data.loader_workers", resolved.experiment.data.loader_workers),
+        )
+        try:
+            trial.resolved = resolved.override({**point, **timing}, "trial")
+        except ExperimentError as error:
+            trial.outcome = Outcome("infeasible", str(error).splitlines()[0].removeprefix("trial: "))
+        trials.append(trial)
+    return trials
+
+
+def refuse(trials: list[Trial], cluster: Cluster) -> None:
+    """Mark as `infeasible` what the cluster can never hold, and as `oversubscribed` what has fewer real cores than it reserves."""
+    for trial in trials:
+        if trial.resolved is None or trial.outcome is not None:
+            continue
+        plan = Plan.on(trial.resolved.experiment, cluster)
+        trial.loader_workers = plan.loader_workers
+        trial.oversubscribed = cluster.oversubscribed(plan.need())
+        if refusal := cluster.refusal(plan.need()):
+            trial.outcome = Outcome("infeasible", refusal)
+
+
+def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
+    """Carry out, or continue, a sweep. Returns what `result.json` holds.
+
+    Raises:
+        DistillError: one line; `result.json` says the same. A trial that fails is a row, not an error.
+        KeyboardInterrupt: after everything was put away.
+    """
+    trials = plan_trials(resolved)
+    with session(resolved, run_dir) as now:
+        recall(trials, run_dir)
+        capacity = clusters.local_capacity()
+        if clusters.is_local():
+            refuse(trials, capacity)
+        pending = [trial for trial in trials if trial.outcome is None]
+        if pending:
+            needs = [Plan.on(t.resolved.experiment, capacity).need().total_cpus for t in pending if t.resolved]
+            with clusters.connect(max(needs), run_dir.root) as cluster:
+                refuse(trials, cluster)
+                run_trials(now, trials, cluster)
+        finish(now, trials)
+    return now.result
+
+
+def recall(trials: list[Trial], run_dir: RunDir) -> None:
+    """Take up the outcomes that an earlier, interrupted sweep has left."""
+    for trial in trials:
+        path = run_dir.trial(trial.id).result
+        if path.exists():
+            trial.outcome = Outcome(**json.loads(path.read_text()))
+
+
+def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
+    """Train the teacher once, then hand the trials that are left to Ray Tune and record each as it ends."""
+    base = now.resolved
+    plan = Plan.on(base.experiment, cluster)
+    now.save(
+        use_gpu=plan.use_gpu,
+        space=base.experiment.sweep.space,
+        metric=base.experiment.sweep.metric,
+        mode=base.experiment.sweep.mode,
+    )
+    weights = train_teacher(now, fitting(plan, cluster))
+    assignments: dict[str, Assignment] = {}
+    needs = []
+    for trial in trials:
+        if trial.outcome is not None or trial.resolved is None:
+            continue
+        mine = Plan.on(trial.resolved.experiment, cluster)
+        trial_dir = now.run_dir.trial(trial.id)
+        write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
+        assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, weights)
+        needs.append(mine.need())
+        begin_record(now, trial)
+    known = {trial.id for trial in trials if trial.outcome is not None}
+    report(now, trials)
+    now.display.say(f"{len(assignments)} trials to run, {len(trials) - len(assignments)} already decided")
+    if not assignments:
+        return
+
+    def tick() -> None:
+        start_tracking(now)
+        for trial in trials:
+            if trial.id in known:
+                continue
+            stage = now.run_dir.trial(trial.id).stage("student")
+            if stage.root.exists():
+                now.display.follow(trial.id, stage)
+            if now.run_dir.trial(trial.id).result.exists():
+                recall([trial], now.run_dir)
+                known.add(trial.id)
+                end_trial(now, trial)
+                report(now, trials)
+        now.display.trials(len(known), len(trials))
+
+    at_once = min(cluster.concurrent(need, base.experiment.sweep.max_concurrent) for need in needs)
+    now.wait_for(lambda: tune_trials(base.experiment.sweep, assignments, now.run_dir, at_once), tick)
+    tick()
+    for trial in trials:
+        if trial.id not in known:
+            trial.outcome = unfinished(now, trial)
+            write_json(now.run_dir.trial(trial.id).result, asdict(trial.outcome))
+            end_trial(now, trial)
+    report(now, trials)
+
+
+def fitting(plan: Plan, cluster: Cluster) -> Plan:
+    """The teacher's plan; where the base experiment itself does not fit, its workers do with fewer loader workers.
+
+    Raises:
+        TrainingError: not even so.
+    """
+    if not cluster.refusal(plan.need()):
+        return plan
+    smaller = replace(plan, loader_workers=1)
+    if refusal := cluster.refusal(smaller.need()):
+        raise TrainingError(f"the teacher's training: {refusal}: lower scale.num_workers of the experiment itself")
+    return smaller
+
+
+def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
+    """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
+    from ray import tune
+    from ray.tune.schedulers import ASHAScheduler
+
+    function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
+    # The function itself only waits for its workers, which reserve what they use.
+    trainable = tune.with_resources(function, {"CPU": 0})
+    path = run_dir.tune / "tune"
+    scheduler = None
+    if sweep.policy == "asha":
+        scheduler = ASHAScheduler(
+            time_attr="epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
+            reduction_factor=sweep.reduction_factor, max_t=10**6,
+        )  # fmt: skip
+    if tune.Tuner.can_restore(str(path)):
+        tuner = tune.Tuner.restore(str(path), trainable, restart_errored=True)
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space={"trial": tune.grid_search(sorted(assignments))},
+            tune_config=tune.TuneConfig(
+                max_concurrent_trials=at_once, scheduler=scheduler, trial_dirname_creator=lambda trial: trial.config["trial"]
+            ),
+            run_config=tune.RunConfig(name="tune", storage_path=str(run_dir.tune), verbose=0),
+        )
+    tuner.fit()
+
+
+def unfinished(now: Session, trial: Trial) -> Outcome:
+    """The outcome of a trial that left no result: stopped by the scheduler, or lost with its process."""
+    records = read_lines(now.run_dir.trial(trial.id).stage("student").metrics)
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    if now.experiment.sweep.policy == "asha" and epochs:
+        metrics = epochs[-1]["metrics"]
+        named = {name.removeprefix("val/"): value for name, value in metrics.items()} | {"steps": float(epochs[-1]["step"])}
+        return Outcome("stopped", f"stopped by asha after epoch {epochs[-1]['epoch']:g}", named)
+    return Outcome("failed", "the trial's process died: see the logs under " + str(now.run_dir.trial(trial.id).root))
+
+
+def begin_record(now: Session, trial: Trial) -> None:
+    """A child run in MLflow that follows the trial's numbers."""
+    if now.tracker and trial.resolved:
+        key = f"trial/{trial.id}"
+        params = flatten(trial.resolved.experiment.model_dump(mode="json")) | {"data.loader_workers": trial.loader_workers}
+        now.tracker.start_run(
+            key, f"{now.run_dir.root.name}/{trial.id}", parent_key=now.key, params=params, tags={"raydistill.kind": "trial"}
+        )
+        now.tracker.follow(key, now.run_dir.trial(trial.id).stage("student").metrics, "student/")
+
+
+def end_trial(now: Session, trial: Trial) -> None:
+    """Show and record how a trial ended."""
+    now.display.unfollow(trial.id)
+    outcome = trial.outcome or Outcome("failed")
+    m = outcome.metrics
+    numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
+    now.display.say(
+        f"trial {trial.id} {yaml.safe_dump(trial.params, default_flow_style=True, width=10**6).strip()}: {outcome.status}  {numbers}"
+    )
+    if now.tracker:
+        key = f"trial/{trial.id}"
+        row = trial.row(now.resolved, now.experiment.sweep.steps is not None)
+        now.tracker.tags(
+            key,
+            {
+                "status": outcome.status,
+                "reason": outcome.reason,
+                "trial_kind": row["kind"],
+                "oversubscribed": str(trial.oversubscribed),
+            },
+        )
+        if m:
+            now.tracker.metrics(key, int(m.get("steps", 0)), m)
+        now.tracker.artifact(key, now.run_dir.trial(trial.id).experiment)
+        now.tracker.end_run(key, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")
+
+
+def best_of(rows: list[dict[str, Any]], metric: str, mode: str) -> dict[str, Any] | None:
+    """The complete trial with the best metric; None where no complete trial has it."""
+    complete = [row for row in rows if row["status"] == "ok" and row["metrics"].get(metric) is not None]
+    if not complete:
+        return None
+    return (max if mode == "max" else min)(complete, key=lambda row: row["metrics"][metric])
+
+
+def report(now: Session, trials: list[Trial]) -> None:
+    """Write the rows as they stand."""
+    config = now.experiment.sweep
+    rows = [trial.row(now.resolved, config.steps is not None) for trial in trials]
+    now.save(
+        space=config.space, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.metric, config.mode)
+    )
+
+
+def finish(now: Session, trials: list[Trial]) -> None:
+    """The table, the verdict and the winner's student."""
+    report(now, trials)
+    for trial in trials:
+        if trial.outcome and trial.outcome.status == "infeasible" and now.tracker:
+            begin_record(now, trial)
+            end_trial(now, trial)
+    now.display.console.print(sweep_table(now.result))
+    for line in verdict(now.result):
+        now.display.say(line)
+    best = now.result["best"]
+    if best is None:
+        raise TrainingError(f"no trial of {len(trials)} gave {now.experiment.sweep.metric}: see the reasons in the table")
+    stage = now.run_dir.trial(best["id"]).stage("student")
+    record_student(now, now.key, stage, best["metrics"])

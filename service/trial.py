@@ -1,0 +1,134 @@
+"""One trial = one `TorchTrainer.fit`, begun again after a death, with an outcome that never is a stack trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from service.cluster import Need, observe
+from trainables.config import TrainConfig
+from trainables.rundir import RunDir, StageDir, write_json
+
+Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended. `metrics` is its summary where it is complete."""
+
+    status: Status
+    reason: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A stage and what it runs on."""
+
+    config: TrainConfig
+    use_gpu: bool
+    loader_workers: int
+    storage: Path
+    """Ray's own files; ours are under `config.output_dir`."""
+
+
+def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
+    """Train a stage to its end, from its last checkpoint where there is one.
+
+    A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
+    training itself refuses (a loss that is not finite, unreadable data) and memory that runs out come back the same way
+    every time, and end it at once.
+    """
+    from trainables import worker  # imports torch and Ray
+
+    stage = StageDir(Path(work.config.output_dir))
+    stage.root.mkdir(parents=True, exist_ok=True)
+    for attempt in range(work.config.scale.max_failures + 1):
+        if done := finished(stage, attempt):
+            return done
+        stage.error.unlink(missing_ok=True)
+        name = f"{work.config.labels.get('trial', work.config.stage)}-{time.time_ns():x}"
+        try:
+            worker.fit(
+                work.config,
+                use_gpu=work.use_gpu,
+                loader_workers=work.loader_workers,
+                storage=work.storage,
+                name=name,
+                callbacks=callbacks,
+            )
+        except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
+            outcome = diagnose(stage, error, attempt)
+            if outcome.status == "oom" or known(stage) or attempt == work.config.scale.max_failures:
+                return outcome
+            if refusal := wait_for_room(work):
+                return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=attempt)
+    return finished(stage, work.config.scale.max_failures) or Outcome("failed", "the stage ended without a result")
+
+
+def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
+    """The outcome of a complete stage, or None."""
+    if not stage.result.exists():
+        return None
+    return Outcome("ok", metrics=json.loads(stage.result.read_text())["metrics"], restarts=restarts)
+
+
+def known(stage: StageDir) -> bool:
+    """Whether a worker wrote down a cause that would come again."""
+    return stage.error.exists() and bool(json.loads(stage.error.read_text())["user"])
+
+
+def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
+    """What went wrong: first what a worker wrote itself, else what Ray says of it."""
+    text = str(error)
+    if "ray.exceptions.OutOfMemoryError" in text or "Ray's memory monitor" in text or "low on memory" in text:
+        return Outcome("oom", "the node ran out of memory: Ray killed a worker to save it", restarts=restarts)
+    if stage.error.exists():
+        cause = json.loads(stage.error.read_text())
+        if cause["type"] == "oom":
+            return Outcome("oom", f"rank {cause['rank']}: {cause['message']}", restarts=restarts)
+        prefix = "" if cause["user"] else f"rank {cause['rank']}: {cause['type']}: "
+        return Outcome("failed", prefix + cause["message"], restarts=restarts)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    died = next(
+        (line for line in lines if "died" in line.lower() or "Error" in line), lines[0] if lines else type(error).__name__
+    )
+    return Outcome("failed", f"a worker died: {died}", restarts=restarts)
+
+
+def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:
+    """What a stage reserves."""
+    return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu))
+
+
+def wait_for_room(work: Assignment, patience_s: float = 120.0) -> str | None:
+    """After a node's death: wait until the cluster could hold the job again, since a new node may be on its way.
+
+    Returns why it still cannot, or None: a trainer that asks for more than there is would wait for ever, silently.
+    """
+    wanted = need(work.config, work.loader_workers, work.use_gpu)
+    until = time.monotonic() + patience_s
+    while (refusal := observe().refusal(wanted)) and time.monotonic() < until:
+        time.sleep(2)
+    return refusal
+
+
+def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], sweep_dir: str) -> None:
+    """The function that Ray Tune calls: carry out one trial, leave its `result.json`, and report to Tune.
+
+    A trial that is already complete is not run again.
+    """
+    from ray import tune
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    trial_id = settings["trial"]
+    run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
+    if not run_dir.result.exists():
+        outcome = carry_out(assignments[trial_id], [TuneReportCallback()])
+        write_json(run_dir.result, asdict(outcome))
+    outcome_metrics = json.loads(run_dir.result.read_text())["metrics"]
+    tune.report({"done": True, **outcome_metrics})

@@ -1,0 +1,177 @@
+"""Save and load a TrainState as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
+
+Names in the file: `model.<parameter or buffer>`, `optim.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything
+else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under `raydistill`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainables.distributed import Group, gather_objects
+from trainables.errors import CheckpointError
+from trainables.rundir import fsync_directory
+
+META_KEY = "raydistill"
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """Where training stands. `position` counts global samples consumed of the current epoch."""
+
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    best_top1_pct: float = -1.0
+    best_epoch: int = -1
+    history: list[dict[str, float]] = field(default_factory=list)
+    partial: list[float] = field(default_factory=list)
+    """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, and what the model is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    about: dict[str, Any]
+    """Describes the model to whoever loads the file: model, num_classes, image_size, classes, mean, std, data keys."""
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's generator states (uint8 vectors)."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def save(path: Path, state: TrainState, group: Group) -> None:
+    """Write the state beside `path`, fsync it and rename it over `path`. Every rank calls this; rank 0 writes.
+
+    Raises:
+        CheckpointError: on rank 0 where the disk is full or cannot be written; the file that stood there still stands.
+    """
+    rngs = gather_objects(rng_state(group.device), group)
+    if not group.is_main:
+        return
+    tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
+    optim = state.optimizer.state_dict()
+    plain: dict[str, dict[str, Any]] = {}
+    for index, slots in optim["state"].items():
+        for slot, value in slots.items():
+            if isinstance(value, Tensor):
+                tensors[f"optim.{index}.{slot}"] = value
+            else:
+                plain.setdefault(str(index), {})[slot] = value
+    for rank, states in enumerate(rngs):
+        tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
+    meta = {
+        "format": FORMAT,
+        **state.about,
+        "progress": vars(state.progress),
+        "world_size": group.world_size,
+        "optimizer": {"type": type(state.optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain},
+        "scaler": state.scaler.state_dict(),
+    }
+    write_tensors(path, tensors, meta)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """The atomic write under `save`.
+
+    Raises:
+        CheckpointError: where the disk is full or cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A copy each: safetensors refuses tensors that share storage, as tied weights do.
+        copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(copies, beside, metadata={META_KEY: json.dumps(meta)})
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        fsync_directory(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space or choose another --out, then resume"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors (on the CPU) and the description of a checkpoint.
+
+    Raises:
+        CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get(META_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
+        ) from error
+    if header is None:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of ours (no `{META_KEY}` in its header): as a teacher, give it in teacher.weights"
+        )
+    return tensors, json.loads(header)
+
+
+def restore(path: Path, state: TrainState, group: Group) -> None:
+    """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
+
+    Raises:
+        CheckpointError: damaged, or of another model or optimizer than `state` holds.
+    """
+    tensors, meta = read(path)
+    if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
+        raise CheckpointError(
+            f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
+            f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"
+        )
+    if meta["optimizer"]["type"] != type(state.optimizer).__name__:
+        raise CheckpointError(f"checkpoint {path} was written by {meta['optimizer']['type']}: resume with the same optim.name")
+    try:
+        state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {str(error).splitlines()[-1].strip()}") from error
+    _restore_optimizer(state.optimizer, tensors, meta["optimizer"])
+    state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
+    state.progress = Progress(**meta["progress"])
+    if meta["world_size"] == group.world_size:
+        torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
+        if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
+    for name, tensor in tensors.items():
+        if name.startswith("optim."):
+            _, index, slot = name.split(".", 2)
+            if tensor.shape == parameters[int(index)].shape:
+                # The parameter's own memory format, so that a fused update stays fused.
+                tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
+            slots.setdefault(int(index), {})[slot] = tensor
+    optimizer.load_state_dict({"state": slots, "param_groups": meta["param_groups"]})

@@ -1,0 +1,108 @@
+"""What the ranks of one job share: who I am, sums over ranks, seeds, and proof that the replicas still agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainables.errors import TrainingError
+
+# Per-dtype integer views of equal width: a checksum over bits, so that not even a sign of zero may differ.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process among the ranks of a job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
+    """Sum `tensor` over the ranks, in place; every rank must call it with the same shape."""
+    if group.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+class GlobalCount:
+    """The number of samples that all ranks hold in this step, summed while the forward pass runs."""
+
+    def __init__(self, local: int, group: Group):
+        self._group = group
+        self._count = torch.tensor(float(local), dtype=torch.float64, device=group.device)
+        self._work = dist.all_reduce(self._count, async_op=True) if group.world_size > 1 else None
+
+    def weight(self) -> Tensor:
+        """The factor (scalar, float64) that turns a rank's sum of per-sample losses into its share of the global mean.
+
+        DDP averages gradients over ranks, hence world_size / num_samples.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._group.world_size / self._count.clamp(min=1)
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    if group.world_size == 1:
+        return [value]
+    gathered: list[Any] = [None] * group.world_size
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_buffers(model: nn.Module, group: Group) -> None:
+    """Give every rank the buffers of rank 0 (batch norm's running statistics differ by rank until then)."""
+    if group.world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Seed torch's generators of this rank; data order and augmentation do not draw from them."""
+    torch.manual_seed((seed << 16) + rank)
+
+
+def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A number over the bits of all parameters (scalar, int64): equal parameters give equal numbers.
+
+    Integer sums do not depend on their order and see any single changed bit.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for place, parameter in enumerate(parameters, start=1):
+        bits = parameter.detach().contiguous().view(_BITS[parameter.element_size()])
+        total += place * bits.sum(dtype=torch.int64)
+    return total
+
+
+def check_replicas(model: nn.Module, group: Group, step: int) -> None:
+    """Stop where the ranks no longer hold the same parameters.
+
+    Raises:
+        TrainingError: on every rank, naming the ranks that differ from rank 0 and the usual cause.
+    """
+    if group.world_size == 1:
+        return
+    mine = checksum(model.parameters(), group.device).reshape(1)
+    sums = [torch.empty_like(mine) for _ in range(group.world_size)]
+    dist.all_gather(sums, mine)
+    differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[0])]
+    if differing:
+        raise TrainingError(
+            f"step {step}: the parameters of rank {', '.join(map(str, differing))} differ from rank 0's: each rank trains alone; "
+            "call the wrapped student itself, never its `.module`"
+        )

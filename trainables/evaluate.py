@@ -1,0 +1,62 @@
+"""Exact distributed evaluation: every sample once, sums on the device, one all-reduce, then divide.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainables.data.loader import Batch
+from trainables.distributed import Group, all_reduce_sum, broadcast_buffers
+from trainables.models.registry import logits_and_aux
+
+
+def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How many samples have their label as the first, and among the first five, of the logits (scalars, int64).
+
+    With fewer than five classes the second counts all samples.
+    """
+    top_B5 = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+    hit_B5 = top_B5 == labels_B[:, None]
+    return hit_B5[:, 0].sum(), hit_B5.sum()
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    prepare: Callable[[Tensor], Tensor],
+    group: Group,
+    autocast: Callable[[], torch.autocast],
+) -> dict[str, float]:
+    """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
+
+    `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
+    `prepare` turns uint8 images_BCHW into the model's input. Leaves the model in the mode it came in.
+
+    Raises:
+        ZeroDivisionError: never: without a single image all values but `num_images` are nan.
+    """
+    was_training = model.training
+    model.eval()
+    broadcast_buffers(model, group)
+    sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, first, first five
+    for batch in batches:
+        if len(batch.labels_B) == 0:
+            continue
+        labels_B = batch.labels_B.to(group.device, non_blocking=True)
+        with autocast():
+            logits_BK, _ = logits_and_aux(model(prepare(batch.images_BCHW)))
+        logits_BK = logits_BK.double()
+        first, first_five = correct_counts(logits_BK, labels_B)
+        entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+        sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, first.double(), first_five.double()])
+    model.train(was_training)
+    images, entropy, first, first_five = all_reduce_sum(sums, group).tolist()
+    n = images or float("nan")
+    return {"top1_pct": 100 * first / n, "top5_pct": 100 * first_five / n, "loss": entropy / n, "num_images": images}

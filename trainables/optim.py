@@ -1,0 +1,64 @@
+"""Parameter groups, the optimizer, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainables.config import OptimConfig
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """All trainable parameters with their weight decay.
+
+    Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has none, as in
+    Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if optim.decay_norm_and_bias:
+        return [{"params": trainable, "weight_decay": optim.weight_decay}]
+    return [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of `optim.name`; its learning rate is set anew before each step from `learning_rate`."""
+    groups = parameter_groups(model, optim)
+    fused = any(p.is_cuda for p in model.parameters()) or None
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
+
+
+def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:
+    """`lr`, or under linear scaling lr·batch/lr_base_batch (Goyal et al. 2017)."""
+    return optim.lr * global_batch_size / optim.lr_base_batch if optim.lr_scaling == "linear" else optim.lr
+
+
+def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: float) -> float:
+    """Learning rate of the optimizer step with index `step` (0-based): a pure function, so that nothing of it needs saving.
+
+    Warm-up rises linearly to `peak`; cosine then falls to 0 at the last epoch's end (Loshchilov & Hutter 2017, without
+    restarts); step multiplies by `gamma` at each milestone epoch.
+    """
+    epoch = step / steps_per_epoch
+    if epoch < optim.warmup_epochs:
+        return peak * (step + 1) / (optim.warmup_epochs * steps_per_epoch + 1)
+    if optim.schedule == "cosine":
+        done = (epoch - optim.warmup_epochs) / max(optim.epochs - optim.warmup_epochs, 1e-9)
+        return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    if optim.schedule == "step":
+        return float(peak * optim.gamma ** bisect.bisect_right(sorted(optim.milestones), epoch))
+    return peak
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set `lr` on every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,202 @@
+"""What the hardware under a training did: a thread that samples this node's GPUs, CPU, memory and disk.
+
+Run one per node. A number that the hardware, its driver or a container does not give is left out; nothing here raises
+into the training.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import psutil
+import pynvml
+
+MIB = 2**20
+
+THROTTLE_REASONS: dict[int, str] = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+"""Bits of NVML's clocks event (formerly throttle) reasons, in the names of its nvmlClocksEventReasons constants."""
+
+Handle = object
+"""NVML's opaque pointer to one device."""
+
+GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
+    "util_pct": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / MIB,
+    "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+    "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+    "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "memory_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+    "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
+}
+
+
+def decode_throttle(bitmask: int) -> list[str]:
+    """Names of the reasons set in an NVML bitmask, lowest bit first; a bit without a name is given as `0x…`."""
+    bits = [1 << place for place in range(bitmask.bit_length()) if bitmask >> place & 1]
+    return [THROTTLE_REASONS.get(bit, f"{bit:#x}") for bit in bits]
+
+
+def visible_gpus(visible: str | None, count: int) -> list[int | str]:
+    """The GPUs that `CUDA_VISIBLE_DEVICES` (None: unset) leaves of `count`: NVML indices or UUIDs, in CUDA's order.
+
+    As CUDA does, the list ends at the first entry that names no device. Indices are taken in PCI order, which is CUDA's own
+    where all GPUs of a node are of one kind.
+    """
+    if visible is None:
+        return list(range(count))
+    chosen: list[int | str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.startswith(("GPU-", "MIG-")):
+            chosen.append(entry)
+        elif entry.isdecimal() and int(entry) < count:
+            chosen.append(int(entry))
+        else:
+            break
+    return chosen
+
+
+def open_gpus() -> list[Handle]:
+    """NVML handles of the GPUs that this process may use, `cuda:0` first; [] where there is no NVIDIA driver."""
+    try:
+        pynvml.nvmlInit()
+        return [
+            pynvml.nvmlDeviceGetHandleByUUID(gpu) if isinstance(gpu, str) else pynvml.nvmlDeviceGetHandleByIndex(gpu)
+            for gpu in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
+
+
+def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
+    """`gpu0/util_pct`, … of each GPU, without the fields that it does not support (as MIG slices and vGPUs do not)."""
+    for place, gpu in enumerate(gpus):
+        for field, read in GPU_FIELDS.items():
+            try:
+                yield f"gpu{place}/{field}", float(read(gpu))
+            except pynvml.NVMLError:
+                continue
+
+
+class _Node:
+    """CPU, memory and disk of the whole node; rates are over the time since the last read."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent()
+        self._read_mib, self._read_at = self._disk_mib(), time.perf_counter()
+
+    @staticmethod
+    def _disk_mib() -> float | None:
+        counters = psutil.disk_io_counters()
+        return None if counters is None else counters.read_bytes / MIB
+
+    def read(self) -> Iterator[tuple[str, float]]:
+        memory = psutil.virtual_memory()
+        yield "cpu_pct", psutil.cpu_percent()
+        yield "memory_mib", (memory.total - memory.available) / MIB
+        before_mib, before_at = self._read_mib, self._read_at
+        self._read_mib, self._read_at = self._disk_mib(), time.perf_counter()
+        if before_mib is not None and self._read_mib is not None:
+            # Counters jump back where a disk is unplugged.
+            yield "disk_read_mib_per_s", max(0.0, self._read_mib - before_mib) / (self._read_at - before_at)
+
+
+class _Window:
+    """Mean and maximum of every field since the last snapshot; throttle reasons are or-ed."""
+
+    def __init__(self) -> None:
+        self._sum_count_max: dict[str, tuple[float, int, float]] = {}
+        self._reasons: dict[str, int] = {}
+
+    def add(self, sample: Mapping[str, float]) -> None:
+        for name, value in sample.items():
+            if name.endswith("/throttle_reasons"):
+                self._reasons[name] = self._reasons.get(name, 0) | int(value)
+            else:
+                total, count, most = self._sum_count_max.get(name, (0.0, 0, value))
+                self._sum_count_max[name] = (total + value, count + 1, max(most, value))
+
+    def summary(self) -> dict[str, float]:
+        found = {name: float(bits) for name, bits in self._reasons.items()}
+        for name, (total, count, most) in self._sum_count_max.items():
+            found[name] = total / count
+            found[_max_name(name)] = most
+        return found
+
+
+def _max_name(name: str) -> str:
+    """`gpu0/util_pct` → `gpu0/util_max_pct`: the unit stays last."""
+    for unit in ("_mib_per_s", "_pct", "_mib", "_c", "_w", "_mhz"):
+        if name.endswith(unit):
+            return f"{name.removesuffix(unit)}_max{unit}"
+    return f"{name}_max"
+
+
+class Telemetry:
+    """Samples this node every `every_s` seconds in a daemon thread, from `start()` to `stop()`.
+
+    `gpuN` is `cuda:N` of this process: of a node's GPUs, those that this job was given. CPU, memory and disk are the whole
+    node's (local disks; a network file system's reads are not among them).
+    """
+
+    def __init__(self, every_s: float):
+        self._every_s = every_s
+        self._gpus: list[Handle] = []
+        self._window = _Window()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to sample; the first sample is there after `every_s`."""
+        if self._thread is not None:
+            return
+        self._gpus = open_gpus()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._thread.start()
+
+    def snapshot(self) -> dict[str, float]:
+        """Mean and maximum of each number since the last snapshot, and the number of GPUs as `gpus`.
+
+        Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
+        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`.
+        `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`). Only `gpus` where no sample
+        was taken since.
+        """
+        with self._lock:
+            window, self._window = self._window, _Window()
+        return {"gpus": float(len(self._gpus)), **window.summary()}
+
+    def stop(self) -> None:
+        """End the thread after one last sample, so that even the shortest run has one; harmless when called twice."""
+        self._stopping.set()
+        if self._thread is not None:
+            # A driver that hangs must not hold the training's end: the thread is a daemon.
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        # A thread that fails ends alone: the run goes on, without telemetry. psutil raises what the system's files make it.
+        try:
+            node = _Node()
+            stopping = False
+            while not stopping:
+                stopping = self._stopping.wait(self._every_s)
+                sample = dict(node.read()) | dict(read_gpus(self._gpus))
+                with self._lock:
+                    self._window.add(sample)
+        except Exception as error:
+            print(f"telemetry stopped: {type(error).__name__}: {error}", flush=True)

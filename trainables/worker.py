@@ -1,0 +1,228 @@
+"""What runs in every Ray Train worker. The only module of this package that knows Ray.
+
+The loop's numbers leave a worker three ways: rank 0 appends them to the stage's `metrics.jsonl` (the record that MLflow and
+the progress display read), sets Ray's gauges (Prometheus, Grafana), and at each epoch calls `ray.train.report`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.util.metrics import Gauge
+
+from trainables import loop
+from trainables.config import EvaluateConfig, TrainConfig
+from trainables.distributed import Group, gather_objects
+from trainables.errors import DistillError
+from trainables.rundir import StageDir, append_line, read_lines, write_json
+from trainables.telemetry import Telemetry
+
+GAUGES = {
+    "raydistill_images_per_s": "images trained on per second, over all workers, loader waits included",
+    "raydistill_data_pct": "share of a step's time that waits for data, in percent",
+    "raydistill_loss": "training loss",
+    "raydistill_top1_pct": "validation accuracy, in percent",
+}
+_GAUGE_OF = {"images_per_s": "raydistill_images_per_s", "data_pct": "raydistill_data_pct", "loss": "raydistill_loss",
+             "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
+
+
+def train_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Train one stage. `settings` is a `TrainConfig` as plain data; the summary lands in the stage's `stage.json`.
+
+    Raises:
+        DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
+    """
+    config = TrainConfig.model_validate(settings)
+    stage = StageDir(Path(config.output_dir))
+    group = this_group()
+    torch.set_num_threads(config.scale.cpus_per_worker)
+    began = time.time()
+    try:
+        start_logging(stage, group)
+        with Reporter(config, stage, group) as reporter, NodeTelemetry(config, group) as telemetry:
+            job = loop.build(config, group, reporter.report, telemetry.snapshot)
+            if group.is_main:
+                logging.getLogger("raydistill").info(
+                    "%s: %s on %d x %s, ready after %.1f s",
+                    config.stage,
+                    config.model,
+                    group.world_size,
+                    group.device.type,
+                    time.time() - began,
+                )
+            summary = loop.run(job)
+        dist.barrier()  # every rank has finished before the stage counts as complete
+        if group.is_main:
+            write_json(
+                stage.result,
+                {"stage": config.stage, "model": config.model, "metrics": summary, "history": job.state.progress.history},
+            )
+    except Exception as error:
+        note_error(stage, group, error)
+        raise
+
+
+def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
+    config = EvaluateConfig.model_validate(settings)
+    group = this_group()
+    torch.set_num_threads(config.scale.cpus_per_worker)
+    result = loop.evaluate_checkpoint(config, group)
+    if group.is_main:
+        write_json(Path(config.output), result)
+
+
+def fit(
+    config: TrainConfig | EvaluateConfig,
+    *,
+    use_gpu: bool,
+    loader_workers: int,
+    storage: Path,
+    name: str,
+    callbacks: list[Any] | None = None,
+) -> None:
+    """Train one stage, or evaluate, with a `TorchTrainer` of `scale.num_workers` workers; blocks until all have ended.
+
+    Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
+
+    Raises:
+        ray.train.TrainingFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+    """
+    resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
+    ray.train.torch.TorchTrainer(
+        train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker,
+        train_loop_config=config.model_dump(mode="json"),
+        torch_config=ray.train.torch.TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(storage_path=str(storage), name=name, callbacks=callbacks or []),
+    ).fit()
+
+
+def this_group() -> Group:
+    """This worker among its peers, as Ray Train set them up."""
+    context = ray.train.get_context()
+    device = ray.train.torch.get_device()
+    return Group(dist.get_rank(), dist.get_world_size(), context.get_local_rank(), device)
+
+
+def note_error(stage: StageDir, group: Group, error: Exception) -> None:
+    """Write down why this rank stops, unless another rank was first (its failure is the cause, this one's the echo)."""
+    kind = "oom" if isinstance(error, torch.OutOfMemoryError | MemoryError) else type(error).__name__
+    text = str(error).strip() or type(error).__name__
+    line = text if isinstance(error, DistillError) else text.splitlines()[0]
+    record = {"type": kind, "message": line, "rank": group.rank, "user": isinstance(error, DistillError)}
+    try:
+        stage.root.mkdir(parents=True, exist_ok=True)
+        with open(stage.error, "x") as file:
+            json.dump(record, file)
+    except FileExistsError:
+        pass  # a rank before us said why
+    except OSError as problem:  # a full disk: the exception itself still reaches the driver
+        print(f"cannot write {stage.error}: {problem}", file=sys.stderr)
+
+
+def start_logging(stage: StageDir, group: Group) -> None:
+    """Rank 0's plain lines go to the stage's log file; warnings of every rank too."""
+    logger = logging.getLogger("raydistill")
+    logger.setLevel(logging.INFO if group.is_main else logging.WARNING)
+    stage.log.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(stage.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+class Reporter:
+    """The loop's `report`: a durable line, gauges, and Ray Train's own report at epochs.
+
+    The line is fsynced by a thread of its own, so that a slow disk does not slow a step; leaving the context waits for it.
+    """
+
+    def __init__(self, config: TrainConfig, stage: StageDir, group: Group):
+        self._config, self._stage, self._group = config, stage, group
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._writer = threading.Thread(target=self._write, name="records", daemon=True)
+        self._failure: OSError | None = None
+        self._gauges: dict[str, Gauge] = {}
+        # After a resume from an older checkpoint the same steps come again, with the same numbers: recorded once.
+        self._seen = {(line["kind"], line["step"]) for line in read_lines(stage.metrics)} if group.is_main else set()
+
+    def __enter__(self) -> Reporter:
+        if self._group.is_main:
+            tags = {"stage": self._config.stage, **self._config.labels}
+            for name, text in GAUGES.items():
+                gauge = Gauge(name, description=text, tag_keys=tuple(tags))
+                gauge.set_default_tags(tags)
+                self._gauges[name] = gauge
+            self._writer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._group.is_main:
+            self._lines.put(None)
+            self._writer.join()
+
+    def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        """See `loop.Report`; every rank calls it for the kind `epoch`, which is a barrier.
+
+        Raises:
+            OSError: on rank 0 where an earlier line could not be written.
+        """
+        if self._group.is_main:
+            if self._failure is not None:
+                raise self._failure
+            if (kind, step) not in self._seen:
+                self._lines.put({"kind": kind, "stage": self._config.stage, "step": step, "epoch": epoch,
+                                 "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})  # fmt: skip
+            for name, gauge in _GAUGE_OF.items():
+                if name in metrics:
+                    self._gauges[gauge].set(metrics[name])
+        if kind == "epoch":
+            ray.train.report({"epoch": epoch, "step": step, **metrics})
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                append_line(self._stage.metrics, line)
+            except OSError as error:
+                self._failure = error
+
+
+class NodeTelemetry:
+    """One sampler a node (in its first worker); `snapshot` gathers all nodes' numbers, so every rank has to call it."""
+
+    def __init__(self, config: TrainConfig, group: Group):
+        self._group = group
+        self._node = os.uname().nodename
+        self._sampler = Telemetry(config.train.telemetry_every_s) if group.local_rank == 0 else None
+
+    def __enter__(self) -> NodeTelemetry:
+        if self._sampler:
+            self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sampler:
+            self._sampler.stop()
+
+    def snapshot(self) -> dict[str, float]:
+        """`node0/cpu_pct`, `node1/gpu0/util_pct`, …: nodes numbered in the order of their first rank."""
+        nodes = [
+            part for part in gather_objects(self._sampler.snapshot() if self._sampler else None, self._group) if part is not None
+        ]
+        return {f"node{number}/{name}": value for number, part in enumerate(nodes) for name, value in part.items()}
