@@ -196,8 +196,9 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     from ray.tune.schedulers import ASHAScheduler
 
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
-    # The function itself only waits for its workers, which reserve what they use.
-    trainable = tune.with_resources(function, {"CPU": 0})
+    # The function itself only waits for its workers, which reserve what they use. Tune wants it to reserve something: a grain
+    # of the head node costs no CPU that a trial may need.
+    trainable = tune.with_resources(function, {"node:__internal_head__": 0.001})
     path = run_dir.tune / "tune"
     scheduler = None
     if sweep.policy == "asha":

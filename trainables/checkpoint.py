@@ -7,7 +7,6 @@ else (position, schedule of the scaler, metrics, what the model is) is JSON in t
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from trainables.distributed import Group, gather_objects
 from trainables.errors import CheckpointError
-from trainables.rundir import fsync_directory
+from trainables.rundir import replacing
 
 META_KEY = "raydistill"
 FORMAT = 1
@@ -96,22 +95,16 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     Raises:
         CheckpointError: where the disk is full or cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A copy each: safetensors refuses tensors that share storage, as tied weights do.
+    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    header = {META_KEY: json.dumps(meta)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A copy each: safetensors refuses tensors that share storage, as tied weights do.
-        copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        save_file(copies, beside, metadata={META_KEY: json.dumps(meta)})
-        with open(beside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-        fsync_directory(path.parent)
+        with replacing(path) as beside:
+            save_file(copies, beside, metadata=header)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; the previous one still stands: free space or choose another --out, then resume"
         ) from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` with `content` so that a reader, or a machine that dies, sees the old file or the new one.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; at the end it is fsynced and renamed over `path`.
 
-    Raises OSError where the disk is full or the folder cannot be written; the old file then still stands.
+    A reader, or a machine that dies, sees the old file or the new one. Raises OSError where the disk is full or the folder
+    cannot be written; the old file then still stands.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
+        yield beside
+        with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+        fsync_directory(path.parent)
     finally:
         beside.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace `path` with `content`; see `replacing`."""
+    with replacing(path) as beside:
+        beside.write_bytes(content)
 
 
 def fsync_directory(path: Path) -> None:

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "service" / "deploy"
+SCHEMA = Path(__file__).parent / "schemas" / "kuberay.yaml"
+MANIFESTS = (DEPLOY / "raycluster.yaml", DEPLOY / "rayjob.yaml")
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEPLOY / "grafana.json").read_text())
+    return found
+
+
+def commands(cluster: dict[str, Any]) -> Iterator[str]:
+    for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
+        yield from cluster[key]
+
+
+def test_rays_launcher_accepts_the_cluster_file_and_keeps_every_node() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared = prepare_config(load(ROOT / "cluster.yaml"))
+    validate_config(prepared)
+    node_type = prepared["available_node_types"][prepared["head_node_type"]]
+    num_workers = len(prepared["provider"]["worker_ips"])
+    assert (node_type["min_workers"], node_type["max_workers"]) == (num_workers, num_workers) != (0, 0)
+
+
+def test_rays_launcher_refuses_the_cluster_file_with_a_slip_in_it() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    slipped = load(ROOT / "cluster.yaml")
+    slipped["setup_command"] = slipped.pop("setup_commands")
+    with pytest.raises(jsonschema.ValidationError, match="setup_command"):
+        validate_config(prepare_config(slipped))
+
+
+def test_the_cluster_files_commands_are_valid_shell_and_every_mounted_file_exists() -> None:
+    cluster = load(ROOT / "cluster.yaml")
+    for command in commands(cluster):
+        checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, timeout=30)
+        assert checked.returncode == 0, checked.stderr
+    local = [path for path in cluster["file_mounts"].values() if not path.startswith("~")]
+    assert local == ["requirements.lock"]
+    assert all((ROOT / path).is_file() for path in local)
+
+
+def test_the_cluster_asks_for_a_token_and_shows_its_dashboard_on_loopback_alone() -> None:
+    cluster = load(ROOT / "cluster.yaml")
+    assert any("RAY_AUTH_MODE=token" in command for command in cluster["setup_commands"])
+    starts = [command for command in commands(cluster) if "ray start" in command]
+    assert len(starts) == 2
+    assert all(command.startswith(". ~/raydistill/env && ") for command in starts)
+    assert [command for command in starts if "--head" in command and "--dashboard-host=127.0.0.1" in command]
+    assert "~/.ray/auth_token" in cluster["file_mounts"]
+
+
+@pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *MANIFESTS], ids=lambda path: path.name)
+def test_what_a_user_has_to_change_is_marked(path: Path) -> None:
+    unmarked = ("192.168.", "registry.example.com", "claimName:", "ssh_user:", "replicas:", "RAYDISTILL_RUNS=")
+    lines = path.read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if any(word in line for word in unmarked):
+            assert "EDIT" in line or "pip install" in before, line
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
+    """Against a hand-written schema of the fields that KubeRay defines and the usual ones of a pod, not the CRDs' whole text.
+
+    What the schema takes from where stands at its top. The pods were checked once against Kubernetes' own full schema.
+    """
+    jsonschema.Draft202012Validator(load(SCHEMA)).validate(load(path))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("spec", "workerGroupSpecs", 0, "replica"), 2),
+        (("spec", "workerGroupSpecs", 0, "replicas"), "2"),
+        (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "resources", "limits", "memory"), "128 GB"),
+        (("spec", "headGroupSpec", "template", "spec", "volumes", 1, "emptyDir", "medium"), "RAM"),
+        (("apiVersion",), "ray.io/v1alpha1"),
+    ],
+)
+def test_the_schema_catches_a_slip(place: tuple[str | int, ...], value: object) -> None:
+    manifest = load(MANIFESTS[0])
+    inner = manifest
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(load(SCHEMA)).validate(manifest)
+
+
+def test_the_jobs_cluster_is_the_standing_one_and_runs_this_package() -> None:
+    cluster, job = (load(path) for path in MANIFESTS)
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+    assert job["spec"]["entrypoint"].startswith("python -m service sweep ")
+
+
+def test_every_pod_mounts_the_shared_volume_and_memory_for_rays_object_store() -> None:
+    spec = load(MANIFESTS[0])["spec"]
+    pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    for pod in pods:
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+            assert "persistentVolumeClaim" in mounted["/shared"]
+            assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+            assert container["env"] == [{"name": "RAYDISTILL_RUNS", "value": "/shared/raydistill/runs"}]
+    assert "nvidia.com/gpu" in pods[1]["containers"][0]["resources"]["limits"]
+    assert spec["authOptions"] == {"mode": "token"}
+
+
+def test_the_manifests_name_the_ray_that_the_lock_pins() -> None:
+    locked = re.search(r"^ray==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert locked is not None
+    for path in MANIFESTS:
+        text = path.read_text()
+        assert f'rayVersion: "{locked[1]}"' in text
+        assert f"rayproject/ray:{locked[1]}-" in text
+
+
+def test_every_panel_shows_a_metric_that_is_exported() -> None:
+    from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+    from trainables.worker import GAUGES
+
+    exported = {f"ray_{name}" for name in (*GAUGES, *METRICS_GAUGES)}
+    shown: set[str] = set()
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", []):
+            names = set(re.findall(r"\bray_\w+", target["expr"]))
+            assert names, target["expr"]
+            assert names <= exported, target["expr"]
+            shown |= names
+    assert {f"ray_{name}" for name in GAUGES} <= shown
+
+
+def test_our_panels_can_be_narrowed_to_a_run_a_trial_and_a_stage() -> None:
+    board = dashboard()
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "${datasource}"
+            used = set(re.findall(r"\$(\w+)", target["expr"]))
+            assert used <= set(variables)
+            if "ray_raydistill_" in target["expr"]:
+                assert used == {"run", "trial", "stage"}
+
+
+def test_panels_lie_within_the_page_and_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        grid = panel["gridPos"]
+        own = set(itertools.product(range(grid["x"], grid["x"] + grid["w"]), range(grid["y"], grid["y"] + grid["h"])))
+        assert grid["x"] + grid["w"] <= 24, panel["title"]
+        assert not own & cells, panel["title"]
+        cells |= own

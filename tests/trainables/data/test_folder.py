@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from photos import MakeFolder, photo
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from trainables.config import DataConfig
+from trainables.data.folder import EXTENSIONS, FolderSource
+from trainables.data.source import open_source
+from trainables.errors import DataError
+
+
+def _agrees_with_imagefolder(source: FolderSource, root: Path, split: str) -> None:
+    theirs = ImageFolder(str(root / split), allow_empty=True)
+    assert [str(root / source.name(index)) for index in range(len(source))] == [path for path, _ in theirs.samples]
+    assert source.labels_N.tolist() == [label for _, label in theirs.samples]
+
+
+def test_classes_and_samples_are_imagefolders(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"b": 2, "B": 1, "a10": 1, "a9": 1, "ä": 1, "a": 2}, val={"a": 1, "b": 2})
+    for nested in ("train/a/deep/er", "train/a/deep-er", "train/a/Deep"):
+        (root / nested).mkdir(parents=True)
+        photo(1).save(root / nested / "x.PNG")
+    (root / "train" / "a" / "notes.txt").write_text("not an image")
+    (root / "train" / ".DS_Store").write_text("not a class")
+    (root / "elsewhere").mkdir()
+    photo(2).save(root / "elsewhere" / "linked.webp")
+    os.symlink(root / "elsewhere", root / "train" / "a" / "link")
+    os.symlink(root / "elsewhere", root / "train" / "c")
+    source = FolderSource(str(root), "train")
+    assert source.classes == tuple(ImageFolder(str(root / "train")).classes) == ("B", "a", "a10", "a9", "b", "c", "ä")
+    _agrees_with_imagefolder(source, root, "train")
+    assert source.labels_N.dtype == np.int64
+
+
+def test_extensions_are_torchvisions() -> None:
+    assert set(EXTENSIONS) == set(IMG_EXTENSIONS)
+
+
+def test_an_image_is_read_as_pil_reads_it(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 2}, val={"cat": 1})
+    source = open_source(DataConfig(path=str(root)), "train")
+    expected = ImageFolder(str(root / "train"))
+    assert [source.read(index).tobytes() for index in range(2)] == [image.tobytes() for image, _ in expected]
+
+
+@pytest.mark.parametrize("name", ["val", "validation", "test"])
+def test_the_validation_folder_has_one_of_three_names(make_folder: MakeFolder, name: str) -> None:
+    root = make_folder(train={"cat": 1, "dog": 1}, **{name: {"dog": 2}})
+    source = FolderSource(str(root), "val")
+    assert source.name(0) == f"{name}/dog/000.jpg"
+
+
+def test_the_first_of_the_three_names_wins(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"cat": 1}, test={"cat": 3}, validation={"cat": 2})
+    assert len(FolderSource(str(root), "val")) == 2
+
+
+def test_a_class_that_validation_lacks_keeps_its_label(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1, "b": 1, "c": 1}, val={"c": 2})
+    source = FolderSource(str(root), "val")
+    assert source.classes == ("a", "b", "c")
+    assert source.labels_N.tolist() == [2, 2]
+    (root / "val" / "a").mkdir()
+    assert FolderSource(str(root), "val").labels_N.tolist() == [2, 2]
+
+
+def test_a_class_that_only_validation_has_is_refused_by_name(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1}, val={"a": 1, "zebra": 1})
+    FolderSource(str(root), "train")
+    with pytest.raises(DataError, match="zebra"):
+        FolderSource(str(root), "val")
+
+
+def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1}, val={"a": 1})
+
+    def message(split: str, path: Path = root) -> str:
+        with pytest.raises(DataError) as caught:
+            FolderSource(str(path), split)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "does not exist; write digits, synthetic" in message("train", root / "absent")
+    assert "is a file" in message("train", root / "train" / "a" / "000.jpg")
+    assert "no folder train" in message("train", root / "val")
+    (root / "train" / "empty").mkdir()
+    assert "train/empty holds no images" in message("train")
+    (root / "train" / "empty").rmdir()
+    (root / "val" / "a" / "000.jpg").rename(root / "val" / "a" / "000.txt")
+    assert "val holds no images" in message("val")
+    shutil.rmtree(root / "val")
+    assert "no validation folder" in message("val")
+    shutil.rmtree(root / "train" / "a")
+    photo(1).save(root / "train" / "flat.jpg")
+    assert "no class folders" in message("train")
+    assert "no folder train" in message("val", root / "train")
+
+
+def test_a_name_that_is_not_text_can_be_read_and_printed(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1}, val={"a": 1})
+    os.rename(root / "train/a/000.jpg", os.fsencode(root / "train/a") + b"/\xff\xfe.jpg")
+    source = FolderSource(str(root), "train")
+    source.name(0).encode()
+    assert source.read(0).mode == "RGB"

@@ -1,0 +1,367 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from photos import MakeFolder
+from PIL import Image
+
+from trainables.config import DataConfig
+from trainables.data.augment import AUGMENTS
+from trainables.data.loader import Batch, Loader
+from trainables.data.order import Split, epoch_order
+from trainables.data.source import Source, open_source
+from trainables.data.synthetic import open_synthetic
+from trainables.errors import DataError
+
+WORLD_SIZES = (1, 2, 3, 5, 8)
+
+
+def _loader(source: Source, data: DataConfig, split: Split = "train", rank: int = 0, world: int = 1, workers: int = 0) -> Loader:
+    return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers)
+
+
+def _ranks(
+    source: Source, data: DataConfig, world: int, split: Split = "train", epoch: int = 0, start: int = 0
+) -> list[list[Batch]]:
+    """Each rank's batches of an epoch."""
+    return [list(_loader(source, data, split, rank, world).epoch(epoch, start)) for rank in range(world)]
+
+
+def _global_order(ranks: list[list[Batch]]) -> list[list[int]]:
+    """The samples of each global batch in order: the ranks' parts one after the other."""
+    return [[index for batch in step for index in batch.indices_B.tolist()] for step in zip(*ranks, strict=True)]
+
+
+def _tiny(num_samples: int) -> Source:
+    return open_synthetic("train", num_samples, 3, 2)
+
+
+def _data(batch: int, **changes: object) -> DataConfig:
+    return DataConfig(image_size=2, global_batch_size=batch).model_copy(update=changes)
+
+
+class SlowSource:
+    """A real source whose reads take 2 ms and are counted; reading `broken` raises what no source should."""
+
+    classes = ("only",)
+
+    def __init__(self, num_samples: int, broken: int = -1) -> None:
+        self.labels_N = np.zeros(num_samples, dtype=np.int64)
+        self.num_reads, self._broken, self._lock = 0, broken, threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> Image.Image:
+        time.sleep(0.002)
+        with self._lock:
+            self.num_reads += 1
+        if index == self._broken:
+            raise ZeroDivisionError("a bug in a source")
+        return Image.new("RGB", (2, 2))
+
+
+def _loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_outlives_a_test() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while _loader_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _loader_threads()
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 4, 7, 8, 16, 17, 31])
+@pytest.mark.parametrize("batch", [1, 4, 8, 64])
+def test_validation_reads_every_sample_once_for_any_world_size_and_length(world: int, num_samples: int, batch: int) -> None:
+    ranks = _ranks(_tiny(num_samples), _data(batch), world, "val")
+    assert [index for step in _global_order(ranks) for index in step] == list(range(num_samples))
+    assert {len(batches) for batches in ranks} == {-(-num_samples // batch)}
+    assert ranks[0][-1].position == num_samples
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_training_reads_every_sample_once_in_an_order_that_no_world_size_changes(world: int) -> None:
+    source, data = _tiny(45), _data(8, last_batch="short")
+    order = epoch_order(11, 3, 45).tolist()
+    ranks = _ranks(source, data, world, epoch=3)
+    assert _global_order(ranks) == [order[begin : begin + 8] for begin in range(0, 45, 8)]
+    for step in zip(*ranks, strict=True):
+        total = sum(len(batch.labels_B) for batch in step)
+        assert [len(batch.labels_B) for batch in step] == [len(part) for part in np.array_split(np.arange(total), world)]
+        assert len({batch.position for batch in step}) == 1
+
+
+def test_batches_have_the_shapes_and_types_of_the_contract_even_when_empty() -> None:
+    for batches in _ranks(_tiny(3), _data(2), 5, "val"):
+        for batch in batches:
+            size = len(batch.labels_B)
+            assert (batch.images_BCHW.dtype, batch.images_BCHW.shape) == (torch.uint8, (size, 3, 2, 2))
+            assert batch.images_BCHW.is_contiguous()
+            assert (batch.labels_B.dtype, batch.indices_B.dtype, batch.indices_B.shape) == (torch.int64, torch.int64, (size,))
+            assert batch.labels_B.tolist() == [index % 3 for index in batch.indices_B.tolist()]
+
+
+def test_drop_leaves_out_the_incomplete_last_batch_of_training_alone() -> None:
+    source = _tiny(45)
+    train, val = _loader(source, _data(8)), _loader(source, _data(8), "val")
+    assert (train.steps_per_epoch, train.samples_per_epoch) == (5, 40)
+    assert (val.steps_per_epoch, val.samples_per_epoch) == (6, 45)
+    assert [batch.position for batch in train.epoch(0)] == [8, 16, 24, 32, 40]
+    short = _loader(source, _data(8, last_batch="short"))
+    assert (short.steps_per_epoch, short.samples_per_epoch) == (6, 45)
+    assert [len(batch.labels_B) for batch in short.epoch(0)] == [8, 8, 8, 8, 8, 5]
+
+
+def test_a_batch_larger_than_the_data_says_what_to_write() -> None:
+    with pytest.raises(DataError, match=r"global_batch_size: 46 is more than the 45 .* at most 45, or data.last_batch=short"):
+        _loader(_tiny(45), _data(46))
+    assert _loader(_tiny(45), _data(46), "val").steps_per_epoch == 1
+    assert _loader(_tiny(45), _data(46, last_batch="short")).steps_per_epoch == 1
+
+
+def test_a_resize_below_the_crop_is_refused() -> None:
+    with pytest.raises(DataError, match=r"val_resize: 7 is below data\.image_size=8"):
+        _loader(_tiny(45), DataConfig(image_size=8, val_resize=7, global_batch_size=4))
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+@pytest.mark.parametrize("last_batch", ["drop", "short"])
+def test_resuming_at_any_position_on_any_world_size_gives_the_rest(world: int, last_batch: str) -> None:
+    source, data = _tiny(45), _data(8, last_batch=last_batch)
+    whole = _ranks(source, data, 2, epoch=1)
+    order, positions = _global_order(whole), [batch.position for batch in whole[0]]
+    for step, position in enumerate(positions):
+        rest = _ranks(source, data, world, epoch=1, start=position)
+        assert _global_order(rest) == order[step + 1 :]
+        assert [batch.position for batch in rest[0]] == positions[step + 1 :]
+
+
+def test_resuming_with_another_batch_size_neither_repeats_nor_loses_a_sample() -> None:
+    source = _tiny(45)
+    before = [batch.indices_B.tolist() for batch in _loader(source, _data(8)).epoch(0)][:2]
+    after = [batch.indices_B.tolist() for batch in _loader(source, _data(5, last_batch="short")).epoch(0, start=16)]
+    assert [index for batch in before + after for index in batch] == epoch_order(11, 0, 45).tolist()
+
+
+@pytest.mark.parametrize("augment", AUGMENTS)
+def test_pixels_do_not_depend_on_threads_or_world_size_or_resuming(make_folder: MakeFolder, augment: str) -> None:
+    root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
+    data = _data(6, path=str(root), image_size=16, augment=augment, last_batch="short")
+    source = open_source(data, "train")
+
+    def pixels(world: int, workers: int, epoch: int = 2, start: int = 0) -> dict[int, bytes]:
+        found = {}
+        for rank in range(world):
+            loader = _loader(source, data, "train", rank, world, workers)
+            for batch in loader.epoch(epoch, start):
+                for index, image in zip(batch.indices_B.tolist(), batch.images_BCHW, strict=True):
+                    found[index] = image.numpy().tobytes()
+            loader.close()
+        return found
+
+    expected = pixels(1, 0)
+    assert len(expected) == 17
+    for world, workers in ((1, 1), (1, 3), (2, 0), (3, 2)):
+        assert pixels(world, workers) == expected
+    resumed = pixels(2, 2, start=6)
+    assert len(resumed) == 11
+    assert resumed.items() <= expected.items()
+    assert (pixels(1, 0, epoch=3) == expected) == (augment == "none")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_come_in_order_for_any_number_of_threads(workers: int) -> None:
+    source, data = SlowSource(40), _data(6, last_batch="short", prefetch_batches=3)
+    loader = _loader(source, data, "train", workers=workers)
+    assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == epoch_order(11, 0, 40).tolist()
+    assert source.num_reads == 40
+    loader.close()
+
+
+def test_stored_pixels_and_read_pixels_are_the_same() -> None:
+    data = DataConfig(path="digits", global_batch_size=50)
+    source = open_source(data, "val")
+    for batch in _loader(source, data, "val", workers=2).epoch(0):
+        for index, image in zip(batch.indices_B.tolist(), batch.images_BCHW, strict=True):
+            assert (image.numpy() == np.asarray(source.read(index)).transpose(2, 0, 1)).all()
+
+
+def test_digits_are_resized_where_the_models_see_another_size() -> None:
+    data = DataConfig(path="digits", global_batch_size=355, image_size=16)
+    (batch,) = _loader(open_source(data, "val"), data, "val").epoch(0)
+    assert batch.images_BCHW.shape == (355, 3, 16, 16)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:400])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_folder: MakeFolder, workers: int) -> None:
+    root = make_folder(train={"a": 5, "b": 5}, val={"a": 3, "b": 4})
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    source = open_source(data, "val")
+    whole = list(_loader(source, data, "val").epoch(0))
+    _truncate(root / "val" / "a" / "001.jpg")
+    (root / "val" / "b" / "003.jpg").write_text("<html>")
+    loader = _loader(source, data, "val", workers=workers)
+    for epoch in (0, 1):
+        batches = list(loader.epoch(epoch))
+        assert [batch.indices_B.tolist() for batch in batches] == [[0, 2, 3], [4, 5]]
+        assert [batch.labels_B.tolist() for batch in batches] == [[0, 0, 1], [1, 1]]
+        assert [batch.position for batch in batches] == [4, 7]
+        assert (batches[0].images_BCHW == whole[0].images_BCHW[[0, 2, 3]]).all()
+        assert (batches[1].images_BCHW == whole[1].images_BCHW[:2]).all()
+        assert list(loader.skipped) == ["val/a/001.jpg", "val/b/003.jpg"]
+        assert "truncated" in loader.skipped["val/a/001.jpg"]
+        assert loader.skipped["val/b/003.jpg"] == "not an image"
+    loader.close()
+
+
+def test_a_batch_of_nothing_but_unreadable_images_is_empty(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 2}, val={"a": 2})
+    for path in (root / "val" / "a").iterdir():
+        _truncate(path)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    (batch,) = _loader(open_source(data, "val"), data, "val").epoch(0)
+    assert batch.images_BCHW.shape == (0, 3, 16, 16)
+    assert batch.labels_B.tolist() == batch.indices_B.tolist() == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_more_unreadable_images_than_the_limit_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
+    root = make_folder(train={"a": 20}, val={"a": 8})
+    for number in range(4):
+        _truncate(root / "val" / "a" / f"{number:03}.jpg")
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad_images=4)
+    loader = _loader(open_source(data, "val"), data, "val", workers=workers)
+    assert sum(len(batch.labels_B) for batch in loader.epoch(0)) == 4
+    loader.close()
+    strict = data.model_copy(update={"max_bad_images": 3})
+    loader = _loader(open_source(strict, "val"), strict, "val", workers=workers)
+    with pytest.raises(DataError, match=r"4 unreadable images .* data.max_bad_images=3: val/a/000.jpg \(truncated") as caught:
+        list(loader.epoch(0))
+    assert "\n" not in str(caught.value)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_of_a_source_reaches_the_consumer(workers: int) -> None:
+    loader = _loader(SlowSource(40, broken=13), _data(8), "val", workers=workers)
+    with pytest.raises(ZeroDivisionError, match="a bug in a source"):
+        list(loader.epoch(0))
+    assert len(list(_loader(SlowSource(40), _data(8), "val").epoch(0))) == 5
+    loader.close()
+
+
+def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
+    source = SlowSource(4000)
+    loader = _loader(source, _data(400), workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    reads = source.num_reads
+    time.sleep(0.05)
+    assert source.num_reads == reads < 800
+    assert len(list(loader.epoch(1, start=3600))) == 1
+    loader.close()
+    assert not _loader_threads()
+
+
+def test_threads_work_no_further_ahead_than_asked() -> None:
+    source = SlowSource(200)
+    loader = _loader(source, _data(10, prefetch_batches=2), workers=2)
+    batches = loader.epoch(0)
+    for reads_allowed in (30, 40, 50):
+        next(batches)
+        deadline = time.monotonic() + 10
+        while source.num_reads < reads_allowed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert source.num_reads == reads_allowed
+    loader.close()
+
+
+def test_closing_a_loader_in_the_middle_of_an_epoch_does_not_hang() -> None:
+    source = SlowSource(4000)
+    loader = _loader(source, _data(400, prefetch_batches=4), workers=2)
+    batches = loader.epoch(0)
+    next(batches)
+    loader.close()
+    batches.close()  # type: ignore[attr-defined]
+    loader.close()
+    assert source.num_reads < 5 * 400
+    assert not _loader_threads()
+
+
+def test_a_new_epoch_ends_the_one_before() -> None:
+    loader = _loader(SlowSource(400), _data(20, prefetch_batches=4), workers=2)
+    old = loader.epoch(0)
+    next(old)
+    assert next(loader.epoch(1)).indices_B.tolist() == epoch_order(11, 1, 400)[:20].tolist()
+    loader.close()
+
+
+_INTERRUPTED = """
+import atexit, signal
+from test_loader import SlowSource, _data, _loader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the tests in the background ignores it
+source = SlowSource(100_000)
+atexit.register(lambda: print(source.num_reads))  # runs once all threads are joined
+print("ready", flush=True)
+for batch in _loader(source, _data(2000, prefetch_batches=8), workers=2).epoch(0):
+    pass
+"""
+
+
+def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    child = subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTED],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        output, errors = child.communicate(timeout=100)
+    finally:
+        child.kill()
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert int(output) < 2000
+
+
+@pytest.mark.gpu
+def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 2}, val={"a": 4})
+    _truncate(root / "val" / "a" / "001.jpg")
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=2, pin_memory=True)
+    (batch,) = loader.epoch(0)
+    assert batch.images_BCHW.is_pinned()
+    assert batch.labels_B.is_pinned()
+    assert batch.indices_B.is_pinned()
+    assert batch.indices_B.tolist() == [0, 2, 3]
+    loader.close()

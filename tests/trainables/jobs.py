@@ -1,0 +1,79 @@
+"""Small real training jobs, and the ways tests look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainables import checkpoint, loop
+from trainables.config import TrainConfig
+from trainables.distributed import Group
+from trainables.models.registry import build_model
+
+
+def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
+    """A distillation of two small models without batch norm in float64; `sections` change parts of it."""
+    tree: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "model": "mlp_small",
+        "precision": "fp64",
+        "seed": 3,
+        "data": {"path": "digits", "image_size": 8, "global_batch_size": 100, "loader_workers": 1, "last_batch": "short"},
+        "teacher": {"model": "mlp_large", "weights": None},
+        "distill": {"temperature": 3.0, "task_weight": 0.3, "soft_weight": 0.7},
+        "optim": {"epochs": 1, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
+        "train": {"log_every": 4, "warmup_steps": 2, "checkpoint_every": 1000},
+    }
+    for name, value in sections.items():
+        tree[name] = {**tree[name], **value} if isinstance(value, dict) and isinstance(tree.get(name), dict) else value
+    return TrainConfig.model_validate(tree)
+
+
+def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, image_size: int = 8) -> str:
+    """A teacher's checkpoint with its initial weights: any function will do as one to imitate."""
+    about = {"model": model, "num_classes": num_classes, "image_size": image_size, "classes": [str(i) for i in range(num_classes)]}
+    state = build_model(model, num_classes=num_classes, image_size=image_size, seed=11).state_dict()
+    checkpoint.write_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, about)
+    return str(path)
+
+
+class Recorded:
+    """A `report` that remembers, and that may stop the job: after `die_after` calls it raises."""
+
+    def __init__(self, die_after: int | None = None):
+        self.calls: list[tuple[str, int, dict[str, float]]] = []
+        self._die_after = die_after
+
+    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        self.calls.append((kind, step, metrics))
+        if self._die_after is not None and len(self.calls) >= self._die_after:
+            raise InterruptedError("as if killed")
+
+
+def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> dict[str, Any]:
+    """Run the job on this rank; returns parameters, progress and what was reported."""
+    report = Recorded(die_after)
+    job = loop.build(settings, group, report, dict)
+    died = False
+    try:
+        loop.run(job)
+    except InterruptedError:
+        died = True
+    finally:
+        job.train_loader.close()
+        job.val_loader.close()
+    state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
+    return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
+
+
+def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference over all tensors, relative to each tensor's largest value."""
+    return max(float((a[name] - b[name]).abs().max() / a[name].abs().max().clamp(min=1e-300)) for name in a)
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

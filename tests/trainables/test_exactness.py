@@ -1,0 +1,74 @@
+"""N workers train what one worker trains; distilling with weight on the labels alone is training on labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from tests.trainables.ranks import Ranks
+from trainables import step
+from trainables.distributed import Group
+from trainables.errors import TrainingError
+from trainables.models.registry import logits_and_aux
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({}, id="a last batch of 42"),
+        pytest.param({"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}, id="a last batch of 1"),
+        pytest.param({"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32}, id="a last batch of 2"),
+    ],
+)
+def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(ranks: Ranks, tmp_path: Path, data: dict[str, object]) -> None:
+    teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
+    states = {
+        n: ranks.run(n, train, config(tmp_path / str(n), data=data, teacher=teacher, optim={"epochs": 2}))[0]["state"] for n in (1, 2, 3)
+    }
+    assert relative_difference(states[1], states[2]) < 1e-9
+    assert relative_difference(states[1], states[3]) < 1e-9
+
+
+def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: Ranks, tmp_path: Path) -> None:
+    teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
+    whole = ranks.run(1, train, config(tmp_path / "whole", teacher=teacher))[0]["state"]
+    for n in (1, 2):
+        parts = ranks.run(n, train, config(tmp_path / f"parts{n}", teacher=teacher, optim={"accumulate": 3}))[0]["state"]
+        assert relative_difference(whole, parts) < 1e-9
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    settings = {"model": "convnet_small", "precision": "fp32", "data": {"last_batch": "drop"}}
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    alone = ranks.run(world_size, train, config(tmp_path / "alone", teacher=None, **settings))
+    labels = {"task_weight": 1.0, "soft_weight": 0.0, "method_weight": 0.0}
+    distilled = ranks.run(world_size, train, config(tmp_path / "kd", teacher={"weights": weights}, distill=labels, **settings))
+    for a, b in zip(alone, distilled, strict=True):
+        assert equal(a["state"], b["state"])
+
+
+def test_a_teacher_changes_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    alone = ranks.run(1, train, config(tmp_path / "alone", teacher=None))[0]["state"]
+    distilled = ranks.run(1, train, config(tmp_path / "kd", teacher={"weights": weights}))[0]["state"]
+    assert relative_difference(alone, distilled) > 1e-3
+
+
+def train_through_module(group: Group, settings: object) -> object:
+    """What a careless method does: it calls the student behind DDP's back."""
+    proper = step.student_forward
+    step.student_forward = lambda student, images: logits_and_aux(student.module(images))
+    try:
+        return train(group, settings)  # type: ignore[arg-type]
+    finally:
+        step.student_forward = proper
+
+
+def test_replicas_that_train_alone_stop_the_run_with_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"rank 1 differ from rank 0's: each rank trains alone.*\.module") as caught:
+        ranks.run(2, train_through_module, config(tmp_path, teacher=None))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()

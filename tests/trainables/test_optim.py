@@ -1,0 +1,48 @@
+"""Schedules at the points where they are defined, scaling, and which parameters decay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainables.config import OptimConfig
+from trainables.optim import learning_rate, parameter_groups, peak_learning_rate
+
+
+def test_cosine_falls_from_the_peak_to_zero() -> None:
+    optim = OptimConfig(epochs=10, schedule="cosine")
+    rates = [learning_rate(step, 100, optim, 0.4) for step in (0, 500, 999)]
+    assert rates == pytest.approx([0.4, 0.2, 0.2 * (1 - math.cos(math.pi / 1000))], rel=1e-9)
+
+
+def test_step_multiplies_at_each_milestone() -> None:
+    optim = OptimConfig(epochs=100, schedule="step", milestones=(30, 60, 90), gamma=0.1)
+    rates = [learning_rate(epoch * 5, 5, optim, 1.0) for epoch in (0, 29, 30, 59, 60, 90, 99)]
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.001, 0.001])
+
+
+def test_warm_up_rises_linearly_and_meets_the_schedule_at_the_peak() -> None:
+    optim = OptimConfig(epochs=10, schedule="constant", warmup_epochs=2)
+    rates = [learning_rate(step, 50, optim, 1.0) for step in range(101)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(1 / 101)
+    assert rates[100] == 1.0
+    differences = {round(b - a, 12) for a, b in zip(rates, rates[1:], strict=False)}
+    assert len(differences) == 1
+
+
+def test_linear_scaling_multiplies_by_the_batch_over_the_base_batch() -> None:
+    assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="linear", lr_base_batch=256), 1024) == pytest.approx(0.4)
+    assert peak_learning_rate(OptimConfig(lr=0.1), 1024) == 0.1
+
+
+def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    decayed, spared = parameter_groups(model, OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
+    assert len(spared["params"]) == 4
+    (everything,) = parameter_groups(model, OptimConfig(weight_decay=0.01))
+    assert len(everything["params"]) == 6

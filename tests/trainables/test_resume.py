@@ -1,0 +1,110 @@
+"""A job that dies anywhere continues as if it had not: bit for bit on the same world size, in the same order on another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from tests.trainables.ranks import Ranks
+from trainables import checkpoint
+from trainables.checkpoint import Progress, TrainState
+from trainables.distributed import Group
+from trainables.errors import CheckpointError
+
+
+def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:
+    """Train, dying at every try but the last; each try on its own world size."""
+    for number, world_size in enumerate(world_sizes):
+        last = number == len(world_sizes) - 1
+        results = ranks.run(world_size, train, config(folder, **settings), None if last else die_after)
+        assert results[0]["died"] is not last
+    return results[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, world_size: int, precision: str) -> None:
+    settings = {
+        "model": "convnet_small", "precision": precision, "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
+        "data": {"global_batch_size": 128, "last_batch": "drop"}, "optim": {"epochs": 3, "lr": 0.05},
+        "train": {"checkpoint_every": 3, "log_every": 2},
+    }  # fmt: skip
+    whole = ranks.run(world_size, train, config(tmp_path / "whole", **settings))[0]
+    pieces = interrupted(ranks, tmp_path / "pieces", [world_size] * 4, 9, **settings)
+    assert equal(whole["state"], pieces["state"])
+    histories = [[{k: v for k, v in row.items() if k != "eval_s"} for row in r["progress"].history] for r in (whole, pieces)]
+    assert histories[0] == histories[1]
+    tensors = [checkpoint.read(tmp_path / name / "checkpoints" / "last.safetensors")[0] for name in ("whole", "pieces")]
+    assert equal(*tensors)
+
+
+def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"teacher": {"weights": write_teacher(tmp_path / "t.safetensors")}, "optim": {"epochs": 2}, "train": {"checkpoint_every": 4}}
+    whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
+    pieces = interrupted(ranks, tmp_path / "pieces", [1, 3, 2], 4, **settings)
+    assert relative_difference(whole["state"], pieces["state"]) < 1e-9
+
+
+def small_state() -> TrainState:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    about = {"model": "tiny", "num_classes": 4, "image_size": 1, "classes": list("abcd")}
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress(epoch=2, position=7, step=9), about)
+
+
+def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_path: Path) -> None:
+    path, state, group = tmp_path / "checkpoints" / "last.safetensors", small_state(), Group()
+    checkpoint.save(path, state, group)
+    expected = torch.rand(3)
+    other = small_state()
+    for parameter in other.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    checkpoint.restore(path, other, group)
+    assert equal(state.model.state_dict(), other.model.state_dict())
+    assert other.progress == state.progress
+    assert torch.equal(torch.rand(3), expected)
+    theirs, ours = (s.optimizer.state_dict()["state"] for s in (other, state))
+    assert all(torch.equal(theirs[i][slot], ours[i][slot]) for i in ours for slot in ours[i])
+
+
+def test_a_checkpoint_names_no_wrapper_and_holds_no_pickle(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, train, config(tmp_path, teacher=None))
+    tensors, _ = checkpoint.read(tmp_path / "checkpoints" / "last.safetensors")
+    assert {name for name in tensors if name.startswith("model.")} >= {"model.layers.0.weight"} or not any("module." in n for n in tensors)
+    assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {".safetensors"}
+
+
+def test_a_truncated_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    checkpoint.save(path, small_state(), Group())
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        checkpoint.restore(path, small_state(), Group())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    path, state = tmp_path / "last.safetensors", small_state()
+    checkpoint.save(path, state, Group())
+    state.about["model"] = "other"
+    with pytest.raises(CheckpointError, match="holds tiny with 4 classes, the experiment asks for other"):
+        checkpoint.restore(path, state, Group())
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path, state = tmp_path / "last.safetensors", small_state()
+    checkpoint.save(path, state, Group())
+    before = path.read_bytes()
+    broken = TrainState(state.model, state.optimizer, state.scaler, state.progress, {"unserialisable": object()})
+    with pytest.raises(TypeError):
+        checkpoint.save(path, broken, Group())
+    with pytest.raises(CheckpointError, match="the previous one still stands"):
+        checkpoint.write_tensors(tmp_path / "last.safetensors" / "below-a-file", {"a": torch.zeros(1)}, {})
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.safetensors"]

@@ -1,0 +1,102 @@
+"""The loss of a step against the formula in plain float64, its terms, and what it does with precision and bad numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainables.jobs import config, train, write_teacher
+from tests.trainables.ranks import Ranks
+from trainables.config import DistillConfig
+from trainables.errors import TrainingError
+from trainables.step import losses, micro_batches
+
+
+def softmax(row: list[float], temperature: float) -> list[float]:
+    top = max(row)
+    weights = [math.exp((x - top) / temperature) for x in row]
+    return [w / sum(weights) for w in weights]
+
+
+def reference(student: list[list[float]], teacher: list[list[float]], labels: list[int], r: float, a: float, t: float) -> list[float]:
+    """r·CE + a·T²·KL(teacher‖student) per sample, from the definitions."""
+    out = []
+    for s, q, y in zip(student, teacher, labels, strict=True):
+        ce = -math.log(softmax(s, 1.0)[y])
+        p, ps = softmax(q, t), softmax(s, t)
+        kl = sum(pi * (math.log(pi) - math.log(si)) for pi, si in zip(p, ps, strict=True))
+        out.append(r * ce + a * t * t * kl)
+    return out
+
+
+def test_the_loss_is_the_formula_per_sample() -> None:
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (torch.randn(6, 5, dtype=torch.float64, generator=generator) * 3 for _ in range(2))
+    labels = torch.tensor([0, 1, 2, 3, 4, 0])
+    terms = losses(student, (), teacher, labels, DistillConfig(temperature=2.5, task_weight=0.4, soft_weight=0.8))
+    expected = reference(student.tolist(), teacher.tolist(), labels.tolist(), 0.4, 0.8, 2.5)
+    assert terms["loss"].tolist() == pytest.approx(expected, rel=1e-12)
+    assert set(terms) == {"loss", "task_loss", "soft_loss"}
+
+
+def test_a_methods_own_term_is_weighed_and_named() -> None:
+    student, teacher = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 3])
+    settings = DistillConfig(method="dkd", task_weight=1.0, soft_weight=0.0, method_weight=2.0)
+    terms = losses(student, (), teacher, labels, settings)
+    assert torch.allclose(terms["loss"], terms["task_loss"] + 2.0 * terms["method_loss"])
+    assert float(terms["method_loss"].abs().min()) > 0
+
+
+def test_auxiliary_heads_belong_to_the_task() -> None:
+    student, aux = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 3])
+    plain = losses(student, (), None, labels, None)["loss"]
+    with_aux = losses(student, ((0.4, aux),), None, labels, None)["loss"]
+    assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, labels, reduction="none"))
+
+
+def test_half_precision_logits_are_reduced_in_single_precision() -> None:
+    student, teacher = torch.randn(4, 5), torch.randn(4, 5)
+    labels = torch.tensor([0, 1, 2, 3])
+    exact = losses(student.bfloat16().float(), (), teacher, labels, DistillConfig())["loss"]
+    half = losses(student.bfloat16(), (), teacher, labels, DistillConfig())["loss"]
+    assert half.dtype == torch.float32
+    assert torch.equal(exact, half)
+
+
+def test_an_empty_batch_becomes_blanks_that_weigh_nothing() -> None:
+    (images, labels, real), = micro_batches(torch.zeros((0, 3, 8, 8), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), 4)
+    assert (tuple(images.shape), tuple(labels.shape), real) == ((2, 3, 8, 8), (2,), False)
+
+
+def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
+    parts = micro_batches(torch.zeros((3, 3, 8, 8), dtype=torch.uint8), torch.arange(3), 5)
+    assert [labels.tolist() for _, labels, _ in parts] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("options", [{}, {"channels_last": True}, {"compile": True}], ids=str)
+def test_precision_layout_and_compilation_work_with_ddp(
+    ranks: Ranks, tmp_path: Path, precision: str, options: dict[str, bool]
+) -> None:
+    if options.get("compile") and precision == "fp16":
+        pytest.skip("one compiled run is enough: compilation takes most of this file's time")
+    settings = config(
+        tmp_path, model="convnet_small", precision=precision, teacher={"model": "convnet_large", "weights": write_teacher(tmp_path / "t.safetensors", "convnet_large")},
+        data={"last_batch": "drop"}, optim={"epochs": 2, "lr": 0.05}, train=options,
+    )  # fmt: skip
+    result = ranks.run(2, train, settings)[0]
+    losses_seen = [metrics["loss"] for kind, _, metrics in result["calls"] if kind == "step"]
+    assert losses_seen[-1] < losses_seen[0]
+    assert not any("_orig_mod" in name or "module" in name.split(".") for name in result["state"])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(tmp_path, precision="fp32", teacher=None, optim={"epochs": 3, "lr": 1e30, "momentum": 0.0, "nesterov": False})
+    with pytest.raises(TrainingError, match=r"not finite (at|after) step \d+: lower optim.lr \(now 1e\+30\).*no checkpoint") as caught:
+        ranks.run(2, train, settings)
+    assert "\n" not in str(caught.value)

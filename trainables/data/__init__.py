@@ -1,0 +1,1 @@
+"""The input path: a source of images, an order, a decoder, an augmentation, and the loader that makes batches of them."""

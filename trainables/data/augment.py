@@ -1,0 +1,134 @@
+"""How an image becomes what the models see: validation's view, training's augmentations, and their random numbers.
+
+Every random number is a hash of (seed, epoch, sample, which one), so no batch, thread, rank or restart changes an image.
+Shapes: B samples, U random numbers a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from trainables.data.decode import UnreadableImageError
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_TRIES = 10
+_AREA = (0.08, 1.0)
+_LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
+_PAD = 4
+
+
+def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """Random numbers (B, `count`) in [0, 1), row b a pure function of (seed, epoch, indices_B[b]).
+
+    Each row is a SplitMix64 stream (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
+    finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and index; 53 bits a number.
+    """
+    epoch_start = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
+    starts_B = _mix(epoch_start + indices_B.astype(np.uint64))
+    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return (_mix(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's step and finalizer, elementwise: a bijection of 64 bits that spreads every input bit."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def default_val_resize(image_size: int) -> int:
+    """The shorter side before the centre crop where none is given: 256 for 224 px, as in the published ImageNet recipes."""
+    return round(image_size * 256 / 224)
+
+
+def validation_view(image: Image.Image, image_size: int, val_resize: int | None) -> Image.Image:
+    """Shorter side to `val_resize` (bilinear, antialiased), then the central square of `image_size` pixels.
+
+    The same pixels as torchvision's Resize and CenterCrop on a PIL image. An image that already has the size that the
+    models see is left as it is, unless `val_resize` asks for a resize. `val_resize` must not be below `image_size`.
+
+    Raises UnreadableImageError for a strip so narrow that the resized image would pass PIL's limit on pixels.
+    """
+    if val_resize is None and image.size == (image_size, image_size):
+        return image
+    shorter = default_val_resize(image_size) if val_resize is None else val_resize
+    width, height = image.size
+    longer = int(shorter * max(width, height) / min(width, height))
+    if Image.MAX_IMAGE_PIXELS is not None and shorter * longer > 2 * Image.MAX_IMAGE_PIXELS:
+        raise UnreadableImageError(f"a strip of {width} by {height} pixels, too narrow to resize")
+    resized = image.resize((shorter, longer) if width <= height else (longer, shorter), Image.Resampling.BILINEAR)
+    left = round((resized.width - image_size) / 2)
+    top = round((resized.height - image_size) / 2)
+    return resized.crop((left, top, left + image_size, top + image_size))
+
+
+def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of a random part of an image: area 0.08 to 1 of it, aspect ratio 3/4 to 4/3.
+
+    torchvision's RandomResizedCrop.get_params: ten tries, then the largest central part of an allowed ratio. Takes 22
+    random numbers: the place in the image, then area and ratio of each try.
+    """
+    place_x, place_y, *tries = uniforms_U.tolist()
+    for area_at, ratio_at in zip(tries[0::2], tries[1::2], strict=True):
+        area = width * height * _between(_AREA, area_at)
+        ratio = math.exp(_between(_LOG_RATIO, ratio_at))
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left, top = int(place_x * (width - crop_width + 1)), int(place_y * (height - crop_height + 1))
+            return left, top, left + crop_width, top + crop_height
+    narrowest, widest = 3 / 4, 4 / 3
+    crop_width, crop_height = width, height
+    if width / height < narrowest:
+        crop_height = round(width / narrowest)
+    elif width / height > widest:
+        crop_width = round(height * widest)
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, top, left + crop_width, top + crop_height
+
+
+def _between(limits: tuple[float, float], at: float) -> float:
+    return limits[0] + (limits[1] - limits[0]) * at
+
+
+def _none(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+    """Validation's view."""
+    return validation_view(image, image_size, val_resize)
+
+
+def _crop_flip(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+    """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
+    box = random_resized_crop_box(uniforms_U[1:], *image.size)
+    return _flip(image.crop(box).resize((image_size, image_size), Image.Resampling.BILINEAR), uniforms_U[0])
+
+
+def _pad_crop_flip(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+    """Validation's view with a black border of 4 pixels, a random part as large as the view, and a flip, as for CIFAR."""
+    view = validation_view(image, image_size, val_resize)
+    left, top = (int(at * (2 * _PAD + 1)) - _PAD for at in uniforms_U[1:3].tolist())
+    # PIL fills with black what a box takes from outside the image
+    return _flip(view.crop((left, top, left + image_size, top + image_size)), uniforms_U[0])
+
+
+def _flip(image: Image.Image, at: float) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if at < 0.5 else image
+
+
+class Augment(NamedTuple):
+    """One augmentation: how many random numbers U it takes a sample, and apply(image, uniforms_U, image_size, val_resize)."""
+
+    num_uniforms: int
+    apply: Callable[[Image.Image, NDArray[np.float64], int, int | None], Image.Image]
+
+
+AUGMENTS: dict[str, Augment] = {
+    "none": Augment(0, _none),
+    "crop_flip": Augment(3 + 2 * _TRIES, _crop_flip),
+    "pad_crop_flip": Augment(3, _pad_crop_flip),
+}

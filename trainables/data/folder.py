@@ -1,0 +1,106 @@
+"""A folder of images: ROOT/train/CLASS/* and ROOT/val/CLASS/* (or validation, or test), as torchvision's ImageFolder reads it.
+
+Shapes: N samples of the split.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NoReturn
+
+import numpy as np
+from PIL import Image
+
+from trainables.data.decode import read_image
+from trainables.data.order import Split
+from trainables.errors import DataError
+
+VAL_FOLDERS = ("val", "validation", "test")
+# torchvision.datasets.folder.IMG_EXTENSIONS, compared without case
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_KINDS = " ".join(EXTENSIONS)
+_LAYOUT = "a folder with train/CLASS/* and val/CLASS/*"
+
+
+class FolderSource:
+    """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
+
+    Classes are the folders of `train`, sorted. A validation folder may lack some of them, and may not have others.
+    Files without an image's extension are left out. Raises DataError where a folder is missing, unreadable or empty.
+    """
+
+    def __init__(self, path: str, split: Split) -> None:
+        root = os.path.expanduser(path)
+        if not os.path.isdir(root):
+            what = "is a file" if os.path.exists(root) else "does not exist"
+            raise DataError(f"data.path: {path} {what}; write digits, synthetic, or {_LAYOUT}")
+        train = os.path.join(root, "train")
+        if not os.path.isdir(train):
+            raise DataError(f"data.path: {path} has no folder train; images belong in train/CLASS/ and val/CLASS/")
+        self.classes = tuple(_folders(train))
+        if not self.classes:
+            raise DataError(f"data.path: {train} has no class folders; images belong in train/CLASS/")
+        self._root = root
+        self._folder = "train" if split == "train" else _validation_folder(root, path)
+        in_split = self.classes if split == "train" else self._classes_of_validation()
+
+        self._files: list[str] = []  # relative to the split's folder, so that a million of them stay small
+        labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            files = list(_images(os.path.join(root, self._folder), name)) if name in in_split else []
+            if not files and split == "train":
+                raise DataError(f"data.path: {os.path.join(train, name)} holds no images ({_KINDS}); add some or remove it")
+            self._files += files
+            labels += [label] * len(files)
+        if not self._files:
+            raise DataError(f"data.path: {os.path.join(root, self._folder)} holds no images ({_KINDS})")
+        self.labels_N = np.array(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, index: int) -> str:
+        """The file's path inside the data folder, printable whatever its bytes are."""
+        return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
+
+    def read(self, index: int) -> Image.Image:
+        return read_image(os.path.join(self._root, self._folder, self._files[index]))
+
+    def _classes_of_validation(self) -> set[str]:
+        folder = os.path.join(self._root, self._folder)
+        present = set(_folders(folder))
+        if extra := sorted(present - set(self.classes)):
+            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+            raise DataError(f"data.path: {folder} has classes that train has not: {shown}; add them to train or remove them")
+        return present
+
+
+def _validation_folder(root: str, path: str) -> str:
+    for name in VAL_FOLDERS:
+        if os.path.isdir(os.path.join(root, name)):
+            return name
+    raise DataError(f"data.path: {path} has no validation folder; its images belong in val/CLASS/ (or validation, or test)")
+
+
+def _folders(path: str) -> list[str]:
+    """Names of the folders in `path`, sorted."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        _refuse(error)
+
+
+def _images(split_folder: str, class_name: str) -> Iterator[str]:
+    """Image files under one class, at any depth, relative to the split's folder: by folder, then by name, each sorted."""
+    skip = len(split_folder) + 1
+    walk = os.walk(os.path.join(split_folder, class_name), onerror=_refuse, followlinks=True)
+    for folder, _, files in sorted(walk):
+        for file in sorted(files):
+            if file.lower().endswith(EXTENSIONS):
+                yield os.path.join(folder[skip:], file)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"data.path: {error.filename} cannot be read: {error.strerror}") from None

@@ -1,0 +1,206 @@
+"""Batches for one worker: which samples, in what order, read by threads, ahead of the training loop.
+
+Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels, N samples of the split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from functools import partial
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainables.config import DataConfig
+from trainables.data.augment import AUGMENTS, uniforms
+from trainables.data.decode import UnreadableImageError
+from trainables.data.memory import MemorySource
+from trainables.data.order import Split, rank_part, split_order
+from trainables.data.source import Source
+from trainables.errors import DataError
+
+_CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
+_NAMED_IN_ERROR = 3
+
+_Bad = list[tuple[int, str]]  # row of the batch, why it cannot be read
+
+
+class Batch(NamedTuple):
+    """One rank's part of a global batch. B may differ by rank and may be 0."""
+
+    images_BCHW: torch.Tensor  # uint8, contiguous
+    labels_B: torch.Tensor  # int64
+    indices_B: torch.Tensor  # int64, dataset-wide
+    position: int  # global samples of this epoch that are consumed once this batch is trained on
+
+
+class _Pending(NamedTuple):
+    """A batch whose rows are being filled."""
+
+    images_BCHW: torch.Tensor
+    indices_B: NDArray[np.int64]
+    position: int
+    parts: list[Future[_Bad]]
+
+
+class Loader:
+    """Reads one split for one rank.
+
+    Global batch k of an epoch covers [k·G, (k+1)·G) of an order that depends on (seed, epoch) alone (validation: the
+    stored order); each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
+    batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
+    does the work. One epoch runs at a time: starting one ends the one before.
+
+    `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
+    missing from their batches, and more than `data.max_bad_images` of them are a DataError.
+
+    Raises DataError where `drop` would leave no batch, or a resize would be smaller than its crop.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: DataConfig,
+        *,
+        split: Split,
+        seed: int,
+        rank: int,
+        world_size: int,
+        loader_workers: int,
+        pin_memory: bool = False,
+    ) -> None:
+        if data.val_resize is not None and data.val_resize < data.image_size:
+            raise DataError(
+                f"data.val_resize: {data.val_resize} is below data.image_size={data.image_size}; "
+                f"write at least {data.image_size}, or leave it out"
+            )
+        num_samples, batch = len(source), data.global_batch_size
+        self._drop = split == "train" and data.last_batch == "drop"
+        if self._drop and num_samples < batch:
+            raise DataError(
+                f"data.global_batch_size: {batch} is more than the {num_samples} training images; "
+                f"write at most {num_samples}, or data.last_batch=short"
+            )
+        self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
+        self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
+        self.skipped: dict[str, str] = {}
+        self._source, self._data, self._split, self._seed = source, data, split, seed
+        self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
+        self._augment = AUGMENTS[data.augment if split == "train" else "none"]
+        self._loader_workers = loader_workers
+        self._pool = ThreadPoolExecutor(loader_workers, thread_name_prefix="loader") if loader_workers else None
+        self._stop = Event()
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
+
+        Closing the iterator early, or an exception in it, ends the work of its threads before it returns.
+        Raises DataError while iterating where more than `data.max_bad_images` images are unreadable.
+        """
+        self._stop.set()
+        self._stop = Event()
+        self.skipped = {}
+        return self._batches(epoch, start, self._stop)
+
+    def close(self) -> None:
+        """End all work and the threads. A closed loader reads no more."""
+        self._stop.set()
+        if self._pool:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _batches(self, epoch: int, start: int, stop: Event) -> Iterator[Batch]:
+        order_N = split_order(self._split, self._seed, epoch, len(self._source))
+        batch = self._data.global_batch_size
+        last = len(order_N) - batch + 1 if self._drop else len(order_N)
+        begins = iter(range(start, last, batch))
+        ahead = self._data.prefetch_batches if self._pool else 0
+        pending: deque[_Pending] = deque()
+        try:
+            while True:
+                while len(pending) <= ahead and (begin := next(begins, None)) is not None:
+                    pending.append(self._begin(order_N, begin, min(begin + batch, len(order_N)), epoch, stop))
+                if not pending:
+                    return
+                ready = self._finish(pending[0])
+                pending.popleft()
+                yield ready
+        finally:
+            stop.set()
+            parts = [part for unfinished in pending for part in unfinished.parts]
+            wait([part for part in parts if not part.cancel()])
+
+    def _begin(self, order_N: NDArray[np.int64], begin: int, end: int, epoch: int, stop: Event) -> _Pending:
+        """Set the threads to work on this rank's part of the global batch [begin, end)."""
+        indices_B = order_N[slice(*rank_part(begin, end, self._rank, self._world_size))].copy()
+        size = self._data.image_size
+        images_BCHW = torch.empty((len(indices_B), 3, size, size), dtype=torch.uint8, pin_memory=self._pin_memory)
+        pixels_BCHW = images_BCHW.numpy()
+        chunks = max(1, self._loader_workers * _CHUNKS_PER_THREAD)
+        rows = max(1, math.ceil(len(indices_B) / chunks))
+        parts = [
+            self._run(partial(self._fill, row, indices_B[row : row + rows], pixels_BCHW[row : row + rows], epoch, stop))
+            for row in range(0, len(indices_B), rows)
+        ]
+        return _Pending(images_BCHW, indices_B, end, parts)
+
+    def _run(self, work: Callable[[], _Bad]) -> Future[_Bad]:
+        if self._pool:
+            return self._pool.submit(work)
+        done: Future[_Bad] = Future()
+        done.set_result(work())
+        return done
+
+    def _fill(self, first_row: int, indices_B: NDArray[np.int64], out_BCHW: NDArray[np.uint8], epoch: int, stop: Event) -> _Bad:
+        """Read the samples into their rows; the rows that could not be filled. Runs in a loader thread."""
+        source, data = self._source, self._data
+        if isinstance(source, MemorySource) and self._takes_as_stored(source):
+            source.read_batch(indices_B, out_BCHW)
+            return []
+        uniforms_BU = uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
+        bad = []
+        for row, index in enumerate(indices_B.tolist()):
+            if stop.is_set():
+                raise CancelledError
+            try:
+                view = self._augment.apply(source.read(index), uniforms_BU[row], data.image_size, data.val_resize)
+            except UnreadableImageError as error:
+                bad.append((first_row + row, str(error)))
+            else:
+                out_BCHW[row] = np.asarray(view).transpose(2, 0, 1)
+        return bad
+
+    def _takes_as_stored(self, source: MemorySource) -> bool:
+        """Whether the models see the source's own pixels."""
+        data = self._data
+        return self._augment is AUGMENTS["none"] and data.val_resize is None and data.image_size == source.size
+
+    def _finish(self, pending: _Pending) -> Batch:
+        """Wait for a batch's rows and leave out the unreadable ones."""
+        images_BCHW, indices_B = pending.images_BCHW, pending.indices_B
+        bad = dict(entry for part in pending.parts for entry in part.result())
+        if bad:
+            self._note({self._source.name(int(indices_B[row])): reason for row, reason in bad.items()})
+            good = [row for row in range(len(indices_B)) if row not in bad]
+            images_BCHW[: len(good)] = images_BCHW[good]  # inside the same memory, which may be pinned
+            images_BCHW, indices_B = images_BCHW[: len(good)], indices_B[good]
+        return Batch(images_BCHW, self._tensor(self._source.labels_N[indices_B]), self._tensor(indices_B), pending.position)
+
+    def _note(self, bad: dict[str, str]) -> None:
+        self.skipped |= bad
+        limit = self._data.max_bad_images
+        if len(self.skipped) > limit:
+            first = [f"{name} ({reason})" for name, reason in list(self.skipped.items())[:_NAMED_IN_ERROR]]
+            raise DataError(
+                f"{len(self.skipped)} unreadable images in one epoch, more than data.max_bad_images={limit}: "
+                f"{', '.join(first)}{', …' if len(self.skipped) > len(first) else ''}; mend or remove them, or raise the limit"
+            )
+
+    def _tensor(self, values_B: NDArray[np.int64]) -> torch.Tensor:
+        tensor_B = torch.from_numpy(values_B)
+        return tensor_B.pin_memory() if self._pin_memory else tensor_B

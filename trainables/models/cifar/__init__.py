@@ -1,0 +1,1 @@
+"""The models of the CIFAR literature on distillation."""

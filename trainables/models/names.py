@@ -1,0 +1,98 @@
+"""Which models there are, without importing torch: a wrong name is refused before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from trainables.errors import ModelError
+
+MODELS: dict[str, str] = {
+    "convnet_small": "trainables.models.small:convnet_small",
+    "convnet_large": "trainables.models.small:convnet_large",
+    "mlp_small": "trainables.models.small:mlp_small",
+    "mlp_large": "trainables.models.small:mlp_large",
+    "resnet8": "trainables.models.cifar.resnet:resnet8",
+    "resnet14": "trainables.models.cifar.resnet:resnet14",
+    "resnet20": "trainables.models.cifar.resnet:resnet20",
+    "resnet32": "trainables.models.cifar.resnet:resnet32",
+    "resnet44": "trainables.models.cifar.resnet:resnet44",
+    "resnet56": "trainables.models.cifar.resnet:resnet56",
+    "resnet110": "trainables.models.cifar.resnet:resnet110",
+    "resnet8x4": "trainables.models.cifar.resnet:resnet8x4",
+    "resnet32x4": "trainables.models.cifar.resnet:resnet32x4",
+}
+"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module."""
+
+TIMM_PREFIX = "timm/"
+REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
+"""How torchvision and timm both enter a model in their registries."""
+
+
+class ModelName(NamedTuple):
+    """Whose model a name means, and what it is called there."""
+
+    library: Literal["ours", "torchvision", "timm"]
+    name: str
+
+
+def check_model_name(name: str) -> ModelName:
+    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone. Imports no torch.
+
+    Raises:
+        ModelError: no such model (with the nearest name that exists), or timm is not installed.
+    """
+    if name.startswith(TIMM_PREFIX):
+        return ModelName("timm", _timm_name(name))
+    if name in MODELS:
+        return ModelName("ours", name)
+    if name in library_models("torchvision"):
+        return ModelName("torchvision", name)
+    if name in library_models("timm"):
+        return ModelName("timm", name)
+    known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    instead = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"ours are {', '.join(MODELS)}; torchvision's and timm's (timm/NAME) go by their names"
+    )
+    without_timm = "" if installed("timm") else " (timm's models need `pip install raydistill[timm]`)"
+    raise ModelError(f"there is no model {name!r}; {instead}{without_timm}")
+
+
+def _timm_name(name: str) -> str:
+    if not installed("timm"):
+        raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
+    wanted, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
+    models = library_models("timm")
+    if wanted not in models:
+        near = difflib.get_close_matches(wanted.lower(), sorted(models), n=1)
+        raise ModelError(
+            f"timm has no model {wanted!r}; " + (f"did you mean timm/{near[0]}?" if near else "see timm.list_models()")
+        )
+    if tag:
+        raise ModelError(f"model {name!r} names weights as well: write model: timm/{wanted} and, for a teacher, weights: {tag}")
+    return wanted
+
+
+def installed(package: str) -> bool:
+    """Whether `package` can be imported; it is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def library_models(package: Literal["torchvision", "timm"]) -> frozenset[str]:
+    """Names of the installed package's classifiers; empty where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return _registered(spec.origin) if spec is not None and spec.origin else frozenset()
+
+
+@cache
+def _registered(package_file: str) -> frozenset[str]:
+    """Read from the sources, in milliseconds: importing torchvision takes seconds. Its subfolders hold detectors and the like."""
+    sources = (Path(package_file).parent / "models").glob("*.py")
+    return frozenset(name for source in sources for name in REGISTERED.findall(source.read_text(encoding="utf-8")))

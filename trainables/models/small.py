@@ -1,0 +1,84 @@
+"""Small classifiers for 8×8 and 32×32 images, so that a run on a CPU is a real one.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+class ConvNet(nn.Module):
+    """Stages of 3×3 convolution, BatchNorm and ReLU; the map is halved between stages, then averaged.
+
+    The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side. Convolutions are drawn as in He et al. 2015,
+    "Delving Deep into Rectifiers".
+    """
+
+    def __init__(self, num_classes: int, *, widths: tuple[int, ...], convs_per_stage: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for stage, width in enumerate(widths):
+            if stage > 0:
+                layers.append(nn.MaxPool2d(2))
+            for _ in range(convs_per_stage):
+                layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+                channels = width
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(channels, num_classes)
+        for module in self.features:
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        logits_BK: torch.Tensor = self.head(self.pool(self.features(images_BCHW)).flatten(1))
+        return logits_BK
+
+
+class MLP(nn.Module):
+    """Flattened pixels through hidden ReLU layers. No batch statistics: a sample's gradient does not depend on its batch."""
+
+    def __init__(self, num_classes: int, *, image_size: int, hidden: tuple[int, ...]) -> None:
+        super().__init__()
+        sizes = (3 * image_size**2, *hidden)
+        self.hidden = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        self.head = nn.Linear(sizes[-1], num_classes)
+        for layer in self.hidden:
+            assert isinstance(layer, nn.Linear)
+            nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_features))
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        features_BD = images_BCHW.flatten(1)
+        for layer in self.hidden:
+            features_BD = layer(features_BD).relu()
+        logits_BK: torch.Tensor = self.head(features_BD)
+        return logits_BK
+
+
+def convnet_small(num_classes: int, image_size: int = 8) -> ConvNet:
+    """Three stages of one convolution, 8, 16 and 32 wide; takes any `image_size` from 4."""
+    return ConvNet(num_classes, widths=(8, 16, 32), convs_per_stage=1)
+
+
+def convnet_large(num_classes: int, image_size: int = 8) -> ConvNet:
+    """Three stages of two convolutions, 32, 64 and 128 wide; takes any `image_size` from 4."""
+    return ConvNet(num_classes, widths=(32, 64, 128), convs_per_stage=2)
+
+
+def mlp_small(num_classes: int, image_size: int = 8) -> MLP:
+    """One hidden layer of 32."""
+    return MLP(num_classes, image_size=image_size, hidden=(32,))
+
+
+def mlp_large(num_classes: int, image_size: int = 8) -> MLP:
+    """Two hidden layers of 256."""
+    return MLP(num_classes, image_size=image_size, hidden=(256, 256))

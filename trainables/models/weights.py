@@ -1,0 +1,220 @@
+"""A teacher with its weights: from a checkpoint of ours, from torchvision or timm by name, or from someone's state-dict file."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trainables.errors import CheckpointError, ModelError
+from trainables.models.header import Header, locate, read_header
+from trainables.models.names import ModelName, check_model_name
+from trainables.models.registry import check_forward, construct, library_options, one_line
+
+WRAPPERS = ("state_dict", "model")
+"""Keys under which training scripts keep the parameters beside the rest of a checkpoint."""
+NAME_PREFIXES = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before every parameter's name."""
+AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
+"""Heads that only training uses: a teacher does without."""
+
+
+def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> nn.Module:
+    """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
+
+    `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a state-dict file
+    (.pt, .pth, .safetensors); the name of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`) or a timm pretrained tag.
+    `classes` are the data's, in label order; a checkpoint of ours must have been trained on the same. Only published weights are
+    ever downloaded.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, of another model or of other classes.
+        ModelError: no such model or weights, weights for another number of classes, a failed download, or images of a wrong size.
+    """
+    found = check_model_name(name)
+    path = locate(weights)
+    if path is None:
+        with torch.random.fork_rng(devices=[]):  # a library draws initial parameters before it overwrites them
+            model = _published(found, name, weights, num_classes, image_size)
+    else:
+        state = _read_state(path, name, num_classes, classes)
+        model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
+        _fill(model, state, path, name, num_classes)
+    check_forward(model, image_size, num_classes, name=name)
+    return model.eval().requires_grad_(False)
+
+
+def _published(found: ModelName, name: str, weights: str, num_classes: int, image_size: int) -> nn.Module:
+    if found.library == "torchvision":
+        return _torchvision(found, weights, num_classes, image_size)
+    if found.library == "timm":
+        return _timm(found, weights, num_classes, image_size)
+    raise ModelError(
+        f"there are no published weights {weights!r} of {name}, a model of ours: give the path of a checkpoint of it"
+    )
+
+
+def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
+    import torchvision
+
+    known = torchvision.models.get_model_weights(found.name).__members__
+    if weights not in known:
+        raise _no_such_weights(found.name, weights, list(known))
+    chosen = known[weights]
+    _check_published_classes(found.name, weights, len(chosen.meta["categories"]), num_classes)
+    # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
+    try:
+        model: nn.Module = torchvision.models.get_model(
+            found.name, weights=chosen, progress=False, **library_options(found, image_size)
+        )
+    except ValueError as error:
+        raise ModelError(
+            f"weights {weights} of {found.name} do not take images of {image_size}×{image_size} ({one_line(error)}):"
+            f" set data.image_size to {chosen.meta['min_size'][0]}"
+        ) from None
+    except Exception as error:  # any way in which the network, a proxy or the disk can fail
+        cache = Path(torch.hub.get_dir()) / "checkpoints"
+        raise ModelError(
+            f"weights {weights} of {found.name} could not be loaded from {chosen.url} ({one_line(error)}):"
+            f" put that file into {cache}"
+        ) from None
+    return model
+
+
+def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
+    import timm
+
+    tags = [published.partition(".")[2] for published in timm.list_pretrained(f"{found.name}.*")]
+    if weights != "DEFAULT" and weights not in tags:
+        raise _no_such_weights(f"timm/{found.name}", weights, tags)
+    full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
+    config = timm.get_pretrained_cfg(full_name)
+    if config is None or not tags:
+        raise _no_such_weights(f"timm/{found.name}", weights, tags)
+    _check_published_classes(f"timm/{found.name}", weights, config.num_classes, num_classes)
+    try:
+        model: nn.Module = timm.create_model(
+            full_name, pretrained=True, num_classes=num_classes, **library_options(found, image_size)
+        )
+    except Exception as error:  # any way in which the network, the hub's client or the disk can fail
+        source = config.hf_hub_id or config.url
+        raise ModelError(
+            f"weights {weights} of timm/{found.name} could not be loaded from {source} ({one_line(error)}):"
+            " fetch them where there is a network and give the file's path as the weights"
+        ) from None
+    return model
+
+
+def _no_such_weights(name: str, weights: str, known: list[str]) -> ModelError:
+    near = difflib.get_close_matches(weights, known, n=1)
+    published = ", ".join(known) if known else "none"
+    return ModelError(
+        f"{name} has no weights {weights!r}; "
+        + (f"did you mean {near[0]}?" if near else f"there are: {published}; or give a file's path")
+    )
+
+
+def _check_published_classes(name: str, weights: str, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        raise ModelError(
+            f"weights {weights} of {name} have {theirs} classes and the data has {ours}:"
+            " leave the weights out, so that the teacher is trained first, or give a checkpoint trained on this data"
+        )
+
+
+def _read_state(path: Path, name: str, num_classes: int, classes: Sequence[str]) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the model."""
+    if path.suffix != ".safetensors":
+        return _plain_state(_unpickle(path), path)
+    header = read_header(path)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
+    if header is None:
+        return _plain_state(tensors, path)
+    _check_header(header, path, name, num_classes, classes)
+    return {key.removeprefix("model."): tensor for key, tensor in tensors.items() if key.startswith("model.")}
+
+
+def _check_header(header: Header, path: Path, name: str, num_classes: int, classes: Sequence[str]) -> None:
+    if check_model_name(header.model) != check_model_name(name):
+        raise CheckpointError(
+            f"{path} holds a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
+        )
+    if header.num_classes != num_classes:
+        raise CheckpointError(
+            f"{path} was trained on {header.num_classes} classes and the data has {num_classes}: give another checkpoint"
+        )
+    for label, (theirs, ours) in enumerate(zip(header.classes, classes, strict=False)):
+        if theirs != ours:
+            raise CheckpointError(
+                f"{path} was trained on other classes: its class {label} is {theirs!r}, the data's is {ours!r};"
+                " give a checkpoint trained on these classes"
+            )
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        blocked = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
+        raise CheckpointError(
+            f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
+            " save it again with torch.save(model.state_dict(), path)"
+        ) from None
+    except (EOFError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
+
+
+def _plain_state(loaded: Any, path: Path) -> dict[str, Tensor]:
+    """A state dict out of its wrappers, without what DDP and torch.compile put before its names."""
+    for wrapper in WRAPPERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
+            loaded = loaded[wrapper]
+            break
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise CheckpointError(f"{path} holds no state dict: save it again with torch.save(model.state_dict(), path)")
+    state = dict(loaded)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            instead = "save it again with torch.save(model.state_dict(), path)"
+            raise CheckpointError(f"{path} holds {key!r}, of type {type(value).__name__}, where a tensor was expected: {instead}")
+    for prefix in NAME_PREFIXES:
+        if all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
+
+
+def _fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str, num_classes: int) -> None:
+    """Copy `state` into `model`; every name and shape must agree, auxiliary heads apart."""
+    wanted = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(AUX_PREFIXES)}
+    given = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_PREFIXES)}
+    missing = [key for key in wanted if key not in given]
+    unexpected = [key for key in given if key not in wanted]
+    other = [key for key in wanted if key in given and wanted[key].shape != given[key].shape]
+    heads = [key for key in other if wanted[key].shape[:1] == (num_classes,) and wanted[key].shape[1:] == given[key].shape[1:]]
+    if heads and heads == other and not missing and not unexpected:
+        theirs = len(given[heads[0]])
+        raise CheckpointError(f"{path} has {theirs} classes and the data has {num_classes}: give weights trained on this data")
+    if missing or unexpected or other:
+        shapes = [f"{key} {tuple(given[key].shape)} for {tuple(wanted[key].shape)}" for key in other]
+        parts = (("misses", missing), ("has unknown", unexpected), ("has another shape of", shapes))
+        differences = "; ".join(f"{verb} {_first(keys)}" for verb, keys in parts if keys)
+        raise CheckpointError(
+            f"{path} does not fit {name}: it {differences}; write the model that it was saved from, or give another file"
+        )
+    model.load_state_dict(given, strict=False)
+
+
+def _first(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
