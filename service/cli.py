@@ -117,15 +117,14 @@ def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root:
 @DIR
 def report(directory: Path) -> None:
     """The tables of a finished or running run or sweep."""
-    from rich.console import Console
-
+    from service.progress import output
     from service.report.tables import report_of
     from service.run import reopen
 
     _, run_dir, result = reopen(directory)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = output()
     for part in report_of(result, run_dir):
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

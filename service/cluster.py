@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,14 @@ from typing import Literal
 from trainables.errors import ClusterError
 
 MAX_OVERSUBSCRIPTION = 4
+
+# Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
+# its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
+# a Ray of our own is no cluster. Gloo and NCCL go by the interface's name.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Cluster:
         return f"{need.num_workers} workers of {each} each do not fit: {has} hold{'' if len(self.nodes) > 1 else 's'} {places}"
 
     def concurrent(self, need: Need, wanted: int) -> int:
-        """How many jobs of `need` may run at a time, at most `wanted`: so few that none can wait on another's bundles for ever."""
+        """How many jobs of `need` may run at a time, at most `wanted`: so few that none waits on another's bundles for ever."""
         fits = self.cpus // need.total_cpus
         if need.gpus:
             fits = min(fits, self.gpus // (need.num_workers * need.gpus))
@@ -112,7 +121,7 @@ def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int
 
 @contextlib.contextmanager
 def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
-    """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with at least `logical_cpus` CPUs (at most four times the cores).
+    """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
 
     Raises:
         ClusterError: no Ray at RAY_ADDRESS; or its nodes do not all see `runs_root`.
@@ -120,6 +129,8 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     # A trial's end is noticed at the controller's next poll: two seconds are long beside a short trial.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    if is_local():
+        os.environ.update(LOOPBACK)
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -127,7 +138,7 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     try:
         if is_local():
             cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
-            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _node_ip_address="127.0.0.1", **quiet)
+            ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
         else:
             ray.init(runtime_env=travelling_code(), **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:

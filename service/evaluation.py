@@ -78,8 +78,8 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         data = config.data.model_copy(update={"loader_workers": workers})
         try:
             worker.fit(
-                config.model_copy(update={"data": data, "output": str(output)}), use_gpu=gpu, loader_workers=workers, storage=storage.tune,
-                name=output.stem,
+                config.model_copy(update={"data": data, "output": str(output)}),
+                use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem,
             )  # fmt: skip
             return dict(json.loads(output.read_text()))
         except DistillError:

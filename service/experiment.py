@@ -89,7 +89,8 @@ class Experiment(Section):
         if batch % workers:
             lower = max(batch // workers, 1) * workers
             raise ValueError(
-                f"data.global_batch_size {batch} is not divisible by scale.num_workers {workers}: write {lower} or {lower + workers}"
+                f"data.global_batch_size {batch} is not divisible by scale.num_workers {workers}: "
+                f"write {lower} or {lower + workers}"
             )
         if self.optim.accumulate > batch // workers:
             raise ValueError(
@@ -117,7 +118,8 @@ class Experiment(Section):
         elif teacher is not None and weights is not None:
             teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
-            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill, optim=optim,
+            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill,
+            optim=optim,
             scale=self.scale, train=self.train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
 

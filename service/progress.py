@@ -18,6 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from trainables.rundir import StageDir
 
 
+def output() -> Console:
+    """Standard output; in a file or a job, where nobody has a width, tables may be as wide as they are."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
 @dataclass
 class Tail:
     """Complete lines that a growing file has gained since the last look."""
@@ -52,7 +57,7 @@ class Display:
     """Follows stages; `tick` is called a few times a second by the main thread."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.console = console or output()
         self._followed: dict[str, Followed] = {}
         self._bars: Progress | None = None
         self._overall: TaskID | None = None
@@ -60,8 +65,8 @@ class Display:
     def __enter__(self) -> Display:
         if self.console.is_terminal:
             self._bars = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[info]}"), console=self.console, transient=True,
+                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+                TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=self.console, transient=True,
             )  # fmt: skip
             self._bars.start()
         return self
@@ -72,7 +77,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def trials(self, done: int, total: int) -> None:
         """How far a sweep is."""

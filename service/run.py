@@ -104,7 +104,8 @@ def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
     try:
         write_atomic(run_dir.experiment, resolved.to_yaml().encode())
         write_json(run_dir.result, {
-            "kind": kind, "name": resolved.experiment.name, "status": "running", "started": datetime.now().isoformat(timespec="seconds"),
+            "kind": kind, "name": resolved.experiment.name, "status": "running",
+            "started": datetime.now().isoformat(timespec="seconds"),
             "runs_root": str(root.absolute()), "sources": resolved.sources,
         })  # fmt: skip
     except OSError as error:
@@ -300,8 +301,8 @@ def say_plan(now: Session, plan: Plan, cluster: Cluster) -> None:
     kind = "GPU" if plan.use_gpu else "CPU"
     auto = " (auto)" if plan.experiment.data.loader_workers == "auto" else ""
     line = (
-        f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × {plan.loader_workers} loader workers{auto}, global batch "
-        f"{plan.experiment.data.global_batch_size}, on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+        f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × {plan.loader_workers} loader workers{auto}, "
+        f"global batch {plan.experiment.data.global_batch_size}, on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
     )
     if plan.loader_workers == 0:
         line += "; 0 loader workers: every step waits for its images to be decoded"

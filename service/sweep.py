@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import yaml
-
 from service import cluster as clusters
 from service.cluster import Cluster
 from service.experiment import Resolved, SweepConfig, flatten
@@ -79,7 +77,7 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
 
 
 def refuse(trials: list[Trial], cluster: Cluster) -> None:
-    """Mark as `infeasible` what the cluster can never hold, and as `oversubscribed` what has fewer real cores than it reserves."""
+    """Mark as `infeasible` what the cluster can never hold, as `oversubscribed` what has fewer real cores than it reserves."""
     for trial in trials:
         if trial.resolved is None or trial.outcome is not None:
             continue
@@ -248,9 +246,8 @@ def end_trial(now: Session, trial: Trial) -> None:
     outcome = trial.outcome or Outcome("failed")
     m = outcome.metrics
     numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
-    now.display.say(
-        f"trial {trial.id} {yaml.safe_dump(trial.params, default_flow_style=True, width=10**6).strip()}: {outcome.status}  {numbers}"
-    )
+    point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
+    now.display.say(f"trial {trial.id} ({point}): {outcome.status}  {numbers}")
     if now.tracker:
         key = f"trial/{trial.id}"
         row = trial.row(now.resolved, now.experiment.sweep.steps is not None)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from trainables.distributed import Group, gather_objects
 from trainables.errors import CheckpointError
+from trainables.models.header import META_KEY
 from trainables.rundir import replacing
 
-META_KEY = "raydistill"
 FORMAT = 1
 
 
@@ -103,7 +103,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) 
             save_file(copies, beside, metadata=header)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space or choose another --out, then resume"
+            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
         ) from error
 
 
@@ -118,7 +118,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(META_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"

@@ -5,15 +5,22 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.data.loader import Batch
-from trainables.distributed import Group, all_reduce_sum, broadcast_buffers
+from trainables import checkpoint
+from trainables.config import EvaluateConfig
+from trainables.data.loader import Batch, Loader
+from trainables.data.source import open_source
+from trainables.distributed import Group, all_reduce_sum, broadcast_buffers, gather_objects
+from trainables.inputs import autocast, normalizer
 from trainables.models.registry import logits_and_aux
+from trainables.models.weights import load_teacher
 
 
 def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,15 +39,13 @@ def evaluate(
     batches: Iterable[Batch],
     prepare: Callable[[Tensor], Tensor],
     group: Group,
-    autocast: Callable[[], torch.autocast],
+    autocast_context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, float]:
     """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
 
     `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
-    `prepare` turns uint8 images_BCHW into the model's input. Leaves the model in the mode it came in.
-
-    Raises:
-        ZeroDivisionError: never: without a single image all values but `num_images` are nan.
+    `prepare` turns uint8 images_BCHW into the model's input. Leaves the model in the mode it came in. Without a single image
+    all values but `num_images` are nan.
     """
     was_training = model.training
     model.eval()
@@ -50,7 +55,7 @@ def evaluate(
         if len(batch.labels_B) == 0:
             continue
         labels_B = batch.labels_B.to(group.device, non_blocking=True)
-        with autocast():
+        with autocast_context():
             logits_BK, _ = logits_and_aux(model(prepare(batch.images_BCHW)))
         logits_BK = logits_BK.double()
         first, first_five = correct_counts(logits_BK, labels_B)
@@ -60,3 +65,35 @@ def evaluate(
     images, entropy, first, first_five = all_reduce_sum(sums, group).tolist()
     n = images or float("nan")
     return {"top1_pct": 100 * first / n, "top5_pct": 100 * first_five / n, "loss": entropy / n, "num_images": images}
+
+
+def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, float]:
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
+
+    Raises:
+        CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
+    """
+    source = open_source(config.data, "val")
+    path = Path(config.checkpoint)
+    _, about = checkpoint.read(path)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    model = load_teacher(
+        about["model"],
+        str(path),
+        num_classes=len(source.classes),
+        image_size=config.data.image_size,
+        classes=source.classes,
+        seed=0,
+    ).to(group.device, dtype)
+    assert isinstance(config.data.loader_workers, int)
+    loader = Loader(
+        source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
+        loader_workers=config.data.loader_workers, pin_memory=group.device.type == "cuda",
+    )  # fmt: skip
+    prepare = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
+    try:
+        result = evaluate(model, loader.epoch(0), prepare, group, autocast(config.precision, group.device))
+    finally:
+        loader.close()
+    skipped = [name for part in gather_objects(loader.skipped, group) for name in part]
+    return {**result, "skipped_images": float(len(skipped))}

@@ -2,151 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainables import checkpoint
-from trainables.checkpoint import Progress, TrainState
-from trainables.config import EvaluateConfig, TrainConfig
-from trainables.data.loader import Loader
-from trainables.data.source import open_source
-from trainables.distributed import Group, all_reduce_sum, check_replicas, gather_objects, seed_rank
-from trainables.errors import DataError, ExperimentError, TrainingError
+from trainables.build import Job
+from trainables.distributed import all_reduce_sum, check_replicas, gather_objects
+from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
-from trainables.models.registry import build_model, check_forward
-from trainables.models.weights import load_teacher
-from trainables.optim import build_optimizer, learning_rate, peak_learning_rate, set_learning_rate
-from trainables.rundir import StageDir
-from trainables.step import SUMS, Learner, train_step
-from trainables.throughput import Throughput
-from trainables.timing import PhaseTimer
+from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
+from trainables.step import SUMS, train_step
 
 log = logging.getLogger("raydistill")
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Report(Protocol):
-    """Where numbers go. `kind`: `start`, `step` (a log line), `epoch` (a barrier over ranks), `summary`."""
-
-    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
-
-
-@dataclass
-class Job:
-    """One training job as this rank sees it."""
-
-    config: TrainConfig
-    group: Group
-    stage: StageDir
-    train_loader: Loader
-    val_loader: Loader
-    learner: Learner
-    model: nn.Module
-    """The bare student; `learner.student` wraps it."""
-    state: TrainState
-    timer: PhaseTimer
-    throughput: Throughput
-    report: Report
-    telemetry: Callable[[], dict[str, float]]
-
-
-def build(config: TrainConfig, group: Group, report: Report, telemetry: Callable[[], dict[str, float]]) -> Job:
-    """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
-
-    Raises:
-        DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
-    """
-    device, data, train = group.device, config.data, config.train
-    stage = StageDir(checkpoint.Path(config.output_dir))
-    train_source, val_source = open_source(data, "train"), open_source(data, "val")
-    if not isinstance(data.loader_workers, int):
-        raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
-    loaders = [
-        Loader(source, data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-               loader_workers=data.loader_workers, pin_memory=device.type == "cuda")
-        for source, split in ((train_source, "train"), (val_source, "val"))
-    ]  # fmt: skip
-    num_classes = len(train_source.classes)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    layout = torch.channels_last if train.channels_last else torch.contiguous_format
-    model = build_model(config.model, num_classes=num_classes, image_size=data.image_size, seed=config.seed)
-    check_forward(model, data.image_size, num_classes)
-    model.to(device=device, dtype=dtype, memory_format=layout)
-    teacher = None
-    distill = config.distill if config.teacher is not None else None
-    if config.teacher is not None and config.teacher.weights and (config.distill.soft_weight or config.distill.method_weight):
-        teacher = load_teacher(
-            config.teacher.model, config.teacher.weights, num_classes=num_classes, image_size=data.image_size,
-            classes=train_source.classes, seed=config.seed,
-        )  # fmt: skip
-        teacher.to(device=device, dtype=dtype, memory_format=layout).eval().requires_grad_(False)
-    student: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.scale.sync_batch_norm else model
-    model = student
-    if train.compile:
-        student.compile()  # in place: names in the checkpoint stay as they are
-        if teacher is not None:
-            teacher.compile()
-    optimizer = build_optimizer(student, config.optim)
-    if group.world_size > 1:
-        student = DistributedDataParallel(
-            student,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=any(True for _ in model.buffers()),
-        )
-    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    about = {
-        "stage": config.stage, "model": config.model, "num_classes": num_classes, "classes": list(train_source.classes),
-        "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
-        "seed": config.seed,
-    }  # fmt: skip
-    state = TrainState(model, optimizer, scaler, Progress(), about)
-    if stage.last.exists():
-        checkpoint.restore(stage.last, state, group)
-    else:
-        seed_rank(config.seed, group.rank)
-    learner = Learner(
-        student=student, teacher=teacher, distill=distill, optimizer=optimizer, scaler=scaler, group=group,
-        prepare=normalizer(data.mean, data.std, device, dtype, layout), autocast=autocast(config.precision, device),
-        sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-        bad_step=torch.full((), -1, dtype=torch.int64, device=device),
-        accumulate=config.optim.accumulate, clip_grad_norm=config.optim.clip_grad_norm,
-    )  # fmt: skip
-    # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
-    several = train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
-    warmup = max(train.warmup_steps, loaders[0].steps_per_epoch if several else 0)
-    return Job(
-        config=config, group=group, stage=stage, train_loader=loaders[0], val_loader=loaders[1], learner=learner, model=model,
-        state=state, timer=PhaseTimer(device, warmup_steps=warmup), throughput=Throughput(warmup), report=report, telemetry=telemetry,
-    )  # fmt: skip
-
-
-def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A factory of the autocast context of `precision`; none for fp32 and fp64."""
-    if precision not in AUTOCAST:
-        return contextlib.nullcontext
-    return lambda: torch.autocast(device.type, AUTOCAST[precision])
-
-
-def normalizer(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype, layout: torch.memory_format
-) -> Callable[[Tensor], Tensor]:
-    """A function from uint8 images_BCHW anywhere to (x/255 − mean)/std on `device`, one multiply and one add."""
-    mean_C11 = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
-    std_C11 = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
-    scale = (1 / (255 * std_C11)).to(device, dtype)
-    shift = (-mean_C11 / std_C11).to(device, dtype)
-    return lambda images: torch.addcmul(shift, images.to(device, dtype, non_blocking=True, memory_format=layout), scale)
 
 
 def run(job: Job) -> dict[str, float]:
@@ -160,8 +30,8 @@ def run(job: Job) -> dict[str, float]:
     job.report(
         "start", progress.step, progress.epoch,
         {"steps_per_epoch": job.train_loader.steps_per_epoch, "samples_per_epoch": job.train_loader.samples_per_epoch,
-         "epochs": config.optim.epochs, "max_steps": (config.train.max_steps or 0) + config.train.warmup_steps if config.train.max_steps else 0,
-         "num_workers": job.group.world_size},
+         "epochs": config.optim.epochs, "num_workers": job.group.world_size,
+         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
     if config.train.max_steps is not None:
         return run_timing(job)
@@ -183,7 +53,7 @@ def run_timing(job: Job) -> dict[str, float]:
 
 def train_epoch(job: Job, stop_at: int | None = None) -> None:
     """The rest of the current epoch, or up to the step `stop_at`."""
-    config, group, progress, learner, timer = job.config, job.group, job.state.progress, job.learner, job.timer
+    config, progress, learner, timer = job.config, job.state.progress, job.learner, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
     peak = peak_learning_rate(config.optim, config.data.global_batch_size)
     learner.student.train()
@@ -232,7 +102,8 @@ def log_step(job: Job, in_epoch: int) -> None:
     if group.is_main:
         now, epoch = means(local.tolist()), means(progress.partial)
         log.info(
-            "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g  %.1f images/s",
+            "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
+            "  %.1f images/s",
             progress.epoch + 1, in_epoch, job.train_loader.steps_per_epoch, phases.get("phase/step_ms", math.nan) / 1e3,
             phases.get("phase/data_ms", math.nan) / 1e3, now["loss"], epoch["loss"], now["top1_pct"], epoch["top1_pct"],
             now["top5_pct"], epoch["top5_pct"], lr, images_per_s,
@@ -313,7 +184,8 @@ def finish_epoch(job: Job) -> None:
     if group.is_main:
         log.info(
             "%s epoch %d/%d: val Acc@1 %.2f  Acc@5 %.2f  loss %.4f  (%d images, %.1f s)%s", config.stage, progress.epoch,
-            config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s, "  best" if best else "",
+            config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
+            "  best" if best else "",
         )  # fmt: skip
     job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **job.telemetry()})
 
@@ -352,35 +224,3 @@ def summarize(job: Job) -> dict[str, float]:
         }  # fmt: skip
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary
-
-
-def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, float]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
-
-    Raises:
-        CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
-    """
-    source = open_source(config.data, "val")
-    path = checkpoint.Path(config.checkpoint)
-    _, about = checkpoint.read(path)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    model = load_teacher(
-        about["model"],
-        str(path),
-        num_classes=len(source.classes),
-        image_size=config.data.image_size,
-        classes=source.classes,
-        seed=0,
-    ).to(group.device, dtype)
-    assert isinstance(config.data.loader_workers, int)
-    loader = Loader(
-        source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
-        loader_workers=config.data.loader_workers, pin_memory=group.device.type == "cuda",
-    )  # fmt: skip
-    prepare = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
-    try:
-        result = evaluate(model, loader.epoch(0), prepare, group, autocast(config.precision, group.device))
-    finally:
-        loader.close()
-    skipped = [name for part in gather_objects(loader.skipped, group) for name in part]
-    return {**result, "skipped_images": float(len(skipped))}

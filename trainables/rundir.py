@@ -100,7 +100,7 @@ class StageDir:
 
     @property
     def metrics(self) -> Path:
-        """JSON lines, one a report, written by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
+        """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
         return self.root / "metrics.jsonl"
 
     @property

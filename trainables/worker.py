@@ -10,12 +10,16 @@ import json
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray.train
 import ray.train.torch
 import torch
@@ -23,9 +27,11 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from trainables import loop
+from trainables.build import build
 from trainables.config import EvaluateConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
 from trainables.errors import DistillError
+from trainables.evaluate import evaluate_checkpoint
 from trainables.rundir import StageDir, append_line, read_lines, write_json
 from trainables.telemetry import Telemetry
 
@@ -53,7 +59,7 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     try:
         start_logging(stage, group)
         with Reporter(config, stage, group) as reporter, NodeTelemetry(config, group) as telemetry:
-            job = loop.build(config, group, reporter.report, telemetry.snapshot)
+            job = build(config, group, reporter.report, telemetry.snapshot)
             if group.is_main:
                 logging.getLogger("raydistill").info(
                     "%s: %s on %d x %s, ready after %.1f s",
@@ -80,7 +86,7 @@ def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     config = EvaluateConfig.model_validate(settings)
     group = this_group()
     torch.set_num_threads(config.scale.cpus_per_worker)
-    result = loop.evaluate_checkpoint(config, group)
+    result = evaluate_checkpoint(config, group)
     if group.is_main:
         write_json(Path(config.output), result)
 
@@ -105,12 +111,64 @@ def fit(
     ray.train.torch.TorchTrainer(
         train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker,
         train_loop_config=config.model_dump(mode="json"),
-        torch_config=ray.train.torch.TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(storage_path=str(storage), name=name, callbacks=callbacks or []),
     ).fit()
+
+
+@dataclass
+class ProcessGroup(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Torch's process group, whose store listens on the address by which Ray knows rank 0's node: loopback for a local Ray.
+
+    The store that torch opens by itself listens on every interface, without asking anyone for a token.
+    """
+
+    @property
+    def backend_cls(self) -> type:
+        return ProcessGroupBackend
+
+
+class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray's torch backend but for the way in which the workers find each other."""
+
+    def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
+        """Called by Ray Train on the controller, once the workers' processes stand."""
+        address, port, handle = worker_group.execute_single(0, reserve_store)
+        world_size = len(worker_group)
+        ray.get([
+            worker_group.execute_single_async(
+                rank, join, backend=backend_config.backend, address=address, port=port, rank=rank, world_size=world_size,
+                handle=handle if rank == 0 else None, timeout=timedelta(seconds=backend_config.timeout_s),
+            )
+            for rank in range(world_size)
+        ])  # fmt: skip
+
+
+def reserve_store() -> tuple[str, int, int]:
+    """On rank 0: the node's address, and a port and a file descriptor of a socket that listens there."""
+    address = ray.util.get_node_ip_address()
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return address, listener.getsockname()[1], listener.detach()
+
+
+def join(*, backend: str, address: str, port: int, rank: int, world_size: int, handle: int | None, timeout: timedelta) -> None:
+    """On every rank: make the process group, with rank 0's socket as its store."""
+    if interface := interface_of(ray.util.get_node_ip_address()):
+        # By default gloo resolves the host's name, which many systems map to loopback: other nodes could not reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, world_size, is_master=handle is not None, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address`, or None."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
 
 
 def this_group() -> Group:

@@ -19,41 +19,46 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def sweep_table(result: Mapping[str, Any]) -> Table:
-    """One row a trial, the best one first among those that are complete, as they were planned otherwise.
+    """One row a trial in the order of the space, the best one marked.
 
-    Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, data_s (min–max), images/s, s/epoch.
+    Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
     table = Table(
         title=f"{result['name']}: {len(result['trials'])} trials by {result['metric']} ({result['mode']})", title_justify="left"
     )
-    gpu = result.get("use_gpu")
     extra = [key for key in result["space"] if key not in SCALE]
-    for name in ("trial", "GPUs" if gpu else "workers", "batch", "loader workers", *extra):
-        table.add_column(name, justify="right")
-    for name in ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status"):
-        table.add_column(name, justify="right" if name != "status" else "left")
+    left = ("trial", "GPUs" if result.get("use_gpu") else "procs", "batch", "workers", *extra)
+    right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
+    for name in (*left, *right):
+        table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
     best = (result.get("best") or {}).get("id")
     for trial in result["trials"]:
-        m, config = trial.get("metrics") or {}, trial["scale"]
-        seconds = [m.get(f"phase/data{part}_ms") for part in ("_min", "_max")]
-        spread = (
-            f"{number(m['phase/data_ms'] / 1e3, 4)} ({seconds[0] / 1e3:.4f}–{seconds[1] / 1e3:.4f})"
-            if "phase/data_ms" in m
-            else "–"
-        )
-        epoch_s = number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-        status = (
-            trial["status"]
-            + (" (oversubscribed)" if trial.get("oversubscribed") else "")
-            + (" ← best" if trial["id"] == best else "")
-        )
-        reason = f": {trial['reason']}" if trial.get("reason") else ""
+        m = trial.get("metrics") or {}
+        notes = [
+            trial["status"],
+            "oversubscribed" if trial.get("oversubscribed") else "",
+            "← best" if trial["id"] == best else "",
+        ]
         table.add_row(
-            trial["id"], *(str(config[key]) for key in SCALE), *(str(trial["params"].get(key)) for key in extra),
-            number(m.get("step_s"), 4), spread, number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1), epoch_s,
-            number(m.get("top1_pct")), status + reason, style="bold green" if trial["id"] == best else None,
+            trial["id"], *(str(trial["scale"][key]) for key in SCALE), *(str(trial["params"].get(key)) for key in extra),
+            number(m.get("step_s"), 4), data_seconds(m), number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1), epoch_seconds(m),
+            number(m.get("top1_pct")), " ".join(filter(None, notes)) + (f": {trial['reason']}" if trial.get("reason") else ""),
+            style="bold green" if trial["id"] == best else None,
         )  # fmt: skip
     return table
+
+
+def data_seconds(m: Mapping[str, float]) -> str:
+    """Mean seconds of a step that wait for data, with the least and the most."""
+    if "phase/data_ms" not in m:
+        return "–"
+    mean, least, most = (m[f"phase/data{part}_ms"] / 1e3 for part in ("", "_min", "_max"))
+    return f"{mean:.4f} ({least:.4f}–{most:.4f})"
+
+
+def epoch_seconds(m: Mapping[str, float]) -> str:
+    """Seconds an epoch takes; a star where that is projected from fewer steps."""
+    return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
 
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table:
@@ -79,7 +84,7 @@ def stage_table(result: Mapping[str, Any]) -> Table:
         m = stage["metrics"]
         table.add_row(
             stage["stage"], stage["model"], *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
-            number(m.get("images_per_s"), 1), number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else ""), number(m.get("steps"), 0),
+            number(m.get("images_per_s"), 1), epoch_seconds(m), number(m.get("steps"), 0),
         )  # fmt: skip
     return table
 
@@ -93,8 +98,8 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     who = "GPUs" if result.get("use_gpu") else "workers"
     lines = [
         f"best: trial {best['id']} with {scale['scale.num_workers']} {who} × batch {scale['data.global_batch_size']} × "
-        f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, {number(m.get('epoch_s'))} s an epoch"
-        + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
+        f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, "
+        f"{number(m.get('epoch_s'))} s an epoch" + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
     ]
     shares = {phase: m[f"phase/{phase}_ms"] for phase in PHASES if m.get(f"phase/{phase}_ms")}
     total = m.get("phase/step_ms") or sum(shares.values())
@@ -128,8 +133,7 @@ def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
         for path in sorted(run_dir.root.rglob("metrics.jsonl")):
             if lines := read_lines(path):
                 m = lines[-1]["metrics"]
-                parts.append(
-                    f"{path.parent.relative_to(run_dir.root)}: step {lines[-1]['step']}, {number(m.get('images_per_s'), 1)} images/s"
-                )
+                where, speed = path.parent.relative_to(run_dir.root), number(m.get("images_per_s"), 1)
+                parts.append(f"{where}: step {lines[-1]['step']}, {speed} images/s")
         parts.append(f"continue it with: distill resume {run_dir.root}")
     return parts

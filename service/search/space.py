@@ -8,12 +8,12 @@ optim.lr: {loguniform: [0.001, 1]}          a distribution: uniform, loguniform,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
     "uniform": lambda rng, low, high: float(rng.uniform(low, high)),
     "loguniform": lambda rng, low, high: float(np.exp(rng.uniform(np.log(low), np.log(high)))),
     "randint": lambda rng, low, high: int(rng.integers(low, high + 1)),

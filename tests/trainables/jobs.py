@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainables import checkpoint, loop
+from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.models.registry import build_model
@@ -34,7 +35,12 @@ def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
 
 def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, image_size: int = 8) -> str:
     """A teacher's checkpoint with its initial weights: any function will do as one to imitate."""
-    about = {"model": model, "num_classes": num_classes, "image_size": image_size, "classes": [str(i) for i in range(num_classes)]}
+    about = {
+        "model": model,
+        "num_classes": num_classes,
+        "image_size": image_size,
+        "classes": [str(i) for i in range(num_classes)],
+    }
     state = build_model(model, num_classes=num_classes, image_size=image_size, seed=11).state_dict()
     checkpoint.write_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, about)
     return str(path)
@@ -56,7 +62,7 @@ class Recorded:
 def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> dict[str, Any]:
     """Run the job on this rank; returns parameters, progress and what was reported."""
     report = Recorded(die_after)
-    job = loop.build(settings, group, report, dict)
+    job = build(settings, group, report, dict)
     died = False
     try:
         loop.run(job)

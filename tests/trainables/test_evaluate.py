@@ -80,7 +80,15 @@ def diverging_buffers(group: Group) -> dict[str, Any]:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(192, affine=False), torch.nn.Linear(192, 10)).double()
     model[1].running_mean.fill_(float(group.rank))
     source = FirstOf(12)
-    loader = Loader(source, DataConfig(global_batch_size=4), split="val", seed=0, rank=group.rank, world_size=group.world_size, loader_workers=0)
+    loader = Loader(
+        source,
+        DataConfig(global_batch_size=4),
+        split="val",
+        seed=0,
+        rank=group.rank,
+        world_size=group.world_size,
+        loader_workers=0,
+    )
     result = evaluate(model, loader.epoch(0), prepare, group, contextlib.nullcontext)
     return {"loss": result["loss"], "mean": float(model[1].running_mean[0]), "training": model.training}
 

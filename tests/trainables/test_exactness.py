@@ -25,7 +25,8 @@ from trainables.models.registry import logits_and_aux
 def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(ranks: Ranks, tmp_path: Path, data: dict[str, object]) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     states = {
-        n: ranks.run(n, train, config(tmp_path / str(n), data=data, teacher=teacher, optim={"epochs": 2}))[0]["state"] for n in (1, 2, 3)
+        n: ranks.run(n, train, config(tmp_path / str(n), data=data, teacher=teacher, optim={"epochs": 2}))[0]["state"]
+        for n in (1, 2, 3)
     }
     assert relative_difference(states[1], states[2]) < 1e-9
     assert relative_difference(states[1], states[3]) < 1e-9

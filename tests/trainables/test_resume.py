@@ -42,7 +42,11 @@ def test_a_resumed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, wor
 
 
 def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"teacher": {"weights": write_teacher(tmp_path / "t.safetensors")}, "optim": {"epochs": 2}, "train": {"checkpoint_every": 4}}
+    settings = {
+        "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
+        "optim": {"epochs": 2},
+        "train": {"checkpoint_every": 4},
+    }
     whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [1, 3, 2], 4, **settings)
     assert relative_difference(whole["state"], pieces["state"]) < 1e-9
@@ -76,7 +80,9 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
 def test_a_checkpoint_names_no_wrapper_and_holds_no_pickle(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, train, config(tmp_path, teacher=None))
     tensors, _ = checkpoint.read(tmp_path / "checkpoints" / "last.safetensors")
-    assert {name for name in tensors if name.startswith("model.")} >= {"model.layers.0.weight"} or not any("module." in n for n in tensors)
+    assert {name for name in tensors if name.startswith("model.")} >= {"model.layers.0.weight"} or not any(
+        "module." in n for n in tensors
+    )
     assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {".safetensors"}
 
 

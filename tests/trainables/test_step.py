@@ -21,7 +21,9 @@ def softmax(row: list[float], temperature: float) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def reference(student: list[list[float]], teacher: list[list[float]], labels: list[int], r: float, a: float, t: float) -> list[float]:
+def reference(
+    student: list[list[float]], teacher: list[list[float]], labels: list[int], r: float, a: float, t: float
+) -> list[float]:
     """r·CE + a·T²·KL(teacher‖student) per sample, from the definitions."""
     out = []
     for s, q, y in zip(student, teacher, labels, strict=True):
@@ -69,7 +71,7 @@ def test_half_precision_logits_are_reduced_in_single_precision() -> None:
 
 
 def test_an_empty_batch_becomes_blanks_that_weigh_nothing() -> None:
-    (images, labels, real), = micro_batches(torch.zeros((0, 3, 8, 8), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), 4)
+    ((images, labels, real),) = micro_batches(torch.zeros((0, 3, 8, 8), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), 4)
     assert (tuple(images.shape), tuple(labels.shape), real) == ((2, 3, 8, 8), (2,), False)
 
 
@@ -96,7 +98,11 @@ def test_precision_layout_and_compilation_work_with_ddp(
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: Ranks, tmp_path: Path) -> None:
-    settings = config(tmp_path, precision="fp32", teacher=None, optim={"epochs": 3, "lr": 1e30, "momentum": 0.0, "nesterov": False})
-    with pytest.raises(TrainingError, match=r"not finite (at|after) step \d+: lower optim.lr \(now 1e\+30\).*no checkpoint") as caught:
+    settings = config(
+        tmp_path, precision="fp32", teacher=None, optim={"epochs": 3, "lr": 1e30, "momentum": 0.0, "nesterov": False}
+    )
+    with pytest.raises(
+        TrainingError, match=r"not finite (at|after) step \d+: lower optim.lr \(now 1e\+30\).*no checkpoint"
+    ) as caught:
         ranks.run(2, train, settings)
     assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Event
@@ -97,7 +97,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(loader_workers, thread_name_prefix="loader") if loader_workers else None
         self._stop = Event()
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
 
         Closing the iterator early, or an exception in it, ends the work of its threads before it returns.
@@ -114,7 +114,7 @@ class Loader:
         if self._pool:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _batches(self, epoch: int, start: int, stop: Event) -> Iterator[Batch]:
+    def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
         order_N = split_order(self._split, self._seed, epoch, len(self._source))
         batch = self._data.global_batch_size
         last = len(order_N) - batch + 1 if self._drop else len(order_N)

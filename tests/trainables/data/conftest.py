@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from photos import MakeFolder, photo
+
+from tests.trainables.data.photos import MakeFolder, photo
 
 
 @pytest.fixture

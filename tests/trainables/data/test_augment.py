@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from photos import photo
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms import functional as tv
 
+from tests.trainables.data.photos import photo
 from trainables.data.augment import AUGMENTS, default_val_resize, random_resized_crop_box, uniforms, validation_view
 from trainables.data.decode import UnreadableImageError
 

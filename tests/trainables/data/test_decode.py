@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from photos import encoded, photo
 from PIL import Image
 
+from tests.trainables.data.photos import encoded, photo
 from trainables.data.decode import UnreadableImageError, decode_image, read_image
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from photos import MakeFolder, photo
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
 from trainables.data.folder import EXTENSIONS, FolderSource
 from trainables.data.source import open_source

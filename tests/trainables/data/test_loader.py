@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from photos import MakeFolder
 from PIL import Image
 
+from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.loader import Batch, Loader
@@ -322,7 +322,7 @@ def test_a_new_epoch_ends_the_one_before() -> None:
 
 _INTERRUPTED = """
 import atexit, signal
-from test_loader import SlowSource, _data, _loader
+from tests.trainables.data.test_loader import SlowSource, _data, _loader
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the tests in the background ignores it
 source = SlowSource(100_000)
 atexit.register(lambda: print(source.num_reads))  # runs once all threads are joined
@@ -333,7 +333,7 @@ for batch in _loader(source, _data(2000, prefetch_batches=8), workers=2).epoch(0
 
 
 def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread() -> None:
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
     child = subprocess.Popen(
         [sys.executable, "-c", _INTERRUPTED],
         env=os.environ | {"PYTHONPATH": path},

@@ -1,0 +1,73 @@
+import subprocess
+import sys
+
+import pytest
+
+from trainables.errors import ModelError
+from trainables.models.names import MODELS, ModelName, check_model_name, library_models
+
+
+def test_the_names_read_from_sources_are_those_that_torchvision_registers() -> None:
+    import torchvision
+
+    assert library_models("torchvision") == set(torchvision.models.list_models(module=torchvision.models))
+
+
+def test_the_names_read_from_sources_are_those_that_timm_registers() -> None:
+    timm = pytest.importorskip("timm")
+    assert library_models("timm") == set(timm.list_models())
+
+
+def test_no_name_of_ours_is_torchvisions() -> None:
+    assert not set(MODELS) & library_models("torchvision")
+
+
+def test_a_name_is_ours_before_torchvisions_before_timms() -> None:
+    pytest.importorskip("timm")
+    assert check_model_name("resnet20") == ModelName("ours", "resnet20")
+    assert check_model_name("resnet18") == ModelName("torchvision", "resnet18")
+    assert check_model_name("timm/resnet18") == ModelName("timm", "resnet18")
+    assert check_model_name("efficientvit_b0") == check_model_name("timm/efficientvit_b0") == ModelName("timm", "efficientvit_b0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("resnt18", "did you mean resnet18?"),
+        ("ResNet50", "did you mean resnet50?"),
+        ("convnet_smal", "did you mean convnet_small?"),
+        ("faster_rcnn", "there is no model 'faster_rcnn'"),
+        ("timm/resnet18d_", "did you mean timm/resnet18d?"),
+        ("timm/resnet18.a1_in1k", "write model: timm/resnet18 and, for a teacher, weights: a1_in1k"),
+        ("", "ours are convnet_small"),
+        ("qqqqqq", "ours are convnet_small"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_what_to_write(wrong: str, right: str) -> None:
+    pytest.importorskip("timm")
+    with pytest.raises(ModelError) as caught:
+        check_model_name(wrong)
+    assert right in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_timm_its_names_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)  # Python's own way to mark a package as not importable
+    for name in ("timm/resnet18", "efficientvit_b0"):
+        with pytest.raises(ModelError, match=r"pip install raydistill\[timm\]"):
+            check_model_name(name)
+    assert check_model_name("resnet34").library == "torchvision"
+
+
+def test_checking_a_name_imports_no_torch() -> None:
+    program = """
+import sys
+from trainables.errors import ModelError
+from trainables.models.registry import check_model_name
+try:
+    check_model_name("resnt18")
+except ModelError:
+    print(sorted({"torch", "torchvision", "timm", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,122 @@
+import pkgutil
+
+import pytest
+import torch
+from torch import nn
+
+from trainables.errors import ModelError
+from trainables.models.registry import MODELS, build_model, check_forward, construct, logits_and_aux
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_of_ours_answers_for_8_and_32_pixels(name: str) -> None:
+    assert pkgutil.resolve_name(MODELS[name]).__name__ == name
+    for image_size in (8, 32):
+        build_model(name, num_classes=7, image_size=image_size, seed=0)
+
+
+def test_a_forward_without_arithmetic_has_the_shape_of_a_real_one() -> None:
+    model = build_model("convnet_small", num_classes=7, image_size=8, seed=0)
+    with torch.no_grad():
+        assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(("name", "image_size"), [("convnet_small", 8), ("mlp_small", 8), ("resnet8", 32), ("resnet18", 32)])
+def test_initial_parameters_depend_on_the_seed_alone(name: str, image_size: int) -> None:
+    first = build_model(name, num_classes=5, image_size=image_size, seed=3)
+    torch.rand(11)
+    build_model("mlp_large", num_classes=5, image_size=8, seed=3)
+    assert equal(first, build_model(name, num_classes=5, image_size=image_size, seed=3))
+    assert not equal(first, build_model(name, num_classes=5, image_size=image_size, seed=4))
+
+
+def test_building_a_model_moves_nobody_elses_randomness() -> None:
+    before = torch.get_rng_state()
+    build_model("convnet_small", num_classes=5, image_size=8, seed=3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_building_a_model_leaves_batch_statistics_untouched_and_it_in_training_mode() -> None:
+    model = build_model("convnet_small", num_classes=5, image_size=8, seed=0)
+    assert model.training
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert norms
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert norm.num_batches_tracked is not None
+        assert norm.running_mean.count_nonzero() == 0
+        assert norm.num_batches_tracked == 0
+
+
+def test_torchvisions_models_get_a_head_of_the_right_size_and_position_tables_for_the_image_size() -> None:
+    resnet = build_model("resnet18", num_classes=13, image_size=32, seed=0)
+    assert resnet.get_submodule("fc").get_parameter("weight").shape == (13, 512)
+    vit = construct("vit_b_32", num_classes=13, image_size=64, seed=0)
+    assert vit.get_parameter("encoder.pos_embedding").shape[1] == 1 + 4
+    check_forward(vit, 64, 13)
+
+
+def test_timms_models_get_a_head_of_the_right_size() -> None:
+    pytest.importorskip("timm")
+    model = build_model("timm/resnet10t", num_classes=13, image_size=32, seed=0)
+    assert model.get_submodule("fc").get_parameter("weight").shape[0] == 13
+    assert not equal(model, build_model("timm/resnet10t", num_classes=13, image_size=32, seed=1))
+    vit = build_model("vit_tiny_patch16_224", num_classes=3, image_size=32, seed=0)
+    assert vit.get_parameter("pos_embed").shape[1] == 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "says"),
+    [
+        ("vgg11", 31, "does not take images of 31×31"),
+        ("inception_v3", 74, "does not take images of 74×74"),
+        ("inception_v3", 75, "cannot be trained on images of 75×75"),
+        ("squeezenet1_1", 8, "data.image_size to 32"),
+        ("vit_b_32", 31, "cannot be built for images of 31×31"),
+        ("convnet_large", 3, "data.image_size to 8"),
+    ],
+)
+def test_an_image_size_that_a_model_cannot_take_is_refused_in_one_line(name: str, image_size: int, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        build_model(name, num_classes=10, image_size=image_size, seed=0)
+    assert says in str(caught.value)
+    assert name in str(caught.value)
+    assert "data.image_size" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_inception_works_at_its_own_size_and_its_auxiliary_head_weighs_0_4() -> None:
+    model = build_model("inception_v3", num_classes=6, image_size=299, seed=0).to("meta")
+    images = torch.zeros(2, 3, 299, 299, device="meta")
+    logits, aux = logits_and_aux(model(images))
+    assert logits.shape == (2, 6)
+    assert [(weight, tuple(head.shape)) for weight, head in aux] == [(0.4, (2, 6))]
+    logits, aux = logits_and_aux(model.eval()(images))
+    assert logits.shape == (2, 6)
+    assert aux == ()
+
+
+def test_googlenets_two_auxiliary_heads_weigh_0_3() -> None:
+    model = build_model("googlenet", num_classes=6, image_size=64, seed=0)
+    with torch.no_grad():
+        logits, aux = logits_and_aux(model(torch.zeros(2, 3, 64, 64)))
+    assert logits.shape == (2, 6)
+    assert [(weight, tuple(head.shape)) for weight, head in aux] == [(0.3, (2, 6)), (0.3, (2, 6))]
+
+
+def test_a_model_that_answers_with_something_else_is_refused() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            return x, x
+
+    with pytest.raises(ModelError, match="not with logits"):
+        logits_and_aux([torch.zeros(2, 3)])
+    with pytest.raises(ModelError, match="not with logits"):
+        check_forward(Pair(3, 3), 8, 10)
+    with pytest.raises(ModelError, match=r"with shape \(2, 9\), not \(2, 10\)"):
+        check_forward(nn.Sequential(nn.Flatten(), nn.Linear(192, 9)), 8, 10)

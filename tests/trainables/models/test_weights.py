@@ -1,0 +1,212 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainables.errors import CheckpointError, DistillError, ModelError
+from trainables.models.header import Header, locate, read_header
+from trainables.models.registry import build_model
+from trainables.models.weights import load_teacher
+
+CLASSES = ("cat", "dog", "emu", "fox")
+
+
+def convnet(seed: int = 1, num_classes: int = 4) -> nn.Module:
+    return build_model("convnet_small", num_classes=num_classes, image_size=8, seed=seed)
+
+
+def write_checkpoint(path: Path, weights: nn.Module, /, **changes: Any) -> Path:
+    about = {"model": "convnet_small", "num_classes": 4, "image_size": 8, "classes": CLASSES, "step": 7} | changes
+    tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
+    tensors |= {"optim.0.momentum_buffer": torch.zeros(3), "rng.0.cpu": torch.get_rng_state()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
+    return path
+
+
+def load(weights: Path | str, name: str = "convnet_small", **changes: Any) -> nn.Module:
+    options: dict[str, Any] = {"num_classes": 4, "image_size": 8, "classes": CLASSES, "seed": 0}
+    return load_teacher(name, str(weights), **(options | changes))
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def refusal(weights: Path | str, name: str = "convnet_small", **changes: Any) -> str:
+    """The one line with which loading is refused."""
+    with pytest.raises(DistillError) as caught:
+        load(weights, name, **changes)
+    assert isinstance(caught.value, CheckpointError | ModelError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_ours_loads_frozen_in_eval_mode_and_without_its_optimizer(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "best.safetensors", convnet())
+    teacher = load(path)
+    assert_same(teacher, convnet())
+    assert not teacher.training
+    assert not any(p.requires_grad for p in teacher.parameters())
+    assert read_header(path) == Header("convnet_small", 4, 8, CLASSES)
+
+
+def test_a_run_directory_stands_for_its_students_best_and_a_stage_directory_for_its_own(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "student/checkpoints/best.safetensors", convnet(1))
+    write_checkpoint(tmp_path / "teacher/checkpoints/best.safetensors", convnet(2))
+    assert_same(load(tmp_path), convnet(1))
+    assert_same(load(tmp_path / "teacher"), convnet(2))
+    (tmp_path / "empty").mkdir()
+    assert "holds no student/checkpoints/best.safetensors or checkpoints/best.safetensors" in refusal(tmp_path / "empty")
+
+
+def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "best.safetensors", convnet())
+    before = torch.get_rng_state()
+    load(path)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "says"),
+    [
+        ({"model": "mlp_small"}, {}, "holds a mlp_small, not a convnet_small"),
+        ({"num_classes": 5}, {}, "was trained on 5 classes and the data has 4"),
+        ({}, {"classes": ("cat", "dog", "eel", "fox")}, "its class 2 is 'emu', the data's is 'eel'"),
+        ({}, {"classes": ("dog", "cat", "emu", "fox")}, "its class 0 is 'cat', the data's is 'dog'"),
+        ({"num_classes": "many"}, {}, "does not say what its model is"),
+        ({"model": "resnet9000"}, {}, "there is no model 'resnet9000'"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    tmp_path: Path, about: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    assert says in refusal(write_checkpoint(tmp_path / "best.safetensors", convnet(), **about), **options)
+
+
+def test_a_safetensors_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path / "best.safetensors", convnet()).read_bytes()
+    for kept in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path = tmp_path / "cut.safetensors"
+        path.write_bytes(whole[:kept])
+        assert "cut off or damaged" in refusal(path)
+
+
+def test_plain_state_dicts_load_from_every_kind_of_file_and_wrapping(tmp_path: Path) -> None:
+    state = convnet().state_dict()
+    parallel = {f"module.{name}": tensor for name, tensor in state.items()}
+    compiled = {f"module._orig_mod.{name}": tensor for name, tensor in state.items()}
+    wrapped = {"epoch": 240, "best_acc": 71.2, "model": state, "optimizer": {"state": {}}}
+    for number, content in enumerate((state, parallel, compiled, wrapped, {"epoch": 3, "state_dict": parallel})):
+        path = tmp_path / f"{number}.pth"
+        torch.save(content, path)
+        assert_same(load(path), convnet())
+    save_file(state, tmp_path / "plain.safetensors")
+    assert_same(load(tmp_path / "plain.safetensors"), convnet())
+    assert read_header(tmp_path / "plain.safetensors") is None
+
+
+def test_a_pickle_that_holds_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    torch.save({"state_dict": convnet().state_dict(), "extra": Bomb()}, tmp_path / "bomb.pt")
+    says = refusal(tmp_path / "bomb.pt")
+    assert "could run code" in says
+    assert "mkdir" in says
+    assert "torch.save(model.state_dict(), path)" in says
+    assert not (tmp_path / "exploded").exists()
+    torch.save(convnet(), tmp_path / "model.pt")
+    assert "ConvNet" in refusal(tmp_path / "model.pt")
+
+
+def test_damaged_and_odd_torch_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.pth"
+    torch.save(convnet().state_dict(), path)
+    whole = path.read_bytes()
+    for content in (b"", b"not a checkpoint", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(content)
+        assert "damaged" in refusal(path)
+    for odd, says in (([1, 2], "holds no state dict"), ({}, "holds no state dict"), ({"epoch": 3}, "holds 'epoch', of type int")):
+        torch.save(odd, path)
+        assert says in refusal(path)
+
+
+def test_a_state_dict_that_does_not_fit_names_the_first_differences(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.pth"
+    state = dict(convnet().state_dict())
+    torch.save({name: tensor for name, tensor in state.items() if name != "head.bias"} | {"extra.weight": torch.zeros(1)}, path)
+    assert "it misses head.bias; has unknown extra.weight; write the model" in refusal(path)
+    torch.save(state | {"features.0.weight": torch.zeros(8, 1, 3, 3)}, path)
+    assert "has another shape of features.0.weight (8, 1, 3, 3) for (8, 3, 3, 3)" in refusal(path)
+    torch.save(convnet(num_classes=100).state_dict(), path)
+    assert "has 100 classes and the data has 4" in refusal(path)
+    torch.save(state, path)
+    assert "it misses conv1.weight and" in refusal(path, "resnet8")
+
+
+def test_a_teacher_needs_no_auxiliary_head(tmp_path: Path) -> None:
+    state = build_model("googlenet", num_classes=4, image_size=64, seed=1).state_dict()
+    torch.save({name: tensor for name, tensor in state.items() if not name.startswith("aux")}, tmp_path / "googlenet.pth")
+    teacher = load(tmp_path / "googlenet.pth", "googlenet", image_size=64)
+    assert torch.equal(teacher.get_parameter("fc.weight"), state["fc.weight"])
+
+
+def test_a_missing_file_is_not_taken_for_the_name_of_weights(tmp_path: Path) -> None:
+    for missing in ("gone.safetensors", "runs/gone", str(tmp_path / "gone")):
+        assert "there is no file" in refusal(missing)
+    assert locate("IMAGENET1K_V1") is None
+
+
+def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
+    assert "did you mean IMAGENET1K_V1?" in refusal("IMAGENET1K_V11", "resnet18")
+    assert "there are: IMAGENET1K_V1, DEFAULT" in refusal("mine", "resnet18")
+    assert "have 1000 classes and the data has 4" in refusal("DEFAULT", "resnet18")
+    assert "there are no published weights 'DEFAULT' of convnet_small" in refusal("DEFAULT")
+    assert "set data.image_size to 224" in refusal("IMAGENET1K_V1", "vit_b_32", num_classes=1000, image_size=64)
+
+
+def test_published_weights_that_were_fetched_before_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    weights = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT
+    fetched = tmp_path / "hub" / "checkpoints" / weights.url.rpartition("/")[2]
+    fetched.parent.mkdir(parents=True)
+    model = build_model("squeezenet1_1", num_classes=1000, image_size=64, seed=5)
+    torch.save(model.state_dict(), fetched)
+    for name in ("IMAGENET1K_V1", "DEFAULT"):
+        assert_same(load(name, "squeezenet1_1", num_classes=1000, image_size=64), model)
+
+
+def test_timms_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
+    pytest.importorskip("timm")
+    assert "did you mean c3_in1k?" in refusal("c3_in1", "timm/resnet10t")
+    assert "have 1000 classes and the data has 4" in refusal("c3_in1k", "timm/resnet10t")
+    assert "have 1000 classes and the data has 4" in refusal("DEFAULT", "timm/resnet10t")
+    assert "has no weights 'DEFAULT'; there are: none" in refusal("DEFAULT", "timm/botnet50ts_256")
+
+
+@pytest.mark.parametrize(("name", "weights"), [("resnet18", "IMAGENET1K_V1"), ("timm/resnet10t", "c3_in1k")])
+def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+        import huggingface_hub.constants
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # its setting against minutes of retries
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # a port where nothing listens
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    before = torch.get_rng_state()
+    assert "could not be loaded" in refusal(
+        weights, name, num_classes=1000, image_size=224, classes=[str(k) for k in range(1000)]
+    )
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,151 @@
+"""A job as one rank sees it: data opened, models built and wrapped, the last checkpoint taken up. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainables import checkpoint
+from trainables.checkpoint import Progress, TrainState
+from trainables.config import TrainConfig
+from trainables.data.loader import Loader
+from trainables.data.order import Split
+from trainables.data.source import open_source
+from trainables.distributed import Group, seed_rank
+from trainables.errors import ExperimentError
+from trainables.inputs import autocast, normalizer
+from trainables.models.registry import build_model
+from trainables.models.weights import load_teacher
+from trainables.optim import build_optimizer
+from trainables.rundir import StageDir
+from trainables.step import SUMS, Learner
+from trainables.throughput import Throughput
+from trainables.timing import PhaseTimer
+
+
+class Report(Protocol):
+    """Where numbers go. `kind`: `start`, `step` (a log line), `epoch` (a barrier over ranks), `summary`."""
+
+    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass
+class Job:
+    """One training job as this rank sees it."""
+
+    config: TrainConfig
+    group: Group
+    stage: StageDir
+    train_loader: Loader
+    val_loader: Loader
+    learner: Learner
+    model: nn.Module
+    """The bare student; `learner.student` wraps it."""
+    state: TrainState
+    timer: PhaseTimer
+    throughput: Throughput
+    report: Report
+    telemetry: Callable[[], dict[str, float]]
+
+
+def build(config: TrainConfig, group: Group, report: Report, telemetry: Callable[[], dict[str, float]]) -> Job:
+    """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
+
+    Raises:
+        DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
+    """
+    data, device = config.data, group.device
+    classes, (train_loader, val_loader) = open_loaders(config, group)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
+    model = model.to(device, dtype).to(memory_format=layout)
+    if config.scale.sync_batch_norm:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    teacher = build_teacher(config, classes)
+    if teacher is not None:
+        teacher = teacher.to(device, dtype).to(memory_format=layout)
+    if config.train.compile:  # in place: names in the checkpoint stay as they are
+        for module in filter(None, (model, teacher)):
+            module.compile()
+    stage = StageDir(Path(config.output_dir))
+    optimizer = build_optimizer(model, config.optim)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    about = {
+        "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
+        "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
+    }  # fmt: skip
+    state = TrainState(model, optimizer, scaler, Progress(), about)
+    if stage.last.exists():
+        checkpoint.restore(stage.last, state, group)
+    else:
+        seed_rank(config.seed, group.rank)
+    learner = Learner(
+        student=wrap(model, group),
+        teacher=teacher,
+        distill=config.distill if config.teacher is not None else None,
+        optimizer=optimizer,
+        scaler=scaler,
+        group=group,
+        prepare=normalizer(data.mean, data.std, device, dtype, layout),
+        autocast=autocast(config.precision, device),
+        sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+        bad_step=torch.full((), -1, dtype=torch.int64, device=device),
+        accumulate=config.optim.accumulate,
+        clip_grad_norm=config.optim.clip_grad_norm,
+    )
+    # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
+    several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
+    warmup = max(config.train.warmup_steps, train_loader.steps_per_epoch if several else 0)
+    timer, throughput = PhaseTimer(device, warmup_steps=warmup), Throughput(state.progress.step + warmup)
+    return Job(config, group, stage, train_loader, val_loader, learner, model, state, timer, throughput, report, telemetry)
+
+
+def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
+    """The class names, and this rank's loaders of the training and the validation split."""
+    data = config.data
+    if not isinstance(data.loader_workers, int):
+        raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
+    sources = {"train": open_source(data, "train"), "val": open_source(data, "val")}
+
+    def loader(split: Split) -> Loader:
+        assert isinstance(data.loader_workers, int)
+        return Loader(
+            sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
+            loader_workers=data.loader_workers, pin_memory=group.device.type == "cuda",
+        )  # fmt: skip
+
+    return sources["train"].classes, (loader("train"), loader("val"))
+
+
+def build_teacher(config: TrainConfig, classes: tuple[str, ...]) -> nn.Module | None:
+    """The frozen teacher on the CPU; None where there is none or where no term of the loss needs it."""
+    teacher, distill = config.teacher, config.distill
+    if teacher is None or teacher.weights is None or not (distill.soft_weight or distill.method_weight):
+        return None
+    return load_teacher(
+        teacher.model,
+        teacher.weights,
+        num_classes=len(classes),
+        image_size=config.data.image_size,
+        classes=classes,
+        seed=config.seed,
+    )
+
+
+def wrap(model: nn.Module, group: Group) -> nn.Module:
+    """`model` under DDP where there are several ranks."""
+    if group.world_size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[group.device] if group.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=next(model.buffers(), None) is not None,
+    )

@@ -1,0 +1,29 @@
+"""How a batch of uint8 images becomes a model's input, and in which precision the model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A factory of the autocast context of `precision`; none for fp32 and fp64."""
+    if precision not in AUTOCAST:
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, AUTOCAST[precision])
+
+
+def normalizer(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype, layout: torch.memory_format
+) -> Callable[[Tensor], Tensor]:
+    """A function from uint8 images_BCHW anywhere to (x/255 − mean)/std on `device`, one multiply and one add."""
+    mean_C11 = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
+    std_C11 = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
+    scale = (1 / (255 * std_C11)).to(device, dtype)
+    shift = (-mean_C11 / std_C11).to(device, dtype)
+    return lambda images: torch.addcmul(shift, images.to(device, dtype, non_blocking=True, memory_format=layout), scale)
