@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from service.cluster import Need, observe
 from trainables.config import TrainConfig
+from trainables.errors import DistillError
 from trainables.rundir import RunDir, StageDir, write_json
 
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
@@ -61,6 +62,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
                 name=name,
                 callbacks=callbacks,
             )
+        except DistillError as error:
+            return Outcome("failed", str(error), restarts=attempt)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
             outcome = diagnose(stage, error, attempt)
             if outcome.status == "oom" or known(stage) or attempt == work.config.scale.max_failures:

@@ -30,7 +30,7 @@ from trainables import loop
 from trainables.build import build
 from trainables.config import EvaluateConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
-from trainables.errors import DistillError
+from trainables.errors import ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
 from trainables.rundir import StageDir, append_line, read_lines, write_json
 from trainables.telemetry import Telemetry
@@ -105,10 +105,11 @@ def fit(
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
 
     Raises:
-        ray.train.TrainingFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        ray.train.WorkerGroupError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        ClusterError: the workers could not be started at all, which trying again would not change.
     """
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
-    ray.train.torch.TorchTrainer(
+    trainer = ray.train.torch.TorchTrainer(
         train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker,
         train_loop_config=config.model_dump(mode="json"),
         torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
@@ -116,7 +117,11 @@ def fit(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
         run_config=ray.train.RunConfig(storage_path=str(storage), name=name, callbacks=callbacks or []),
-    ).fit()
+    )
+    try:
+        trainer.fit()
+    except ray.train.ControllerError as error:
+        raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
 
 
 @dataclass
@@ -140,8 +145,8 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
         world_size = len(worker_group)
         ray.get([
             worker_group.execute_single_async(
-                rank, join, backend=backend_config.backend, address=address, port=port, rank=rank, world_size=world_size,
-                handle=handle if rank == 0 else None, timeout=timedelta(seconds=backend_config.timeout_s),
+                rank, join, backend_config.backend, (address, port), handle if rank == 0 else None, (rank, world_size),
+                timedelta(seconds=backend_config.timeout_s),
             )
             for rank in range(world_size)
         ])  # fmt: skip
@@ -154,15 +159,19 @@ def reserve_store() -> tuple[str, int, int]:
     return address, listener.getsockname()[1], listener.detach()
 
 
-def join(*, backend: str, address: str, port: int, rank: int, world_size: int, handle: int | None, timeout: timedelta) -> None:
-    """On every rank: make the process group, with rank 0's socket as its store."""
+def join(backend: str, store: tuple[str, int], handle: int | None, place: tuple[int, int], timeout: timedelta) -> None:
+    """On every rank: make the process group around the store at rank 0, which opens it on the socket `handle`.
+
+    `place` is this process's rank and the world size.
+    """
     if interface := interface_of(ray.util.get_node_ip_address()):
         # By default gloo resolves the host's name, which many systems map to loopback: other nodes could not reach it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, world_size, is_master=handle is not None, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
+    rank, world_size = place
+    found = dist.TCPStore(  # type: ignore[attr-defined]
+        *store, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=found, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def interface_of(address: str) -> str | None:

@@ -1,0 +1,89 @@
+"""The rules of the house, read from the imports: who may know whom, and what stays out of the tree."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted([*(ROOT / "service").rglob("*.py"), *(ROOT / "trainables").rglob("*.py")])
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at the top or inside a function; relative names are not used here."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def who_imports(package: str) -> set[str]:
+    """Files of ours, relative to the root, that import `package` or something inside it."""
+    return {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if any(name == package or name.startswith(f"{package}.") for name in imports(path))
+    }
+
+
+def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
+    assert not {name for name in who_imports("service") if name.startswith("trainables")}
+
+
+def test_only_the_worker_knows_ray_train() -> None:
+    assert who_imports("ray.train") == {"trainables/worker.py"}
+
+
+def test_only_tracking_knows_mlflow() -> None:
+    assert {name.split("/")[1] for name in who_imports("mlflow")} == {"tracking"}
+
+
+def test_only_trials_and_sweeps_know_ray_tune() -> None:
+    assert who_imports("ray.tune") == {"service/trial.py", "service/sweep.py"}
+
+
+def test_the_workers_side_knows_ray_in_one_file_alone() -> None:
+    assert {name for name in who_imports("ray") if name.startswith("trainables")} == {"trainables/worker.py"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_the_lock_names_no_index() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    assert "http://" not in lock
+    assert "https://" not in lock
+    assert "--hash=sha256:" in lock
+
+
+def test_every_top_level_package_of_the_metadata_is_in_the_lock() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [
+        *project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"]["timm"],
+        *project["dependency-groups"]["dev"],
+    ]
+    locked = {
+        line.split("==")[0]
+        for line in (ROOT / "requirements.lock").read_text().splitlines()
+        if "==" in line and line[0].isalnum()
+    }
+    names = {requirement.split("[")[0].split(">")[0].split("=")[0].strip() for requirement in wanted}
+    assert names <= locked
+
+
+def test_no_file_that_a_run_writes_is_tracked() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not [
+        name for name in tracked if name.startswith(("runs/", ".venv/")) or name.endswith((".db", ".safetensors", ".pyc"))
+    ]
