@@ -64,7 +64,6 @@ class TrackingConfig(Section):
     uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
     experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
     log_model: bool = Field(True, description="log the student as an MLflow model")
-    registered_model: str | None = Field(None, description="register the student under this name")
 
 
 class Experiment(Section):

@@ -103,8 +103,9 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             refuse(trials, capacity)
         pending = [trial for trial in trials if trial.outcome is None]
         if pending:
-            needs = [Plan.on(t.resolved.experiment, capacity).need().total_cpus for t in pending if t.resolved]
-            with clusters.connect(max(needs), run_dir.root) as cluster:
+            experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
+            most = max(Plan.on(experiment, capacity).need().total_cpus for experiment in experiments)
+            with clusters.connect(most, run_dir.root) as cluster:
                 refuse(trials, cluster)
                 run_trials(now, trials, cluster)
         finish(now, trials)
