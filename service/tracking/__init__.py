@@ -1,0 +1,10 @@
+"""MLflow runs. What MLflow did not take is kept on disk and sent later, in order and once.
+
+The driver's calls append to a spool (`spool`); a thread, or `distill sync` later, carries it to the store (`sender`). Only
+`mlflow_store` and `student_model` import MLflow.
+"""
+
+from service.tracking.spool import Delivery
+from service.tracking.tracker import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, ui_command
+
+__all__ = ["NO_TELEMETRY", "Delivery", "Tracker", "compare_url", "default_uri", "sync", "ui_command"]

@@ -1,0 +1,261 @@
+"""The store as MLflow's client shows it. Imported late, by the thread that delivers: MLflow takes seconds to import."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+import numpy as np
+import requests
+from mlflow import MlflowClient, MlflowException
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric, Param, RunTag
+from mlflow.models import Model, ModelSignature
+from mlflow.types import Schema, TensorSpec
+
+import trainables
+from service.tracking.sender import RefusedError, Row
+from trainables.errors import ModelError
+from trainables.models.names import check_model_name
+
+KEY_TAG = "raydistill.key"
+REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
+REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
+MAX_NAME, MAX_PARAM, MAX_TAG = 250, 6000, 5000
+MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchvision")
+ABOUT = ("model", "num_classes", "image_size", "classes", "mean", "std")
+
+# MLflow prints the stack trace of every error that it raises too; ours is the one line that the user sees.
+for _name in ("mlflow", "alembic"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Tell what a store will never take from what it does not take now."""
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in REFUSALS:
+            raise RefusedError(error.message) from error
+        raise
+    except requests.HTTPError as error:
+        if error.response is not None and error.response.status_code in REFUSED_STATUS:
+            raise RefusedError(str(error)) from error
+        raise
+
+
+class Store:
+    """One experiment of one store. Methods raise RefusedError for what can never arrive, anything else for what may later."""
+
+    def __init__(self, uri: str, experiment: str, scratch: Path):
+        """Connect; create the database and the experiment where there is none. `scratch`: a folder for temporary files."""
+        self._scratch = scratch
+        artifacts = None
+        if uri.startswith("sqlite:///"):
+            database = Path(uri.removeprefix("sqlite:///"))
+            artifacts = (database.parent / "mlartifacts").as_uri()
+            create_database(database, artifacts)
+        elif not uri.startswith(("http", "databricks")):
+            # MLflow would put them under the working directory of whoever delivers.
+            artifacts = (scratch.parent.parent / "mlartifacts").absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.experiment_id = self._open_experiment(experiment, artifacts)
+
+    def _open_experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            # Refused where another process was faster.
+            with contextlib.suppress(RefusedError), refusals():
+                return str(self._client.create_experiment(name, artifact_location=artifacts))
+            found = self._client.get_experiment_by_name(name)
+        if found is None:
+            raise RuntimeError(f"cannot create the experiment {name!r}")
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+    def find_runs(self, tag: str) -> list[str]:
+        """Ids of the runs that were created under `tag`."""
+        runs = self._client.search_runs([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
+        return [run.info.run_id for run in runs]
+
+    def create_run(self, tag: str, name: str, parent_id: str | None, time_ms: int) -> str:
+        """A new run's id."""
+        tags = {KEY_TAG: tag, "mlflow.user": user(), "mlflow.source.name": "raydistill", "mlflow.source.type": "LOCAL"}
+        if parent_id:
+            tags["mlflow.parentRunId"] = parent_id
+        with refusals():
+            run = self._client.create_run(self.experiment_id, start_time=time_ms, tags=tags, run_name=name)
+        return str(run.info.run_id)
+
+    def reopen_run(self, run_id: str) -> None:
+        """Mark a run as running again."""
+        with refusals():
+            self._client.update_run(run_id, status="RUNNING")
+
+    def end_run(self, run_id: str, status: str, time_ms: int) -> None:
+        """Mark a run as ended at `time_ms`."""
+        with refusals():
+            self._client.set_terminated(run_id, status, time_ms)
+
+    def delete_run(self, run_id: str) -> None:
+        """Remove a run."""
+        with refusals():
+            self._client.delete_run(run_id)
+
+    def log(self, run_id: str, kind: str, rows: Sequence[Row]) -> None:
+        """One request of parameters, tags or metrics; what was logged before is not logged again."""
+        with refusals():
+            self._client.log_batch(run_id, **{kind: [ENTITIES[kind](*row) for row in rows]}, synchronous=True)
+
+    def log_artifact(self, run_id: str, path: Path, artifact_path: str) -> None:
+        """Copy a file or folder into the run's artifacts, over what stands there."""
+        if not path.exists():
+            raise RefusedError(f"{path} is gone")
+        with refusals():
+            self._client.log_artifact(run_id, str(path), artifact_path or None)
+
+    def log_model(self, run_id: str, checkpoint: Path, tag: str) -> None:
+        """Log a checkpoint's weights as a model of this run, unless that is done. `tag` names the run."""
+        if not checkpoint.exists():
+            raise RefusedError(f"{checkpoint} is gone")
+        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="model-") as folder, refusals():
+            weights = Path(folder) / "student.safetensors"
+            about = copy_weights(checkpoint, weights)
+            with open(weights, "rb") as file:
+                tag = f"{tag}/{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            found = self._client.search_logged_models([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
+            if any(model.status == LoggedModelStatus.READY for model in found):
+                return
+            model = found[0] if found else self._client.create_logged_model(
+                self.experiment_id, name="student", source_run_id=run_id, tags={KEY_TAG: tag}, model_type="student"
+            )  # fmt: skip
+            about_model = Model(
+                artifact_path=model.artifact_location, model_uuid=model.model_id, run_id=run_id, model_id=model.model_id
+            )
+            save_model(Path(folder) / "model", weights, about, about_model)
+            self._client.log_model_artifacts(model.model_id, str(Path(folder) / "model"))
+            outputs = self._client.get_run(run_id).outputs
+            if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+                self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+            self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def metric(name: str, value: float, time_ms: int, step: int) -> Metric:
+    """A metric under a name that MLflow takes."""
+    return Metric(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value, time_ms, step)
+
+
+def param(name: str, value: str) -> Param:
+    """A parameter, cut where MLflow would refuse it."""
+    return Param(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value[:MAX_PARAM])
+
+
+def tag(name: str, value: str) -> RunTag:
+    """A tag, cut where MLflow would refuse it."""
+    return RunTag(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value[:MAX_TAG])
+
+
+ENTITIES: dict[str, Any] = {"metrics": metric, "params": param, "tags": tag}
+
+
+def create_database(path: Path, artifacts: str) -> None:
+    """Make a new SQLite store, once among processes that start together.
+
+    It is made beside and renamed, since a death between two of MLflow's migrations leaves a database that none can open.
+    """
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f"{path.name}.lock"), "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists() and path.stat().st_size:
+            return
+        beside = path.with_name(f".{path.name}.new")
+        beside.unlink(missing_ok=True)
+        SqlAlchemyStore(f"sqlite:///{beside}", artifacts).engine.dispose()  # type: ignore[no-untyped-call]
+        os.replace(beside, path)
+
+
+def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Write the `model.` tensors of a checkpoint of ours to `out`, byte by byte; returns what the checkpoint says of the model.
+
+    A safetensors file is the header's length (8 bytes, little endian), the header as JSON, and the tensors' bytes.
+
+    Raises:
+        RefusedError: not a checkpoint of ours.
+    """
+    with open(checkpoint, "rb") as file:
+        try:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            written = json.loads(header["__metadata__"]["raydistill"])
+            about = {name: written[name] for name in ABOUT}
+        except (KeyError, TypeError, ValueError, MemoryError, OverflowError) as error:
+            raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
+        data_start = file.tell()
+        kept = {name: entry for name, entry in header.items() if name.startswith("model.")}
+        new_header: dict[str, Any] = {"__metadata__": {"raydistill": json.dumps(about)}}
+        end = 0
+        for name, entry in kept.items():
+            start, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
+            new_header[name] = {**entry, "data_offsets": [start, end]}
+        text = json.dumps(new_header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(out, "wb") as copy:
+            copy.write(len(text).to_bytes(8, "little") + text)
+            for entry in kept.values():
+                file.seek(data_start + entry["data_offsets"][0])
+                copy.write(file.read(entry["data_offsets"][1] - entry["data_offsets"][0]))
+    return about
+
+
+def save_model(folder: Path, weights: Path, about: dict[str, Any], model: Model) -> None:
+    """Write a model directory that loads without this project: weights, code, signature, requirements; no pickle."""
+    size = about["image_size"]
+    mlflow.pyfunc.save_model(
+        path=str(folder),
+        python_model=str(Path(__file__).with_name("student_model.py")),
+        artifacts={"checkpoint": str(weights)},
+        code_paths=[str(Path(trainables.__file__).parent)],
+        mlflow_model=model,
+        signature=ModelSignature(
+            inputs=Schema([TensorSpec(np.dtype("uint8"), (-1, 3, size, size))]),
+            outputs=Schema([TensorSpec(np.dtype("float32"), (-1, about["num_classes"]))]),
+        ),
+        input_example=np.zeros((1, 3, size, size), np.uint8),
+        pip_requirements=requirements(about["model"]),
+        metadata={"classes": about["classes"], "student": about["model"]},
+    )
+
+
+def requirements(model_name: str) -> list[str]:
+    """What a model needs to load, in the versions of this process; a build's suffix such as +cpu is on no index.
+
+    Raises:
+        RefusedError: no model has this name here.
+    """
+    try:
+        names = (*MODEL_PACKAGES, "timm") if check_model_name(model_name).library == "timm" else MODEL_PACKAGES
+    except ModelError as error:
+        raise RefusedError(str(error)) from error
+    return [f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in names]
+
+
+def user() -> str:
+    """Who runs this; a container may have no name for its user."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

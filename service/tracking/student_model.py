@@ -1,0 +1,55 @@
+"""The student as MLflow loads and serves it: a script that is copied into the logged model ("models from code", no pickle).
+
+Beside it in the model lie a checkpoint of ours (safetensors) and the `trainables` package. Shapes: B batch, C channels, H W
+pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlflow
+import numpy as np
+from mlflow.pyfunc import PythonModel, PythonModelContext
+
+IMAGES_PER_FORWARD = 256
+
+
+class StudentModel(PythonModel):  # type: ignore[misc]
+    """uint8 images_BCHW of the training size in, float32 class probabilities_BK out; the model's metadata names the classes."""
+
+    def load_context(self, context: PythonModelContext) -> None:
+        """Build the network that the checkpoint describes and fill it; on the GPU where there is one."""
+        # Late, so that logging the model does not import torch into the process that logs.
+        import torch
+        from safetensors import safe_open
+
+        from trainables.models.registry import build_model
+
+        with safe_open(context.artifacts["checkpoint"], framework="pt") as file:
+            about = json.loads(file.metadata()["raydistill"])
+            names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
+            parameters = {name.removeprefix("model."): file.get_tensor(name) for name in names}
+        model = build_model(about["model"], num_classes=about["num_classes"], image_size=about["image_size"], seed=0)
+        model.load_state_dict(parameters)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model.to(device=self._device, dtype=torch.float32).eval()
+        self._mean = torch.tensor(about["mean"], device=self._device).view(-1, 1, 1)
+        self._std = torch.tensor(about["std"], device=self._device).view(-1, 1, 1)
+
+    def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
+        """Class probabilities_BK (float32) of uint8 images_BCHW."""
+        import torch
+
+        images_BCHW = torch.from_numpy(np.ascontiguousarray(model_input, dtype=np.uint8))
+        parts = []
+        with torch.inference_mode():
+            for part_BCHW in torch.split(images_BCHW, IMAGES_PER_FORWARD):
+                pixels_BCHW = part_BCHW.to(self._device, torch.float32) / 255
+                logits_BK = self._model((pixels_BCHW - self._mean) / self._std)
+                parts.append(logits_BK.softmax(dim=1).cpu().numpy())
+        return np.concatenate(parts)
+
+
+mlflow.models.set_model(StudentModel())

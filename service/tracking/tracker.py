@@ -1,0 +1,238 @@
+"""The face of tracking: where the store is, the recorder that a driver holds, and the delivery of what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+from service.tracking.sender import NO_TELEMETRY, Sender
+from service.tracking.spool import Cursor, Delivery, Spool
+from trainables.errors import ExperimentError
+from trainables.rundir import RunDir
+
+log = logging.getLogger("raydistill")
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+MAX_WAIT_S = 15.0
+
+__all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "ui_command"]
+
+
+def default_uri(runs_root: Path) -> str:
+    """The SQLite store of a runs' root, absolute, since Ray changes the working directory.
+
+    Raises:
+        ExperimentError: a path that an SQLite URI cannot hold.
+    """
+    return checked_uri(f"sqlite:///{Path(os.path.abspath(runs_root)) / 'mlflow.db'}")
+
+
+def checked_uri(uri: str) -> str:
+    """`uri`, a relative SQLite path made absolute.
+
+    Raises:
+        ExperimentError: not a kind of store that MLflow writes to.
+    """
+    scheme = uri.partition(":")[0].partition("+")[0]
+    if scheme not in SCHEMES or ("//" not in uri and scheme != "databricks"):
+        known = "http://HOST:PORT for a server, sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
+        raise ExperimentError(f"tracking.uri is {uri!r}: write {known}, or leave it out")
+    if scheme != "sqlite":
+        return uri
+    path = os.path.abspath(uri.partition("///")[2])
+    if "?" in path or "%" in path:
+        raise ExperimentError(f"MLflow cannot open a database at {path}: choose a path without `?` and `%`")
+    return f"sqlite:///{path}"
+
+
+def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> list[str]:
+    """The command that opens MLflow's UI on the store of a runs' root. Run it with NO_TELEMETRY in its environment."""
+    options = {
+        "--backend-store-uri": default_uri(runs_root),
+        "--artifacts-destination": (Path(os.path.abspath(runs_root)) / "mlartifacts").as_uri(),
+        "--host": host,
+        "--port": str(port),
+        "--workers": "1",
+    }
+    return [sys.executable, "-m", "mlflow", "server", *(word for option in options.items() for word in option)]
+
+
+def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:
+    """MLflow's compare page (its parallel-coordinates plot first) of those runs of `keys` that its store has; "" for none.
+
+    `base`: the address of a server, or of the UI that `ui_command` opens.
+    """
+    spool = Spool(run_dir)
+    target = spool.target()
+    cursor = spool.cursor(target.uri) if target else Cursor()
+    run_ids = [cursor.runs[key] for key in keys if key in cursor.runs]
+    # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
+    query = {"runs": run_ids, "experiments": [cursor.experiment_id]}
+    written = {name: json.dumps(ids, separators=(",", ":")) for name, ids in query.items()} | {"workflowType": "machine_learning"}
+    return f"{base.rstrip('/')}/#/compare-runs?{urlencode(written)}" if run_ids else ""
+
+
+class Tracker:
+    """The recorder. Each method appends to the spool and returns within milliseconds; none raises or waits for the store.
+
+    `key` names a run within its run directory. Times (unix ms) are fixed when a method is called, not when it is delivered.
+    """
+
+    def __init__(self, run_dir: RunDir, uri: str, experiment: str, poll_s: float = 5.0):
+        """`poll_s`: seconds between two looks at the spool; longer means fewer and larger requests.
+
+        Raises:
+            ExperimentError: a URI that MLflow cannot write to.
+            OSError: the run directory cannot be written.
+        """
+        self._spool = Spool(run_dir)
+        self._sender = Sender(self._spool, self._spool.aim(checked_uri(uri), experiment))
+        self._poll_s = poll_s
+        self._closing, self._abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._deliver, name="tracking", daemon=True)
+        self._unwritable = False
+
+    def start_run(
+        self,
+        key: str,
+        name: str,
+        parent_key: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin a run, or take up again the one that was begun under this key.
+
+        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column.
+
+        Raises:
+            ValueError: a key that MLflow could not search for.
+        """
+        if not re.fullmatch(r"[\w.:/ -]+", key):
+            raise ValueError(f"run key {key!r}: use letters, digits and _.:/ -")
+        self._append("run", key, name=name, parent=parent_key, params=flat(params or {}), tags=flat(tags or {}))
+
+    def params(self, key: str, params: Mapping[str, Any]) -> None:
+        """Add parameters; MLflow keeps the first value of each."""
+        self._append("params", key, values=flat(params))
+
+    def tags(self, key: str, tags: Mapping[str, Any]) -> None:
+        """Set tags."""
+        self._append("tags", key, values=flat(tags))
+
+    def metrics(self, key: str, step: int, values: Mapping[str, Any], time_ms: int | None = None) -> None:
+        """Add one value of each metric at `step`. Values that are not finite are kept as such, what is no number is left out."""
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
+        self._append("metrics", key, time_ms, step=step, metrics=numbers)
+
+    def follow(self, key: str, stage_dir_metrics_path: Path, prefix: str) -> None:
+        """Deliver what a worker writes into this file (`StageDir.metrics`) until the run ends; `prefix` goes before each name."""
+        self._append("follow", key, path=self._spool.name_of(stage_dir_metrics_path), prefix=prefix)
+
+    def artifact(self, key: str, path: Path, artifact_path: str = "") -> None:
+        """Add a file or folder, as it is when it is delivered."""
+        self._append("artifact", key, path=self._spool.name_of(path), artifact_path=artifact_path)
+
+    def model(self, key: str, checkpoint_path: Path) -> None:
+        """Log a student's checkpoint as an MLflow model; a second time only where its weights differ."""
+        self._append("model", key, path=self._spool.name_of(checkpoint_path))
+
+    def end_run(self, key: str, status: Status) -> None:
+        """End a run. Call it when the workers have written their last line; it is delivered after all of them."""
+        self._append("end", key, status=status)
+
+    def start(self) -> None:
+        """Begin to deliver, in a daemon thread that imports MLflow (seconds of one core).
+
+        Call it after this process's own heavy imports: two threads that import overlapping packages can trip over each other.
+        """
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> Delivery:
+        """Deliver what is there for at most `timeout_s`; the rest stays in the spool."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._abandoned.set()
+        return self._sender.summary()
+
+    def _append(self, op: str, key: str, time_ms: int | None = None, **fields: Any) -> None:
+        try:
+            self._spool.append(op, key, time.time_ns() // 1_000_000 if time_ms is None else time_ms, **fields)
+        except OSError as error:
+            if not self._unwritable:
+                log.warning("tracking: cannot write %s (%s); records are lost until it can be written", self._spool.events, error)
+            self._unwritable = True
+
+    def _deliver(self) -> None:
+        if sys.platform == "linux":
+            # Training goes first where cores are short. On Linux niceness belongs to a thread.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while not self._abandoned.is_set():
+            with self._spool.sender_lock() as mine:
+                if mine:
+                    self._deliver_mine()
+                    return
+            self._abandoned.wait(1.0)
+
+    def _deliver_mine(self) -> None:
+        num_failures = 0
+        while not self._abandoned.is_set():
+            last = self._closing.is_set()
+            if self._sender.try_deliver():
+                if last:
+                    return
+                num_failures = 0
+                self._closing.wait(self._poll_s)
+            else:
+                num_failures += 1
+                wait_s = min(MAX_WAIT_S, 0.5 * 2 ** min(num_failures, 10))
+                _ = self._abandoned.wait(min(wait_s, 1.0)) if last else self._closing.wait(wait_s)
+
+
+def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3) -> Delivery:
+    """Deliver a run directory's spool now, to the store it was meant for or to `uri`; gives up after `max_failures` in a row.
+
+    Raises:
+        ExperimentError: a URI that MLflow cannot write to.
+    """
+    spool = Spool(run_dir)
+    target = spool.target()
+    if target is None:
+        return Delivery(0, 0, f"{run_dir.root} holds nothing for MLflow")
+    sender = Sender(spool, target._replace(uri=checked_uri(uri or target.uri)))
+    with spool.sender_lock() as mine:
+        if not mine:
+            return Delivery(
+                0, spool.num_pending(sender.uri), f"another process is sending the records of {run_dir.root} just now"
+            )
+        for attempt in range(1, max_failures + 1):
+            if sender.try_deliver():
+                break
+            if attempt < max_failures:
+                time.sleep(2**attempt)
+    return sender.summary()
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings as dotted names; values as text: strings as they are, everything else as JSON."""
+    out: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            out.update(flat(value, f"{prefix}{name}."))
+        else:
+            out[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return out

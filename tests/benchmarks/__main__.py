@@ -1,0 +1,44 @@
+"""`python -m tests.benchmarks [NAME …] [--rounds N] [--json FILE]`: exit code 1 where a bar is missed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+NAMES = ("loop", "startup", "overhead", "memory", "cli")
+ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Speed and memory beside a peer.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--rounds", type=int, help="rounds that count, after the warm-up (default: a number for each)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--short", action="store_true", help="too short to judge by: only to see that everything runs")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.names) - set(NAMES):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
+    os.environ["OMP_NUM_THREADS"] = "1"  # here and in everything started from here
+
+    from tests.benchmarks.rounds import Result, run
+
+    results: dict[str, list[Result]] = {}
+    for name in args.names or NAMES:
+        with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short) as lines:
+            results[name] = [run(line, args.rounds or ROUNDS[name], lambda text: print(text, flush=True)) for line in lines]
+    missed = [line.title for lines in results.values() for line in lines if not line.passed]
+    print("missed: " + "; ".join(missed) if missed else "every bar is reached")
+    if args.json:
+        machine = {"cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+        figures = {name: [line.as_dict() for line in lines] for name, lines in results.items()}
+        args.json.write_text(json.dumps({"machine": machine, "benchmarks": figures}, indent=2) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

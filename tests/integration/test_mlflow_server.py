@@ -1,0 +1,351 @@
+"""Tracking against a real MLflow server that is away, slow, cut off and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import socketserver
+import sqlite3
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.tracking import NO_TELEMETRY, Tracker, default_uri, sync
+from service.tracking.spool import Spool
+from trainables.rundir import RunDir
+
+pytestmark = pytest.mark.integration
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class Server:
+    """A real `mlflow server` on loopback that can be killed and started again on its store."""
+
+    def __init__(self, root: Path):
+        self.root, self.port = root, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns at once; `ready` waits."""
+        options = ["--backend-store-uri", default_uri(self.root), "--artifacts-destination", str(self.root / "artifacts"),
+                   "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]  # fmt: skip
+        environment = {**os.environ, **NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        with open(self.root / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", *options],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=self.root,
+                start_new_session=True,
+            )
+
+    def ready(self) -> None:
+        wait_until(lambda: answers(f"{self.uri}/health"))
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with contextlib.closing(sqlite3.connect(self.root / "mlflow.db", timeout=20)) as store:
+            return store.execute(sql, values).fetchall()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from service.tracking.mlflow_store import create_database
+
+    server = Server(tmp_path_factory.mktemp("server"))
+    create_database(server.root / "mlflow.db", (server.root / "artifacts").as_uri())
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def running(server: Server) -> Server:
+    if not answers(f"{server.uri}/health"):
+        server.kill()
+        server.start()
+        server.ready()
+    return server
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """Stands before a server: makes each answer late, loses the answers to some requests, or holds some requests back."""
+
+    daemon_threads = True
+
+    def __init__(self, upstream_port: int):
+        super().__init__(("127.0.0.1", 0), _Connection)
+        self.upstream_port = upstream_port
+        self.delay_s = 0.0
+        self.lose_answer_to: bytes | None = None
+        self.hold: bytes | None = None
+        self.release = threading.Event()
+        self.uri = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        proxy: Proxy = self.server  # type: ignore[assignment]
+        client: socket.socket = self.request
+        lose, fresh, sources = False, False, [client]
+        with socket.create_connection(("127.0.0.1", proxy.upstream_port)) as upstream, contextlib.suppress(OSError):
+            sources.append(upstream)
+            while True:
+                for source in select.select(sources, [], [])[0]:
+                    data = source.recv(1 << 16)
+                    if source is client:
+                        if not data:
+                            sources.remove(client)
+                            continue
+                        fresh = True
+                        if proxy.lose_answer_to and proxy.lose_answer_to in data:
+                            proxy.lose_answer_to, lose = None, True
+                        if proxy.hold and proxy.hold in data:
+                            proxy.hold = None
+                            proxy.release.wait(60)
+                        upstream.sendall(data)
+                        continue
+                    if not data or lose or client not in sources:
+                        return
+                    if fresh:
+                        time.sleep(proxy.delay_s)
+                        fresh = False
+                    client.sendall(data)
+
+
+@pytest.fixture
+def proxy(running: Server) -> Iterator[Proxy]:
+    with Proxy(running.port) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield proxy
+        proxy.release.set()
+        proxy.shutdown()
+
+
+def write_steps(path: Path, steps: range) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        for step in steps:
+            record = {"kind": "step", "stage": "student", "step": step, "epoch": 0.5, "time_ms": 1_700_000_000_000 + step,
+                      "metrics": {"loss": 1 / (step + 1), "images_per_s": 100.0 + step}}  # fmt: skip
+            file.write(json.dumps(record) + "\n")
+
+
+def steps_of(server: Server, run_name: str, metric: str) -> list[int]:
+    """Steps in the order in which the store took them, over all runs of the name that are not deleted."""
+    sql = """SELECT m.step FROM metrics m JOIN runs r USING (run_uuid)
+        WHERE r.name = ? AND r.lifecycle_stage = 'active' AND m.key = ? ORDER BY m.rowid"""
+    return [step for (step,) in server.query(sql, run_name, metric)]
+
+
+def runs_named(server: Server, name: str) -> list[tuple[str, str]]:
+    return server.query("SELECT status, lifecycle_stage FROM runs WHERE name = ? ORDER BY lifecycle_stage", name)
+
+
+def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(server: Server, tmp_path: Path) -> None:
+    num_steps = 20_000
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, server.uri, "killed", poll_s=0.05)
+    server.kill()
+    tracker.start()
+    tracker.start_run("train", "killed", params={"seed": 1})
+    tracker.follow("train", run_dir.stage("student").metrics, "student/")
+    write_steps(run_dir.stage("student").metrics, range(num_steps))
+    for step in range(300):
+        tracker.metrics("train", step, {"driver": step})
+    assert Spool(run_dir).num_pending(server.uri) == 302 + num_steps
+    server.start()
+    wait_until(lambda: bool(steps_of(server, "killed", "student/loss")))
+    server.kill()
+    assert 0 < len(steps_of(server, "killed", "student/loss")) < num_steps
+    server.start()
+    for step in range(300, 400):
+        tracker.metrics("train", step, {"driver": step})
+    tracker.end_run("train", "FINISHED")
+    delivery = tracker.close(120)
+
+    assert (delivery.num_sent, delivery.num_pending) == (403 + num_steps, 0)
+    assert runs_named(server, "killed") == [("FINISHED", "active")]
+    assert steps_of(server, "killed", "student/loss") == list(range(num_steps))
+    assert steps_of(server, "killed", "student/images_per_s") == list(range(num_steps))
+    assert steps_of(server, "killed", "driver") == list(range(400))
+
+
+def test_a_server_that_takes_ten_seconds_an_answer_slows_no_one(running: Server, proxy: Proxy, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, proxy.uri, "slow", poll_s=0.05)
+    tracker.start_run("train", "slow")
+    proxy.delay_s = 10.0
+    tracker.start()
+    times_s = []
+    for step in range(400):
+        began = time.perf_counter()
+        tracker.metrics("train", step, {"loss": step})
+        times_s.append(time.perf_counter() - began)
+        time.sleep(0.01)
+    assert statistics.median(times_s) < 0.02
+    assert max(times_s) < 1.0
+    began = time.perf_counter()
+    assert tracker.close(0.5).num_pending == 401
+    assert time.perf_counter() - began < 2.0
+    proxy.delay_s = 0.0
+    wait_until(lambda: sync(run_dir).num_pending == 0)
+    assert runs_named(running, "slow") == [("RUNNING", "active")]
+    assert steps_of(running, "slow", "loss") == list(range(400))
+
+
+def test_a_run_whose_creation_was_never_answered_is_not_created_twice(running: Server, proxy: Proxy, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, proxy.uri, "lost", poll_s=0.05)
+    tracker.start_run("train", "answer lost", params={"seed": 1})
+    tracker.end_run("train", "FINISHED")
+    proxy.lose_answer_to = b"/runs/create"
+    tracker.start()
+    assert tracker.close(60).num_pending == 0
+    assert proxy.lose_answer_to is None
+    assert runs_named(running, "answer lost") == [("FINISHED", "active")]
+
+
+def test_a_creation_that_a_server_gets_to_only_after_its_repetition_leaves_one_run(
+    running: Server, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, proxy.uri, "late", poll_s=0.05)
+    tracker.start_run("train", "late")
+    proxy.hold = b"/runs/create"
+    tracker.start()
+    wait_until(lambda: len(runs_named(running, "late")) == 1)
+    proxy.release.set()
+    wait_until(lambda: len(runs_named(running, "late")) == 2)
+    tracker.metrics("train", 1, {"loss": 1.0})
+    tracker.end_run("train", "FINISHED")
+    assert tracker.close(60).num_pending == 0
+    assert runs_named(running, "late") == [("FINISHED", "active"), ("RUNNING", "deleted")]
+    assert steps_of(running, "late", "loss") == [1]
+
+
+def test_numbers_that_are_not_finite_artifacts_and_a_model_arrive_over_http(running: Server, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, running.uri, "all", poll_s=0.05)
+    run_dir.experiment.write_text("name: digits\n")
+    tracker.start_run("train", "all", params={"p": "é" * 6001})
+    tracker.metrics("train", 1, {"nan": float("nan"), "inf": float("inf"), "one": 1.0})
+    tracker.artifact("train", run_dir.experiment)
+    tracker.model("train", write_checkpoint(run_dir))
+    tracker.end_run("train", "FINISHED")
+    for _ in range(2):
+        assert sync(run_dir).num_pending == 0
+        (run_dir.spool / "sent.json").unlink()
+    assert not (run_dir.spool / "refused.jsonl").exists()
+    stored = running.query(
+        "SELECT key, value, is_nan FROM metrics m JOIN runs r USING (run_uuid) WHERE r.name = 'all' ORDER BY key"
+    )
+    assert stored == [("inf", sys.float_info.max, 0), ("nan", 0.0, 1), ("one", 1.0, 0)]
+    assert running.query("SELECT count(*), min(status) FROM logged_models") == [(1, 2)]
+    assert [path.read_text() for path in running.root.rglob("experiment.yaml")] == ["name: digits\n"]
+    assert len(list(running.root.rglob("student.safetensors"))) == 1
+
+
+def write_checkpoint(run_dir: RunDir) -> Path:
+    from safetensors.torch import save_file
+
+    from trainables.models.registry import build_model
+
+    about = {
+        "model": "resnet8",
+        "num_classes": 3,
+        "image_size": 8,
+        "classes": ["a", "b", "c"],
+        "mean": [0.5] * 3,
+        "std": [0.2] * 3,
+    }
+    state = build_model("resnet8", num_classes=3, image_size=8, seed=5).state_dict()
+    path = run_dir.stage("student").best
+    path.parent.mkdir(parents=True)
+    save_file({f"model.{name}": tensor for name, tensor in state.items()}, path, metadata={"raydistill": json.dumps(about)})
+    return path
+
+
+@pytest.mark.slow
+def test_a_logged_student_is_served_over_http(running: Server, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    tracker = Tracker(run_dir, running.uri, "served")
+    tracker.start_run("train", "served")
+    tracker.model("train", write_checkpoint(run_dir))
+    assert sync(run_dir).num_pending == 0
+    sql = "SELECT m.model_id FROM logged_models m JOIN runs r ON r.run_uuid = m.source_run_id WHERE r.name = 'served'"
+    [(model_id,)] = running.query(sql)
+    port = free_port()
+    command = [
+        "models",
+        "serve",
+        "-m",
+        f"models:/{model_id}",
+        "--env-manager",
+        "local",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    # `mlflow models serve` finds uvicorn by PATH, as in an activated environment.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **NO_TELEMETRY, "MLFLOW_TRACKING_URI": running.uri, "PATH": path}
+    process = subprocess.Popen([sys.executable, "-m", "mlflow", *command], env=environment, cwd=tmp_path, start_new_session=True)
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/ping"))
+        images_BCHW = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8))
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations",
+            json.dumps({"inputs": images_BCHW.tolist()}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            probabilities_BK = np.array(json.load(response)["predictions"])
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert probabilities_BK.shape == (4, 3)
+    np.testing.assert_allclose(probabilities_BK.sum(axis=1), 1, atol=1e-5)

@@ -1,0 +1,526 @@
+"""Tracking on a real SQLite store, without a server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.tracking import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, ui_command
+from service.tracking.sender import CLIENT_ENVIRONMENT, Sender
+from service.tracking.spool import Spool, Target, lines_after
+from trainables.errors import ExperimentError
+from trainables.rundir import RunDir, append_line, read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs' root whose store exists: making one takes seconds, so these tests share it."""
+    from service.tracking.mlflow_store import create_database
+
+    root = tmp_path_factory.mktemp("a folder #1")
+    create_database(root / "mlflow.db", (root / "mlartifacts").as_uri())
+    return root
+
+
+@pytest.fixture
+def run_dir(runs_root: Path, tmp_path: Path) -> RunDir:
+    return RunDir(runs_root / tmp_path.name)
+
+
+@pytest.fixture
+def tracker(runs_root: Path, run_dir: RunDir) -> Tracker:
+    return Tracker(run_dir, default_uri(runs_root), run_dir.root.name, poll_s=0.05)
+
+
+def query(runs_root: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    with contextlib.closing(sqlite3.connect(runs_root / "mlflow.db", timeout=20)) as store:
+        return store.execute(sql, values).fetchall()
+
+
+RUN = """FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key' AND k.value = ?
+    WHERE r.lifecycle_stage = 'active'"""
+
+
+def tag_of(run_dir: RunDir, key: str) -> str:
+    target = Spool(run_dir).target()
+    assert target is not None
+    return f"{target.spool_id}/{key}"
+
+
+def run_of(runs_root: Path, run_dir: RunDir, key: str) -> tuple[str, str, int]:
+    """(id, status, end time) of the one run of `key`."""
+    found = query(runs_root, f"SELECT r.run_uuid, r.status, r.end_time {RUN}", tag_of(run_dir, key))
+    assert len(found) == 1
+    return found[0]
+
+
+def metrics_of(runs_root: Path, run_id: str, name: str) -> list[tuple[int, float, int]]:
+    """(step, value, unix ms) in the order in which the store took them."""
+    return query(
+        runs_root, "SELECT step, value, timestamp FROM metrics WHERE run_uuid = ? AND key = ? ORDER BY rowid", run_id, name
+    )
+
+
+def write_steps(path: Path, steps: range) -> None:
+    """What a worker records, without its fsync."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        for step in steps:
+            values = {"loss": 1 / (step + 1), "images_per_s": 100.0 + step}
+            record = {
+                "kind": "step",
+                "stage": "student",
+                "step": step,
+                "epoch": 0.5,
+                "time_ms": 1_700_000_000_000 + step,
+                "metrics": values,
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_followed_line(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    run_dir.experiment.write_text("name: digits\n")
+    params = {"data": {"path": "digits", "global_batch_size": 64}, "optim": {"milestones": [30, 60]}, "note": "é" * 7000}
+    tracker.start_run("sweep", "digits sweep", params=params, tags={"git_commit": "abc123"})
+    tracker.artifact("sweep", run_dir.experiment)
+    tracker.start()
+    stage = run_dir.trial("t1").stage("student").metrics
+    tracker.start_run("trial/t1", "t1", parent_key="sweep", params={"scale.num_workers": 2})
+    tracker.follow("trial/t1", stage, "student/")
+    write_steps(stage, range(1500))
+    tracker.metrics("trial/t1", 1500, {"top1_pct": np.float32(96.5), "reason": "a word, no number"}, time_ms=1_700_000_009_999)
+    tracker.end_run("trial/t1", "FINISHED")
+    tracker.end_run("sweep", "KILLED")
+    delivery = tracker.close(60)
+
+    assert (delivery.num_sent, delivery.num_pending) == (7 + 1500, 0)
+    sweep_id, status, _ = run_of(runs_root, run_dir, "sweep")
+    assert status == "KILLED"
+    values = dict(query(runs_root, "SELECT key, value FROM params WHERE run_uuid = ?", sweep_id))
+    assert values == {"data.path": "digits", "data.global_batch_size": "64", "optim.milestones": "[30, 60]", "note": "é" * 6000}
+    trial_id, status, ended = run_of(runs_root, run_dir, "trial/t1")
+    assert status == "FINISHED"
+    assert abs(ended / 1000 - time.time()) < 60
+    tags = dict(query(runs_root, "SELECT key, value FROM tags WHERE run_uuid IN (?, ?)", sweep_id, trial_id))
+    assert tags["mlflow.parentRunId"] == sweep_id
+    assert tags["git_commit"] == tags["mlflow.source.git.commit"] == "abc123"
+    expected = [(step, 1 / (step + 1), 1_700_000_000_000 + step) for step in range(1500)]
+    assert metrics_of(runs_root, trial_id, "student/loss") == expected
+    assert metrics_of(runs_root, trial_id, "top1_pct") == [(1500, 96.5, 1_700_000_009_999)]
+    assert compare_url(run_dir, ["trial/t1", "trial/none"]).startswith(
+        f"http://127.0.0.1:5000/#/compare-runs?runs=%5B%22{trial_id}%22%5D"
+    )
+    assert (runs_root / "mlartifacts" / sweep_id / "artifacts" / "experiment.yaml").read_text() == "name: digits\n"
+
+
+def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
+    stage = run_dir.stage("student").metrics
+    write_steps(stage, range(50))
+    tracker.start_run("train", "run", params={"seed": 1}, tags={"a": "b"})
+    tracker.follow("train", stage, "student/")
+    tracker.metrics("train", 3, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "odd name (µs)!": 1.0})
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    before = {table: query(runs_root, f"SELECT count(*) FROM {table}") for table in ("runs", "metrics", "params", "tags")}
+    (run_dir.spool / "sent.json").unlink()
+    assert sync(run_dir).num_sent == 54
+    assert {table: query(runs_root, f"SELECT count(*) FROM {table}") for table in before} == before
+    run_id, status, _ = run_of(runs_root, run_dir, "train")
+    assert status == "FINISHED"
+    stored = dict(
+        query(
+            runs_root,
+            "SELECT key, value || ' ' || is_nan FROM metrics WHERE run_uuid = ? AND step = 3 AND key LIKE '%n%'",
+            run_id,
+        )
+    )
+    assert stored["nan"] == "0.0 1"
+    assert stored["inf"].startswith("1.797")
+    assert stored["minus"].startswith("-1.797")
+    assert "odd name _µs__" in stored
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_same_mlflow_run(runs_root: Path, run_dir: RunDir) -> None:
+    stage = run_dir.stage("student").metrics
+    for part, status in ((range(10), "KILLED"), (range(10, 20), "FINISHED")):
+        tracker = Tracker(run_dir, default_uri(runs_root), run_dir.root.name)
+        tracker.start_run("train", "run", params={"seed": 1})
+        tracker.follow("train", stage, "")
+        write_steps(stage, part)
+        with open(stage, "a") as file:
+            file.write('{"kind": "step", "torn')  # the worker dies in the middle of a line
+        tracker.end_run("train", status)  # type: ignore[arg-type]
+        assert sync(run_dir).num_pending == 0
+        run_id, stored, _ = run_of(runs_root, run_dir, "train")
+        assert stored == status
+        append_line(stage, {"kind": "start", "step": part.stop, "time_ms": 1, "metrics": {}})  # closes the torn line
+    assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(20))
+
+
+def test_records_that_mlflow_refuses_are_set_aside_and_hold_up_nothing(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker.start_run("train", "run", params={f"p{i}": i for i in range(150)})
+    tracker.params("train", {"p7": "another value", "late": 1})
+    tracker.metrics("train", 0, {"good": 1.0, "..": 2.0, "fine": 3.0})
+    tracker.metrics("nobody", 0, {"lost": 1.0})
+    append_line(run_dir.spool / "events.jsonl", {"op": "of a later version", "key": "train", "time_ms": 0})
+    tracker.artifact("train", run_dir.root / "no such file")
+    append_line(run_dir.stage("student").metrics, {"kind": "step", "step": "first", "time_ms": 0, "metrics": {"x": 1}})
+    tracker.follow("train", run_dir.stage("student").metrics, "")
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    run_id, status, _ = run_of(runs_root, run_dir, "train")
+    assert status == "FINISHED"
+    values = dict(query(runs_root, "SELECT key, value FROM params WHERE run_uuid = ?", run_id))
+    assert len(values) == 151
+    assert values["p7"] == "7"
+    assert {name for (name,) in query(runs_root, "SELECT key FROM metrics WHERE run_uuid = ?", run_id)} == {"good", "fine"}
+    refused = read_lines(run_dir.spool / "refused.jsonl")
+    assert len(refused) == 6, refused
+    assert all(record["reason"] and "\n" not in record["reason"] for record in refused)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_locked_database_is_a_reason_to_wait(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
+    tracker.start_run("train", "run")
+    with contextlib.closing(sqlite3.connect(runs_root / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        tracker.start()
+        began = time.perf_counter()
+        tracker.metrics("train", 1, {"loss": 1.0})
+        assert time.perf_counter() - began < 1.0
+        time.sleep(2)
+        other.execute("ROLLBACK")
+    assert tracker.close(60).num_pending == 0
+    run_of(runs_root, run_dir, "train")
+
+
+SEND = """
+import sys
+from pathlib import Path
+from service.tracking import sync
+from trainables.rundir import RunDir
+print(sync(RunDir(Path(sys.argv[1]))), flush=True)
+"""
+
+RECORD = """
+import sys
+from pathlib import Path
+from service.tracking import Tracker, default_uri
+from trainables.rundir import RunDir
+root, name = Path(sys.argv[1]), sys.argv[2]
+tracker = Tracker(RunDir(root / name), default_uri(root), "both", poll_s=0.01)
+tracker.start()
+tracker.start_run("sweep", name)
+for step in range(200):
+    tracker.metrics("sweep", step, {"loss": step})
+tracker.end_run("sweep", "FINISHED")
+delivery = tracker.close(100)
+assert delivery.num_pending == 0, delivery
+"""
+
+
+def python(code: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, **options)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_sender_that_is_killed_in_the_middle_loses_and_doubles_nothing(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    num_steps = 20_000
+    stage = run_dir.stage("student").metrics
+    write_steps(stage, range(num_steps))
+    tracker.start_run("train", "run")
+    tracker.follow("train", stage, "")
+    tracker.end_run("train", "FINISHED")
+    sent = run_dir.spool / "sent.json"
+    for _ in range(2):
+        process = python(SEND, str(run_dir.root))
+        before = sent.read_bytes() if sent.exists() else b""
+        # Some requests after its first word on disk, most likely inside one.
+        wait_until(lambda before=before: sent.exists() and sent.read_bytes() != before)  # type: ignore[misc]
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 0 < Spool(run_dir).num_pending(default_uri(runs_root)) < num_steps
+    assert sync(run_dir).num_pending == 0
+    run_id, status, _ = run_of(runs_root, run_dir, "train")
+    assert status == "FINISHED"
+    assert [step for step, _, _ in metrics_of(runs_root, run_id, "loss")] == list(range(num_steps))
+    assert len(metrics_of(runs_root, run_id, "images_per_s")) == num_steps
+
+
+def test_two_sweeps_that_start_at_once_on_a_store_that_does_not_exist_lose_nothing(tmp_path: Path) -> None:
+    processes = [python(RECORD, str(tmp_path), name) for name in ("one", "two")]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    counted = query(tmp_path, "SELECT r.name, count(*), max(m.step) FROM runs r JOIN metrics m USING (run_uuid) GROUP BY r.name")
+    assert sorted(counted) == [("one", 200, 199), ("two", 200, 199)]
+    assert query(tmp_path, "SELECT count(*) FROM experiments WHERE name = 'both'") == [(1,)]
+    assert query(tmp_path, "SELECT status FROM runs") == [("FINISHED",), ("FINISHED",)]
+
+
+def test_only_one_process_sends_a_spool(run_dir: RunDir, tracker: Tracker) -> None:
+    tracker.start_run("train", "run")
+    with Spool(run_dir).sender_lock() as mine:
+        assert mine
+        delivery = sync(run_dir)
+        assert (delivery.num_sent, delivery.num_pending) == (0, 1)
+        assert "another process" in delivery.message
+        tracker.start()
+        assert tracker.close(0.5).num_pending == 1
+    assert sync(run_dir).num_pending == 0
+
+
+def test_recording_never_raises_even_where_the_spool_cannot_be_written(
+    run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run_dir.spool / "events.jsonl").mkdir()
+    tracker.start_run("train", "run")
+    tracker.metrics("train", 1, {"loss": 1.0})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_sender_without_a_store_waits_and_says_so_once_with_no_stack_trace(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = Tracker(run_dir, "http://user:secret@127.0.0.1:9", "e")
+    tracker.start_run("train", "run")
+    sender = Sender(Spool(run_dir), Target("id", "http://user:secret@127.0.0.1:9", "e"))
+    assert [sender.try_deliver() for _ in range(3)] == [False] * 3
+    delivery = sender.summary()
+    assert (delivery.num_sent, delivery.num_pending) == (0, 1)
+    assert f"distill sync {run_dir.root}" in delivery.message
+    assert len(caplog.records) == 1
+    assert "secret" not in caplog.text + delivery.message
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/x", "ftp://host/x", "", "sqlite:////tmp/a%20b/mlflow.db"])
+def test_a_uri_that_mlflow_cannot_write_to_is_refused_in_one_line(run_dir: RunDir, uri: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        Tracker(run_dir, uri, "e")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_relative_sqlite_path_is_made_absolute(run_dir: RunDir) -> None:
+    Tracker(run_dir, "sqlite:///some.db", "e")
+    target = Spool(run_dir).target()
+    assert target is not None
+    assert target.uri == f"sqlite:///{os.getcwd()}/some.db"
+
+
+EXIT = """
+import sys, time
+from pathlib import Path
+from service.tracking import Tracker
+from trainables.rundir import RunDir
+tracker = Tracker(RunDir(Path(sys.argv[1])), sys.argv[2], "e")
+tracker.start_run("train", "run")
+tracker.start()
+sys.stdin.readline()
+began = time.monotonic()
+delivery = tracker.close(0.5)
+assert delivery.num_pending == 1, delivery
+print(time.monotonic() - began)
+"""
+
+
+def test_a_server_that_never_answers_keeps_neither_close_nor_the_interpreter_waiting(run_dir: RunDir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        port = silent.getsockname()[1]
+        process = python(EXIT, str(run_dir.root), f"http://127.0.0.1:{port}", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(10)  # the request is on its way, and stays so
+            began = time.monotonic()
+            out, _ = process.communicate("go\n", timeout=30)
+            assert process.returncode == 0
+            assert 0.5 <= float(out) < 5.0
+            assert time.monotonic() - began < 20.0
+
+
+def test_lines_are_read_whole_whatever_the_size_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    for length in (0, 10, 1000):
+        append_line(path, {"text": "x" * length})
+    path.write_bytes(path.read_bytes() + b'{"torn": 1')
+    size = path.stat().st_size - len(b'{"torn": 1')
+    for chunk_bytes in (1, 7, 100, 10_000):
+        monkeypatch.setattr("service.tracking.spool.CHUNK_BYTES", chunk_bytes)
+        offset, lengths = 0, []
+        while lines := lines_after(path, offset):
+            offset = lines[-1].end
+            lengths += [len(line.record["text"]) for line in lines if line.record]
+        assert (offset, lengths) == (size, [0, 10, 1000])
+
+
+def test_a_moved_run_directory_can_still_be_sent(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
+    write_steps(run_dir.stage("student").metrics, range(5))
+    tracker.start_run("train", "run")
+    tracker.follow("train", run_dir.stage("student").metrics, "")
+    tracker.end_run("train", "FINISHED")
+    moved = RunDir(run_dir.root.with_name(run_dir.root.name + " moved"))
+    run_dir.root.rename(moved.root)
+    assert sync(moved).num_pending == 0
+    run_id, _, _ = run_of(runs_root, moved, "train")
+    assert len(metrics_of(runs_root, run_id, "loss")) == 5
+
+
+def test_nothing_is_sent_to_the_makers_of_mlflow() -> None:
+    code = """
+import os
+import service.tracking.sender as sender
+os.environ.update(sender.CLIENT_ENVIRONMENT)
+import service.tracking.mlflow_store
+from mlflow.telemetry.client import get_telemetry_client
+from mlflow.telemetry.utils import fetch_ui_telemetry_config, is_telemetry_disabled
+assert is_telemetry_disabled() and get_telemetry_client() is None
+assert fetch_ui_telemetry_config()["disable_ui_telemetry"] is True
+"""
+    # MLflow also holds its tongue in tests and on CI machines, which would prove nothing.
+    environment = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH")}
+    assert python(code, env=environment).wait(60) == 0
+    assert NO_TELEMETRY.items() <= CLIENT_ENVIRONMENT.items()
+
+
+def test_importing_tracking_does_not_import_mlflow() -> None:
+    assert python("import sys, service.tracking; assert 'mlflow' not in sys.modules and 'torch' not in sys.modules").wait(30) == 0
+
+
+def test_the_ui_command_names_the_store_and_listens_on_loopback(runs_root: Path) -> None:
+    command = ui_command(runs_root, port=5055)
+    assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{runs_root}/mlflow.db"
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--port") + 1] == "5055"
+
+
+@pytest.fixture
+def checkpoint(run_dir: RunDir) -> Path:
+    """What the loop saves: the weights among the optimizer's state and generators."""
+    import torch
+    from safetensors.torch import save_file
+
+    from trainables.models.registry import build_model
+
+    model = build_model("resnet8", num_classes=3, image_size=8, seed=5)
+    about = {"stage": "student", "model": "resnet8", "num_classes": 3, "image_size": 8, "classes": ["a", "b", "c"],
+             "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25], "progress": {"step": 7}}  # fmt: skip
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {"optim.0.momentum_buffer": torch.ones(5), "rng.0.cpu": torch.get_rng_state()}
+    path = run_dir.stage("student").best
+    path.parent.mkdir(parents=True)
+    save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
+    return path
+
+
+PREDICT = """
+import sys, numpy, mlflow
+model = mlflow.pyfunc.load_model(sys.argv[1])
+import trainables
+assert trainables.__file__.startswith(sys.argv[1]), trainables.__file__
+images_BCHW = numpy.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=numpy.uint8)
+out_BK = model.predict(images_BCHW)
+assert out_BK.dtype == numpy.float32
+numpy.save(sys.argv[2], out_BK)
+print(model.metadata.signature, model.metadata.metadata)
+try:
+    model.predict(images_BCHW.astype(numpy.float64))
+except Exception as error:
+    assert "uint8" in str(error)
+else:
+    raise AssertionError("the signature is not enforced")
+"""
+
+
+def test_a_student_is_logged_once_without_pickle_and_predicts_alone_what_it_predicts_here(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker, checkpoint: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from trainables.models.registry import build_model
+
+    tracker.start_run("train", "run")
+    tracker.model("train", checkpoint)
+    tracker.model("train", checkpoint)
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    (run_dir.spool / "sent.json").unlink()
+    assert sync(run_dir).num_pending == 0
+
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    models = query(runs_root, "SELECT model_id, status, artifact_location FROM logged_models WHERE source_run_id = ?", run_id)
+    assert len(models) == 1
+    model_id, status, location = models[0]
+    assert status == 2  # READY
+    assert query(runs_root, "SELECT count(*) FROM inputs WHERE source_id = ? AND destination_id = ?", run_id, model_id) == [(1,)]
+    folder = runs_root / "mlartifacts" / "models" / model_id / "artifacts"
+    assert location == folder.as_uri()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [
+        path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".pth", ".pyc") or path.read_bytes()[:1] == b"\x80"
+    ]
+    weights = next(path for path in files if path.suffix == ".safetensors")
+    assert weights.stat().st_size < checkpoint.stat().st_size
+    assert "torch==" + torch.__version__.partition("+")[0] in (folder / "requirements.txt").read_text()
+    assert "+" not in (folder / "requirements.txt").read_text()
+
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", PREDICT, str(folder), str(outside / "out.npy")],
+        cwd=outside,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "'classes': ['a', 'b', 'c']" in result.stdout
+    model = build_model("resnet8", num_classes=3, image_size=8, seed=5).eval()
+    images_BCHW = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=np.uint8))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).view(3, 1, 1)
+    with torch.inference_mode():
+        expected_BK = model((images_BCHW.float() / 255 - mean) / std).softmax(1)
+    np.testing.assert_allclose(np.load(outside / "out.npy"), expected_BK, atol=1e-6)
+
+    import mlflow
+
+    client = mlflow.MlflowClient(default_uri(runs_root), default_uri(runs_root))
+    client.create_registered_model("student")
+    version = client.create_model_version("student", location, run_id, model_id=model_id)
+    assert version.version in (1, "1")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_as_a_model(run_dir: RunDir, tracker: Tracker) -> None:
+    for content in (b"", b"no", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
+        (run_dir.root / "x.safetensors").write_bytes(content)
+        tracker.start_run("train", "run")
+        tracker.model("train", run_dir.root / "x.safetensors")
+        assert sync(run_dir).num_pending == 0
+    assert len(read_lines(run_dir.spool / "refused.jsonl")) == 4
