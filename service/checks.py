@@ -1,41 +1,139 @@
-"""What can be refused before Ray starts: names, data, weights and their fit, in seconds instead of a worker's start."""
+"""What can be refused before Ray starts: data, places, weights and their fit, in seconds instead of a worker's start.
+
+Names, values and their fit among each other are refused earlier, when the experiment is read. The cheapest check comes first;
+only the last ones import torch.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
-from service.experiment import Experiment
-from trainables.data.source import open_source
-from trainables.errors import DataError
-from trainables.methods import check_method
-from trainables.models.registry import check_model_name
+from service import cluster as clusters
+from service.experiment import Experiment, Resolved
+from service.run import Plan
+from trainables.config import DataConfig
+from trainables.data.decode import UnreadableImageError
+from trainables.data.source import Source, open_source
+from trainables.errors import CheckpointError, DataError, ExperimentError
+from trainables.models.header import read_header
+from trainables.rundir import RunDir, StageDir
+
+PROBED_IMAGES = 8
 
 
-def check_inputs(experiment: Experiment, kind: Literal["train", "sweep"]) -> None:
+def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
     """Refuse what the workers would refuse later.
 
     Raises:
         DistillError: one line.
     """
-    check_method(experiment.distill)
-    for section in filter(None, (experiment.teacher, experiment.student)):
-        check_model_name(section.model)
-    data = experiment.data
-    train, val = open_source(data, "train"), open_source(data, "val")
-    if data.last_batch == "drop" and len(train) < data.global_batch_size:
+    experiment = resolved.experiment
+    if not clusters.is_local():
+        clusters.knock(os.environ["RAY_ADDRESS"])
+    searched = check_points(resolved) if kind == "sweep" else frozenset()
+    teacher = experiment.teacher
+    trains_base = kind == "train" or (teacher is not None and teacher.weights is None)
+    if kind == "train":  # a point of a sweep that does not fit is a row, not an error
+        check_room(experiment)
+    if "data.path" in searched:
+        return
+    train, val = (check_source(experiment.data, split) for split in ("train", "val"))
+    batch = experiment.data.global_batch_size
+    if trains_base and experiment.data.last_batch == "drop" and len(train) < batch:
         raise DataError(
-            f"data.global_batch_size: {data.global_batch_size} is more than the {len(train)} training images of {data.path}; "
+            f"data.global_batch_size: {batch} is more than the {len(train)} training images of {experiment.data.path}; "
             f"write at most {len(train)}, or data.last_batch=short"
         )
-    teacher = experiment.teacher
-    if teacher is not None and teacher.weights and (experiment.distill.soft_weight or experiment.distill.method_weight):
-        from trainables.models.weights import load_teacher
+    if "data.image_size" not in searched:
+        check_models(experiment, val.classes, student="student.model" not in searched)
 
-        load_teacher(
-            teacher.model,
-            teacher.weights,
-            num_classes=len(val.classes),
-            image_size=data.image_size,
-            classes=val.classes,
-            seed=experiment.seed,
-        )
+
+def check_points(resolved: Resolved) -> frozenset[str]:
+    """Refuse a sweep without a single point that could run. Returns the keys that it searches over.
+
+    Raises:
+        ExperimentError: nothing to search, or the reason why the first point cannot run.
+    """
+    from service.sweep import plan_trials, refuse
+
+    trials = plan_trials(resolved)
+    if clusters.is_local():
+        refuse(trials, clusters.local_capacity())
+    if all(trial.outcome is not None for trial in trials):
+        reason = trials[0].outcome.reason if trials[0].outcome else ""
+        raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
+    return frozenset(resolved.experiment.sweep.space)
+
+
+def check_room(experiment: Experiment) -> None:
+    """Refuse what a Ray of our own could not hold; a cluster's size is known once we are connected.
+
+    Raises:
+        ClusterError: see `Plan.check`.
+    """
+    if clusters.is_local():
+        capacity = clusters.local_capacity()
+        Plan.on(experiment, capacity).check(capacity)
+
+
+def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
+    """Open a split and look at a few of its images, spread over it.
+
+    Raises:
+        DataError: it is missing or empty, or not one of those images can be read.
+    """
+    source = open_source(data, split)
+    probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
+    reasons = []
+    for index in probed:
+        try:
+            source.read(index)
+            return source
+        except UnreadableImageError as error:
+            reasons.append(f"{source.name(index)} ({error})")
+    raise DataError(
+        f"data.path: {data.path}: not one of {len(reasons)} images looked at can be read, such as {reasons[0]}; give whole images"
+    )
+
+
+def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: bool = True) -> None:
+    """Build the models for these classes, and load the teacher's weights. Imports torch.
+
+    Raises:
+        ModelError, CheckpointError: one does not fit; one line.
+    """
+    from trainables.models.registry import build_model
+    from trainables.models.weights import load_teacher
+
+    teacher, distill = experiment.teacher, experiment.distill
+    size, seed = experiment.data.image_size, experiment.seed
+    names = [experiment.student.model] if student else []
+    if teacher is not None and teacher.weights is None:
+        names.insert(0, teacher.model)
+    elif teacher is not None and teacher.weights and (distill.soft_weight or distill.method_weight):
+        load_teacher(teacher.model, teacher.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+    for name in dict.fromkeys(names):
+        build_model(name, num_classes=len(classes), image_size=size, seed=seed)
+
+
+def check_checkpoints(run_dir: RunDir) -> None:
+    """Refuse to resume from a checkpoint that is damaged.
+
+    Raises:
+        CheckpointError: which, and what to do with it.
+    """
+    stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
+    needed = [(stage.last, stage.best) for stage in stages if not stage.result.exists()]
+    teacher = run_dir.stage("teacher")
+    if teacher.result.exists():
+        needed.append((teacher.best, teacher.last))
+    for path, other in needed:
+        try:
+            if read_header(path) is None:
+                raise CheckpointError(f"{path} is not a checkpoint of ours")
+        except CheckpointError as error:
+            text = str(error).removesuffix("; use another copy")
+            raise CheckpointError(
+                f"{text}: copy {other.name} over it to go on from there, or remove {run_dir.root} and begin again"
+            ) from error

@@ -58,9 +58,10 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check, open a run directory and carry out."""
     from service.checks import check_inputs
-    from service.run import begin, new_run_dir
+    from service.run import begin, check_places, new_run_dir
 
-    check_inputs(resolved.experiment, kind)
+    check_places(root, out)
+    check_inputs(resolved, kind)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin(resolved, kind, run_dir, root)
     carry_on(kind, resolved, run_dir, root)
@@ -70,6 +71,7 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     """Carry out, or continue, what a run directory describes; say where things are."""
     from service.run import train as run_train
     from service.sweep import sweep as run_sweep
+    from service.tracking import compare_url
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir)
@@ -80,20 +82,24 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     if result.get("mlflow"):
         click.echo(f"records: {result['mlflow']['uri']}")
         click.echo(f"open them with: distill ui --runs {root}")
+        keys = [f"trial/{trial['id']}" for trial in result.get("trials", []) if trial["status"] == "ok"]
+        if link := compare_url(run_dir, keys):
+            click.echo(f"then compare the trials at: {link}")
 
 
 @cli.command()
 @DIR
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
-    from service.checks import check_inputs
+    from service.checks import check_checkpoints, check_inputs
     from service.run import reopen
 
     resolved, run_dir, result = reopen(directory)
     if result["status"] == "complete":
         click.echo(f"{directory} is complete; its tables: distill report {directory}")
         return
-    check_inputs(resolved.experiment, result["kind"])
+    check_checkpoints(run_dir)
+    check_inputs(resolved, result["kind"])
     carry_on(result["kind"], resolved, run_dir, Path(result["runs_root"]))
 
 
@@ -171,6 +177,8 @@ def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
     from service.tracking import NO_TELEMETRY, ui_command
 
+    # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
+    click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")
     sys.exit(subprocess.run(ui_command(root, host, port), env={**os.environ, **NO_TELEMETRY}, check=False).returncode)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import socket
 import sys
 import uuid
 from collections.abc import Iterator
@@ -92,7 +94,7 @@ def real_cpus() -> int:
 
 def is_local() -> bool:
     """Whether we start a Ray of our own; otherwise `RAY_ADDRESS` names the cluster."""
-    return not os.environ.get("RAY_ADDRESS")
+    return os.environ.get("RAY_ADDRESS", "local") in ("", "local")
 
 
 def local_capacity() -> Cluster:
@@ -131,27 +133,57 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if is_local():
         os.environ.update(LOOPBACK)
+    else:
+        knock(os.environ["RAY_ADDRESS"])
+        # Ray asks twenty times, a second apart and with a line on the terminal each, also where it was refused for its token.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray
 
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     cores = real_cpus()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if is_local():
             cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
             ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
         else:
             ray.init(runtime_env=travelling_code(), **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = os.environ.get("RAY_ADDRESS") or "this machine"
         raise ClusterError(
-            f"no Ray at {where}: {str(error).splitlines()[0]}; start one, or unset RAY_ADDRESS to use this machine"
+            f"no Ray at {where}: {str(error).splitlines()[0].split('. ')[0]}; start one, or give its token "
+            "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"
         ) from error
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
         cluster = observe(cores if is_local() else None)
         check_shared(runs_root)
         yield cluster
     finally:
         ray.shutdown()
+
+
+def knock(address: str) -> None:
+    """Refuse an address where nobody listens: Ray itself would try for minutes.
+
+    Raises:
+        ClusterError: see above.
+    """
+    if address.startswith("http"):
+        raise ClusterError(
+            f"RAY_ADDRESS is {address}, where jobs are submitted: use `distill submit`, or give Ray's own address, HOST:6379"
+        )
+    host, _, port = address.rpartition(":")
+    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
+        return
+    if not port.isdecimal():
+        raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
+    try:
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray at {address}: {error.strerror or error}; start one, or unset RAY_ADDRESS to use this machine"
+        ) from error
 
 
 def travelling_code() -> dict[str, object] | None:
@@ -190,17 +222,22 @@ def check_shared(root: Path) -> None:
     probe = root / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     try:
-        looks = {
-            node["NodeManagerHostname"]: ray.remote(os.path.exists)
+        looks = [
+            ray.remote(os.path.exists)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
             .remote(str(probe))
             for node in others
-        }
-        for host, seen in looks.items():
-            if not ray.get(seen, timeout=60):
-                raise ClusterError(
-                    f"{root} is not shared: node {host} does not see it; give a folder on a shared file system with --runs"
-                )
+        ]
+        for node, look in zip(others, looks, strict=True):
+            name = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            try:
+                seen = ray.get(look, timeout=60)
+            except ray.exceptions.RayError as error:
+                if node["NodeID"] not in {now.node_id for now in observe().nodes}:
+                    continue  # it has just died
+                raise ClusterError(f"{name} does not answer: take it out of the cluster, or wait until Ray has") from error
+            if not seen:
+                raise ClusterError(f"{root} is not shared: {name} does not see it; give a shared folder with --runs or --out")
     finally:
         probe.unlink(missing_ok=True)
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from service import strict_yaml
+from service.mistakes import explain, known_keys, nearest
 from service.search.space import SpaceError, check_space
 from trainables.config import (
     Count,
@@ -30,9 +31,14 @@ from trainables.config import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, ModelError
+from trainables.methods import check_method
+from trainables.models.names import check_model_name
 
-MINIMIZED = frozenset({"epoch_s", "step_s", "loss", "val_loss", "data_pct"})
+SPEEDS = ("images_per_s", "step_s", "epoch_s", "data_pct", "peak_memory_mib")
+ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "val_loss")
+"""Metrics that a trial has once it has trained a whole epoch."""
+MINIMIZED = frozenset({"epoch_s", "step_s", "val_loss", "data_pct", "peak_memory_mib"})
 
 
 class SweepConfig(Section):
@@ -54,7 +60,21 @@ class SweepConfig(Section):
     @property
     def mode(self) -> Literal["min", "max"]:
         """Whether `metric` is minimised or maximised."""
-        return "min" if self.metric in MINIMIZED else "max"
+        return "min" if self.metric in MINIMIZED or self.metric.endswith("_ms") else "max"
+
+    @model_validator(mode="after")
+    def _metric_exists(self) -> Self:
+        known = (*SPEEDS, *ACCURACIES)
+        if self.metric not in known and "/" not in self.metric:
+            near = difflib.get_close_matches(self.metric, known, n=1)
+            instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
+            raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
+        if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
+            what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
+            raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
+        if self.policy == "asha" and self.metric not in ACCURACIES:
+            raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
+        return self
 
 
 class TrackingConfig(Section):
@@ -132,7 +152,7 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The resolved experiment; reading it back gives the same experiment."""
-        return yaml.safe_dump(self.experiment.model_dump(mode="json"), sort_keys=False)
+        return strict_yaml.dump(self.experiment.model_dump(mode="json"))
 
     def override(self, point: Mapping[str, Any], source: str) -> Resolved:
         """The experiment with dotted keys replaced, checked again.
@@ -163,17 +183,23 @@ def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
     """
     tree, sources, where = _read(recipe_or_file, ())
     for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not key or not value:
-            raise ExperimentError(f"--set {text}: write --set key=value, such as --set data.global_batch_size=256")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ExperimentError(f"--set {text}: the value is not YAML: quote it") from error
-        put(tree, key, parsed, f"--set {text}")
+        key, value = parse_override(text)
+        put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._") or "experiment")
-    return Resolved(validate(tree, where), sources)
+    return Resolved(validate(tree, where, sources), sources)
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The dotted key and the value of one `--set`.
+
+    Raises:
+        ExperimentError: not KEY=VALUE.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not value or not all(key.split(".")):
+        raise ExperimentError(f"--set {text}: write --set key=value, such as --set data.global_batch_size=256")
+    return key, strict_yaml.parse(value, f"--set {text}")
 
 
 def read_resolved(path: Path) -> Resolved:
@@ -183,13 +209,16 @@ def read_resolved(path: Path) -> Resolved:
 
 
 def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str], str]:
-    if name in seen:
-        raise ExperimentError(f"{name}: `base` leads back to itself ({' → '.join((*seen, name))})")
+    itself = name if name in recipes() else os.path.realpath(name)
+    if itself in seen:
+        raise ExperimentError(f"{name}: `base` leads back to itself ({' → '.join(Path(part).name for part in (*seen, itself))})")
     if name in recipes():
         text, where = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}"
     else:
         path = Path(name)
-        if not path.is_file():
+        if not os.path.isfile(name):
+            if os.path.isdir(name):
+                raise ExperimentError(f"{name}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
             near = difflib.get_close_matches(name, recipes(), n=1)
             hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes())}"
             raise ExperimentError(f"{name}: neither a recipe nor a file; {hint}")
@@ -208,20 +237,18 @@ def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, s
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
     relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
-    below, below_sources, _ = _read(relative, (*seen, name))
+    below, below_sources, _ = _read(relative, (*seen, itself))
     return merge(below, tree), {**below_sources, **sources}, where
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise ExperimentError(f"{place}: not YAML: {problem}") from error
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ExperimentError(f"{where}: an experiment is a mapping such as `data: {{path: …}}`, this is {type(tree).__name__}")
+    tree = strict_yaml.parse(text, where)
+    if not isinstance(tree, dict):
+        kind = {list: "a list", type(None): "empty", str: "text"}.get(type(tree), "a single value")
+        raise ExperimentError(f"{where}: an experiment is a mapping such as `data: {{path: digits}}`, this is {kind}")
+    for key in tree:
+        if not isinstance(key, str):
+            raise ExperimentError(f"{where}: {key}: no such key: keys are words such as data, student, optim")
     return tree
 
 
@@ -259,34 +286,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def known_keys(section: type[BaseModel] = Experiment, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that an experiment can have."""
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}"
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, Section):
-                yield from known_keys(part, f"{prefix}{name}.")
-
-
-def nearest(key: str) -> str:
-    """`; did you mean KEY?` for a key that does not exist, or nothing."""
-    keys = list(known_keys())
-    last = key.rsplit(".", 1)[-1]
-    same_section = [k for k in keys if k.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]]
-    by_name = {k.rsplit(".", 1)[-1]: k for k in keys}
-    for pool in (same_section, keys):
-        if found := difflib.get_close_matches(key, pool, n=1, cutoff=0.75):
-            return f"; did you mean {found[0]}?"
-    # `batch_size` is near to `global_batch_size` by its words, not by its letters.
-    contained = [k for name, k in by_name.items() if last in name or (name in last and len(name) > 3)]
-    found = difflib.get_close_matches(last, by_name, n=1, cutoff=0.6)
-    if contained or found:
-        return f"; did you mean {contained[0] if contained else by_name[found[0]]}?"
-    return ""
-
-
-def validate(tree: Mapping[str, Any], where: str) -> Experiment:
-    """A checked experiment.
+def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Experiment:
+    """A checked experiment. `sources` says which dotted key came from elsewhere than `where`.
 
     Raises:
         ExperimentError: one line a mistake.
@@ -294,40 +295,41 @@ def validate(tree: Mapping[str, Any], where: str) -> Experiment:
     try:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(detail, where) for detail in error.errors(include_url=False)]
-        shown = lines[:5] + ([f"… and {len(lines) - 5} more"] if len(lines) > 5 else [])
-        raise ExperimentError("\n".join(dict.fromkeys(shown))) from error
+        raise ExperimentError(explain(error, Experiment, where, sources)) from error
+    check_names(experiment, where, sources or {})
+    where = (sources or {}).get("sweep.space", where)
     try:
         check_space(experiment.sweep.space, experiment.sweep.policy)
     except SpaceError as error:
         raise ExperimentError(f"{where}: sweep.space: {error}") from error
-    sections = set(known_keys())
+    keys = list(known_keys(Experiment))
     for key in experiment.sweep.space:
-        if key not in sections or key.startswith(("sweep", "tracking", "name")):
+        if key not in keys or key.startswith(("sweep", "tracking", "name")):
+            hint = nearest(key, keys) if key not in keys else ""
+            raise ExperimentError(f"{where}: sweep.space: {key}: no such key to search over{hint}")
+        if key.startswith("teacher"):
             raise ExperimentError(
-                f"{where}: sweep.space: {key}: no such key to search over{nearest(key) if key not in sections else ''}"
+                f"{where}: sweep.space: {key}: one teacher is prepared and shared by all trials: run a sweep for each teacher"
             )
     return experiment
 
 
-def _explain(detail: Any, where: str) -> str:
-    # pydantic puts the branch of a union behind the key; only names and indices that the user wrote belong in the message.
-    keys = list(known_keys())
-    parts: list[str] = []
-    for part in detail["loc"]:
-        name = ".".join([*parts, str(part)])
-        if detail["type"] == "extra_forbidden" or name in keys or not parts:
-            parts.append(str(part))
-    key = ".".join(parts)
-    if detail["type"] == "extra_forbidden":
-        return f"{where}: {key}: no such key{nearest(key)}"
-    if detail["type"] == "missing":
-        return f"{where}: {key}: missing: write it in the file or --set {key}=…"
-    message = detail["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    return f"{where}: {key + ': ' if key else ''}{message}" + (
-        f", not {detail['input']!r}" if key and detail["type"] != "value_error" else ""
-    )
+def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
+    """Refuse a method or a model that does not exist; imports no torch.
+
+    Raises:
+        ExperimentError: with the nearest name.
+    """
+    try:
+        check_method(experiment.distill)
+    except ExperimentError as error:
+        raise ExperimentError(f"{sources.get('distill.method', where)}: {error}") from error
+    for key, section in (("teacher.model", experiment.teacher), ("student.model", experiment.student)):
+        try:
+            if section is not None:
+                check_model_name(section.model)
+        except ModelError as error:
+            raise ExperimentError(f"{sources.get(key, where)}: {key}: {error}") from error
 
 
 def default_runs_root() -> Path:

@@ -49,7 +49,7 @@ class Followed:
     label: str
     metrics: Tail
     log: Tail
-    task: TaskID | None = None
+    task: TaskID | None
     steps: int = 0
 
 
@@ -90,7 +90,8 @@ class Display:
         """Show a stage from where its files now end: after a resume the past is not told again."""
         if label not in self._followed:
             ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
-            self._followed[label] = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]))
+            task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
+            self._followed[label] = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
 
     def unfollow(self, label: str) -> None:
         """The stage has ended."""
@@ -114,21 +115,11 @@ class Display:
                 self._update(followed, record)
 
     def _update(self, followed: Followed, record: dict[str, Any]) -> None:
-        if self._bars is None:
+        if self._bars is None or followed.task is None:
             return
         metrics = record["metrics"]
         if record["kind"] == "start":
             followed.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
-        if followed.task is None:
-            followed.task = self._bars.add_task(followed.label, total=followed.steps or None, info="")
-        info = "  ".join(
-            form.format(metrics[name])
-            for name, form in (("images_per_s", "{:.0f} images/s"), ("loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
-            if name in metrics
-        )
-        self._bars.update(
-            followed.task,
-            total=followed.steps or None,
-            completed=record["step"],
-            info=info or self._bars.tasks[-1].fields["info"],
-        )
+        shown = (("images_per_s", "{:.0f} images/s"), ("loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
+        info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
+        self._bars.update(followed.task, total=followed.steps or None, completed=record["step"], info=info)

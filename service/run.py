@@ -75,28 +75,44 @@ class Session:
         return outcome[0]
 
 
-def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """`out`, or ROOT/<name>-<time>/.
+def check_places(root: Path, out: Path | None) -> None:
+    """Refuse a place that holds a run already or cannot be written, before anything is created.
 
     Raises:
-        ExperimentError: the folder already holds a run, or cannot be written.
+        ExperimentError: see above.
     """
-    path = (out or root / f"{name}-{datetime.now():%Y%m%d-%H%M%S}").absolute()
-    if out is None:
-        serial = 1
-        while path.exists():
-            serial += 1
-            path = path.with_name(f"{path.name.split('_')[0]}_{serial}")
-    run_dir = RunDir(path)
-    if run_dir.experiment.exists() or run_dir.result.exists():
-        raise ExperimentError(f"{path} already holds a run: continue it with `distill resume {path}`, or choose another --out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(13, "no permission to write")
-    except OSError as error:
-        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
-    return run_dir
+    if out is not None and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
+        raise ExperimentError(f"{out} already holds a run: continue it with `distill resume {out}`, or choose another --out")
+    for option, path in (("--runs", root), ("--out", out)):
+        if path is None:
+            continue
+        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not place.is_dir():
+            raise ExperimentError(f"{option} {path} cannot be written: {place} is not a folder; choose another {option}")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ExperimentError(f"{option} {path} cannot be written: {place} is read-only for you; choose another {option}")
+
+
+def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
+    """Create `out`, or ROOT/<name>-<time>/, which is nobody else's.
+
+    Raises:
+        ExperimentError: it cannot be created.
+    """
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    serial = 1
+    while True:
+        path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=out is not None)
+        except FileExistsError:
+            if out is not None:
+                raise ExperimentError(f"--out {out} cannot be written: it is not a folder; choose another --out") from None
+            serial += 1  # two that began in the same second
+        except OSError as error:
+            raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
+        else:
+            return RunDir(path)
 
 
 def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
@@ -121,13 +137,15 @@ def reopen(path: Path) -> tuple[Resolved, RunDir, dict[str, Any]]:
         ExperimentError: no run there.
     """
     run_dir = RunDir(path.absolute())
+    if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
+        raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
+    resolved = read_resolved(run_dir.experiment)
     try:
         result = json.loads(run_dir.result.read_text())
-        resolved = read_resolved(run_dir.experiment)
-    except FileNotFoundError as error:
-        raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote") from error
-    except ValueError as error:
-        raise ExperimentError(f"{run_dir.result} is damaged: {error}") from error
+    except (OSError, ValueError):
+        result = None
+    if not isinstance(result, dict) or not {"kind", "name", "status", "runs_root"} <= result.keys():
+        raise ExperimentError(f"{run_dir.result} is damaged: begin again from {run_dir.experiment}, in another --out")
     return Resolved(resolved.experiment, result.get("sources", {})), run_dir, result
 
 
@@ -215,6 +233,28 @@ class Plan:
         """What one stage reserves."""
         return need(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
 
+    def refusal(self, cluster: Cluster) -> str | None:
+        """Why the empty cluster could never carry this out, and what to change; None where it can."""
+        if self.experiment.scale.sync_batch_norm and not self.use_gpu:
+            return "scale.sync_batch_norm works on GPUs only, and there are none: leave it out"
+        if refusal := cluster.refusal(self.need()):
+            instead = (
+                "set scale.use_gpu to false"
+                if self.use_gpu and not cluster.gpus
+                else "lower scale.num_workers or data.loader_workers"
+            )
+            return f"{refusal}: {instead}"
+        return None
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuse what the cluster could never hold: it would wait for ever, silently.
+
+        Raises:
+            ClusterError: see `refusal`.
+        """
+        if refusal := self.refusal(cluster):
+            raise ClusterError(refusal)
+
 
 def absolute(data_path: str) -> str:
     """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
@@ -276,14 +316,10 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     """
     experiment = resolved.experiment
     with session(resolved, run_dir) as now:
-        capacity = clusters.local_capacity()
-        wanted = Plan.on(experiment, capacity).need() if clusters.is_local() else None
-        if wanted and (refusal := capacity.refusal(wanted)):
-            raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
-        with clusters.connect(wanted.total_cpus if wanted else 0, run_dir.root) as cluster:
+        wanted = Plan.on(experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
+        with clusters.connect(wanted, run_dir.root) as cluster:
             plan = Plan.on(experiment, cluster)
-            if refusal := cluster.refusal(plan.need()):
-                raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
+            plan.check(cluster)
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             say_plan(now, plan, cluster)
             weights = train_teacher(now, plan)

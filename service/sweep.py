@@ -47,13 +47,9 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     """Every point of the space, those that are wrong in themselves already `infeasible`.
 
     Raises:
-        ExperimentError: nothing to search, or a policy that does not fit.
+        ExperimentError: nothing to search.
     """
     sweep = resolved.experiment.sweep
-    if sweep.policy == "asha" and sweep.steps is not None:
-        raise ExperimentError(
-            "sweep.policy asha compares accuracies between epochs: leave out sweep.steps, or use grid or random"
-        )
     try:
         found = points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
     except SpaceError as error:
@@ -84,7 +80,7 @@ def refuse(trials: list[Trial], cluster: Cluster) -> None:
         plan = Plan.on(trial.resolved.experiment, cluster)
         trial.loader_workers = plan.loader_workers
         trial.oversubscribed = cluster.oversubscribed(plan.need())
-        if refusal := cluster.refusal(plan.need()):
+        if refusal := plan.refusal(cluster):
             trial.outcome = Outcome("infeasible", refusal)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,15 +43,15 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
 
     A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data) and memory that runs out come back the same way
-    every time, and end it at once.
+    every time, and end it at once. Workers that others' jobs leave no room for wait; those that the cluster could no longer
+    hold even if it were empty do not.
     """
     from trainables import worker  # imports torch and Ray
 
     stage = StageDir(Path(work.config.output_dir))
     stage.root.mkdir(parents=True, exist_ok=True)
-    for attempt in range(work.config.scale.max_failures + 1):
-        if done := finished(stage, attempt):
-            return done
+    restarts, limit = 0, work.config.scale.max_failures
+    while not (done := finished(stage, restarts)):
         stage.error.unlink(missing_ok=True)
         name = f"{work.config.labels.get('trial', work.config.stage)}-{time.time_ns():x}"
         try:
@@ -62,15 +63,30 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
                 name=name,
                 callbacks=callbacks,
             )
+        except worker.NoRoomError:
+            if refusal := wait_for_room(work):
+                return Outcome("failed", refusal, restarts=restarts)
+            tell(stage, "the cluster has no room for the workers yet: still waiting")
         except DistillError as error:
-            return Outcome("failed", str(error), restarts=attempt)
+            return Outcome("failed", str(error), restarts=restarts)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
-            outcome = diagnose(stage, error, attempt)
-            if outcome.status == "oom" or known(stage) or attempt == work.config.scale.max_failures:
+            outcome = diagnose(stage, error, restarts)
+            if outcome.status == "oom" or known(stage) or restarts == limit:
                 return outcome
             if refusal := wait_for_room(work):
-                return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=attempt)
-    return finished(stage, work.config.scale.max_failures) or Outcome("failed", "the stage ended without a result")
+                return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=restarts)
+            restarts += 1
+            tell(stage, f"{outcome.reason}: going on from the last checkpoint (restart {restarts} of at most {limit})")
+        else:
+            return finished(stage, restarts) or Outcome("failed", "the stage ended without a result", restarts=restarts)
+    return done
+
+
+def tell(stage: StageDir, line: str) -> None:
+    """A line in the stage's log, where whoever watches sees it."""
+    stage.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(stage.log, "a") as file:
+        file.write(f"{datetime.now():%H:%M:%S} {line}\n")
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:

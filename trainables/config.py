@@ -5,13 +5,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_flag)]
+Number = Annotated[float, BeforeValidator(_no_flag), Field(allow_inf_nan=False)]
+"""Python counts true as 1; a user who writes `true` for a number has mistaken the key."""
+Count = Annotated[Integer, Field(ge=1, lt=2**31)]
+Natural = Annotated[Integer, Field(ge=0, lt=2**31)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -25,20 +37,20 @@ class DataConfig(Section):
 
     path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
-    loader_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    loader_workers: Natural | Literal["auto"] = Field(
         "auto", description="decode threads that feed one worker; 0 decodes in the training thread"
     )
-    image_size: Count = Field(8, description="height and width of the images that the models see, in pixels")
+    image_size: Annotated[Count, Field(le=4096)] = Field(
+        8, description="height and width of the images that the models see, in pixels"
+    )
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad_images: Annotated[int, Field(ge=0)] = Field(
-        100, description="unreadable images skipped per epoch before it is an error"
-    )
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
+    max_bad_images: Natural = Field(100, description="unreadable images skipped per epoch before it is an error")
+    mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
     )
@@ -89,9 +101,9 @@ class OptimConfig(Section):
     lr_base_batch: Count = 256
     schedule: Literal["constant", "step", "cosine"] = "cosine"
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
     warmup_epochs: NonNegative = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
     weight_decay: NonNegative = 1e-4
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
@@ -106,7 +118,7 @@ class ScaleConfig(Section):
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, beside its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers (GPU only)")
-    max_failures: Annotated[int, Field(ge=0)] = Field(3, description="restarts after a worker or a node has died")
+    max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
 
 
 class TrainingConfig(Section):
@@ -118,7 +130,7 @@ class TrainingConfig(Section):
     checkpoint_every: Count = Field(
         500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(5, description="first steps that throughput and phase times leave out")
+    warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
     max_steps: Count | None = Field(
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
     )
@@ -138,7 +150,7 @@ class TrainConfig(Section):
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[Integer, Field(ge=0, lt=2**32)] = 0
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 
 

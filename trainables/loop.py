@@ -15,6 +15,7 @@ from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.step import SUMS, train_step
+from trainables.timing import PHASES
 
 log = logging.getLogger("raydistill")
 
@@ -209,10 +210,18 @@ def throughput(job: Job) -> dict[str, float]:
     return {**speed, "epoch_s": speed["step_s"] * steps, "epoch_projected": float(speed["steady_steps"] < steps)}
 
 
+def per_rank(job: Job) -> dict[str, float]:
+    """Every rank's mean phase times as `rank0/data_ms`, …: a straggler shows here. Nothing where there is one rank."""
+    if job.group.world_size == 1:
+        return {}
+    ranks = gather_objects(job.timer.summary(), job.group)
+    return {f"rank{r}/{name}_ms": mine[f"phase/{name}_ms"] for r, mine in enumerate(ranks) for name in (*PHASES, "step") if mine}
+
+
 def summarize(job: Job) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned."""
     progress = job.state.progress
-    summary = {**throughput(job), **job.timer.summary(), **job.telemetry(), "steps": float(progress.step)}
+    summary = {**throughput(job), **job.timer.summary(), **per_rank(job), **job.telemetry(), "steps": float(progress.step)}
     if job.group.device.type == "cuda":
         summary["peak_memory_mib"] = torch.cuda.max_memory_allocated(job.group.device) / 2**20
     if progress.history:

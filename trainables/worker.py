@@ -105,7 +105,8 @@ def fit(
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
 
     Raises:
-        ray.train.WorkerGroupError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        ray.train.TrainingFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        NoRoomError: the cluster had no room for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
     """
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
@@ -116,12 +117,28 @@ def fit(
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
-        run_config=ray.train.RunConfig(storage_path=str(storage), name=name, callbacks=callbacks or []),
-    )
+        run_config=ray.train.RunConfig(
+            storage_path=str(storage), name=name, callbacks=callbacks or [],
+            # By default Ray Train waits for room for ever, without a word, also where a node's death has made that hopeless.
+            failure_config=ray.train.FailureConfig(controller_failure_limit=0),
+        ),
+    )  # fmt: skip
     try:
         trainer.fit()
     except ray.train.ControllerError as error:
+        cause = type(error.controller_failure).__name__
+        if cause == "WorkerGroupStartupTimeoutError":
+            raise NoRoomError from error
+        if cause == "WorkerGroupStartupFailedError":  # a worker died before its training began
+            raise
         raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
+
+
+class NoRoomError(Exception):
+    """Ray Train found no room for the workers within its time (`RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S`, 60 s)."""
+
+    def __init__(self) -> None:
+        super().__init__("the cluster has no room for the workers: other jobs hold it")
 
 
 @dataclass
@@ -141,15 +158,19 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
 
     def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
         """Called by Ray Train on the controller, once the workers' processes stand."""
-        address, port, handle = worker_group.execute_single(0, reserve_store)
-        world_size = len(worker_group)
-        ray.get([
-            worker_group.execute_single_async(
-                rank, join, backend_config.backend, (address, port), handle if rank == 0 else None, (rank, world_size),
-                timedelta(seconds=backend_config.timeout_s),
-            )
-            for rank in range(world_size)
-        ])  # fmt: skip
+        try:
+            address, port, handle = worker_group.execute_single(0, reserve_store)
+            world_size, timeout = len(worker_group), timedelta(seconds=backend_config.timeout_s)
+            ray.get([
+                worker_group.execute_single_async(
+                    rank, join, backend_config.backend, (address, port), handle if rank == 0 else None, (rank, world_size), timeout
+                )
+                for rank in range(world_size)
+            ])  # fmt: skip
+        except Exception:
+            # A worker has died. Ray Train forgets a group that fails here, and with it what the group has reserved.
+            worker_group.abort()
+            raise
 
 
 def reserve_store() -> tuple[str, int, int]:

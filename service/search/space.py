@@ -8,6 +8,7 @@ optim.lr: {loguniform: [0.001, 1]}          a distribution: uniform, loguniform,
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
     "loguniform": lambda rng, low, high: float(np.exp(rng.uniform(np.log(low), np.log(high)))),
     "randint": lambda rng, low, high: int(rng.integers(low, high + 1)),
 }
+
+
+MAX_POINTS = 10_000
 
 
 class SpaceError(ValueError):
@@ -36,12 +40,16 @@ def choices(key: str, spec: Any) -> list[Any] | None:
         return spec
     if isinstance(spec, Mapping) and len(spec) == 1:
         ((kind, limits),) = spec.items()
-        numbers = isinstance(limits, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in limits)
+        numbers = isinstance(limits, list) and all(
+            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in limits
+        )
         if kind == "range" and numbers and 2 <= len(limits) <= 3:
             first, last, step = (*limits, 1)[:3] if len(limits) == 2 else limits
             if step <= 0 or last < first:
                 raise SpaceError(f"{key}: range [first, last, step] needs first ≤ last and step > 0")
             count = int((last - first) / step + 1e-9) + 1
+            if count > MAX_POINTS:
+                raise SpaceError(f"{key}: the range has {count} values, more than {MAX_POINTS}: give it a larger step")
             return [first + i * step for i in range(count)]
         if kind in DISTRIBUTIONS and numbers and len(limits) == 2:
             if limits[0] > limits[1] or (kind == "loguniform" and limits[0] <= 0):
@@ -75,6 +83,10 @@ def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -
         raise SpaceError("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
     if policy == "grid":
         values = [choices(key, spec) or [] for key, spec in space.items()]
+        if (count := math.prod(map(len, values))) > MAX_POINTS:
+            raise SpaceError(
+                f"the grid has {count} points, more than {MAX_POINTS}: give fewer values, or set sweep.policy to random"
+            )
         return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
     rng = np.random.default_rng(seed)
     drawn = [{key: _draw(rng, key, spec) for key, spec in space.items()} for _ in range(num_samples)]

@@ -58,6 +58,7 @@ class Sender:
         """(run key, kind) → what the next requests take."""
         self._num_unsaved = 0
         self._num_sent = 0
+        self._num_refused = 0
         self._trouble = ""
 
     def try_deliver(self) -> bool:
@@ -82,7 +83,8 @@ class Sender:
         """Records sent by this sender, records left, and a line that says what to do about them."""
         num_pending = self._spool.num_pending(self.uri)
         if not num_pending:
-            return Delivery(self._num_sent, 0, f"MLflow has every record ({self._where})")
+            but = f", but refused {self._num_refused}, kept in {self._spool.refused}" if self._num_refused else ""
+            return Delivery(self._num_sent, 0, f"MLflow was sent every record ({self._where}){but}")
         why = f": {self._trouble}" if self._trouble else ""
         left = f"{num_pending} records wait on disk, {self._where} has not taken them yet{why}"
         return Delivery(self._num_sent, num_pending, f"{left}; later: distill sync {self._spool.root.parent}")
@@ -173,7 +175,11 @@ class Sender:
             self._send(store, key, kind, part[middle:])
 
     def _set_aside(self, record: Mapping[str, Any], refusal: RefusedError) -> None:
-        log.warning("tracking: MLflow refuses a record (%s); it is kept in %s", one_line(refusal), self._spool.refused)
+        if not self._num_refused:
+            log.warning(
+                "tracking: MLflow refuses a record (%s); such records are kept in %s", one_line(refusal), self._spool.refused
+            )
+        self._num_refused += 1
         self._spool.set_aside(record, one_line(refusal))
 
     def _drain(self, store: Store, tail: Tail) -> None:

@@ -1,0 +1,115 @@
+"""What a wrong key or value gets told: one line for each, with where it stands and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trainables.config import Section
+
+MAX_LINES = 6
+
+EXPECTED = {
+    "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer", "int_parsing_size": "an integer",
+    "float_type": "a number", "float_parsing": "a number", "finite_number": "a finite number",
+    "bool_type": "true or false", "bool_parsing": "true or false",
+    "string_type": "text", "string_unicode": "text", "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "text that matches {pattern}", "literal_error": "{expected}",
+    "model_type": "a section of keys", "model_attributes_type": "a section of keys", "dict_type": "a section of keys",
+    "tuple_type": "a list", "list_type": "a list", "too_long": "a list of {max_length}",
+    "greater_than": "above {gt}", "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}", "less_than_equal": "at most {le}",
+}  # fmt: skip
+"""pydantic's kind of error → what would have been right."""
+
+
+def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that a section can have."""
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}"
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from known_keys(part, f"{prefix}{name}.")
+
+
+def nearest(key: str, keys: Sequence[str]) -> str:
+    """`; did you mean KEY?` for a key that does not exist, or nothing."""
+    section, _, last = key.rpartition(".")
+    same_section = [k for k in keys if k.rpartition(".")[0] == section]
+    for pool in (same_section, keys):
+        if found := difflib.get_close_matches(key, pool, n=1, cutoff=0.75):
+            return f"; did you mean {found[0]}?"
+    # `batch_size` is near to `global_batch_size` by its words, not by its letters.
+    by_name = {k.rpartition(".")[2]: k for k in keys}
+    contained = [k for name, k in by_name.items() if (last in name and len(last) > 2) or (name in last and len(name) > 3)]
+    found = difflib.get_close_matches(last, by_name, n=1, cutoff=0.6)
+    if contained or found:
+        return f"; did you mean {contained[0] if contained else by_name[found[0]]}?"
+    return ""
+
+
+def explain(error: ValidationError, section: type[BaseModel], where: str, sources: Mapping[str, str] | None = None) -> str:
+    """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`."""
+    keys = list(known_keys(section))
+    grouped: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        grouped.setdefault(_key(detail, keys), []).append(detail)  # a union gives an error for each of its branches
+    lines = [f"{_source(key, sources or {}, where)}: {_line(key, details, keys)}" for key, details in grouped.items()]
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
+    return "\n".join(lines)
+
+
+def _key(detail: Any, keys: Sequence[str]) -> str:
+    """The dotted key as the user wrote it: without the names that pydantic gives to a union's branches and a list's places."""
+    loc: tuple[Any, ...] = detail["loc"]
+    unknown = detail["type"] in ("extra_forbidden", "invalid_key")
+    key = ""
+    for place, part in enumerate(loc, start=1):
+        name = f"{key}.{part}" if key else str(part)
+        if name in keys or (unknown and place == len(loc)):
+            key = name
+        elif isinstance(part, int) and detail["type"] != "missing":
+            key = f"{key}[{part}]"
+    return key
+
+
+def _source(key: str, sources: Mapping[str, str], where: str) -> str:
+    parts = key.partition("[")[0].split(".")
+    return next((sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources), where)
+
+
+def _line(key: str, details: list[Any], keys: Sequence[str]) -> str:
+    first = details[0]
+    kind, last = first["type"], first["loc"][-1:]
+    if kind in ("extra_forbidden", "invalid_key"):
+        return f"{key}: no such key{nearest(key, keys)}"
+    if kind == "missing" and not isinstance(last[0], int):
+        return f"{key}: missing: write it in the file or --set {key}=…"
+    if kind == "value_error":
+        return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
+    wanted = " or ".join(dict.fromkeys(_expected(detail) for detail in details if detail["type"] != "missing"))
+    if kind == "missing":  # values of a list: the last that is missing says how many there should be
+        wanted = f"a list of {details[-1]['loc'][-1] + 1}"
+    return f"{key}: must be {wanted}, not {shown(first['input'])}"
+
+
+def _expected(detail: Any) -> str:
+    form = EXPECTED.get(detail["type"])
+    if form is None:
+        return str(detail["msg"].removeprefix("Input should be "))
+    limits = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in detail.get("ctx", {}).items()}
+    return form.format(**limits).replace("'", "")
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in YAML, cut where it is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # a date, or something that contains itself
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}…"
