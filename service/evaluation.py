@@ -3,60 +3,81 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import ValidationError
 
 from service import cluster as clusters
-from service.experiment import put
+from service.checks import check_source
+from service.experiment import parse_override, put
+from service.mistakes import explain
 from service.progress import Display
-from service.run import absolute
+from service.run import absolute, check_places
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.models.header import locate
 from trainables.rundir import RunDir
+
+CHANGEABLE = ("data", "scale", "precision")
 
 
 def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateConfig:
     """The evaluation of `checkpoint` as it was trained, on other data; `--set` changes data.*, scale.* and precision.
 
     Raises:
-        CheckpointError: no such checkpoint, or a damaged one.
+        CheckpointError: no such checkpoint, a damaged one, or one of other classes than the data's.
+        DataError: the data cannot be read.
         ExperimentError: an override that does not fit.
     """
-    from pydantic import ValidationError
-
-    from trainables.checkpoint import read
-
-    _, about = read(checkpoint)
     tree: dict[str, Any] = {
-        "checkpoint": str(checkpoint.absolute()),
+        "checkpoint": "unset",
         "output": "unset",
-        "data": {"path": absolute(data_path), "global_batch_size": 256}
-        | {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None},
+        "data": {"path": absolute(data_path), "global_batch_size": 256},
     }
     for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not value:
-            raise ExperimentError(f"--set {text}: write --set key=value, such as --set scale.num_workers=2")
-        put(tree, key, yaml.safe_load(value), f"--set {text}")
+        key, value = parse_override(text)
+        if key.split(".")[0] not in CHANGEABLE:
+            raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
+        put(tree, key, value, f"--set {text}")
+    checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
+    return fitted(locate(str(checkpoint)) or checkpoint, tree)
+
+
+def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
+    """The evaluation with what the checkpoint says of its images, once the model was seen to fit the data. See `resolve`."""
+    from trainables.checkpoint import read
+    from trainables.models.weights import load_teacher
+
+    _, about = read(checkpoint)
+    trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
+    tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
+    config = checked(tree)
+    classes = check_source(config.data, "val").classes
+    size = config.data.image_size
+    load_teacher(about["model"], str(checkpoint), num_classes=len(classes), image_size=size, classes=classes, seed=0)
+    return config
+
+
+def checked(tree: dict[str, Any]) -> EvaluateConfig:
+    """Raises ExperimentError with a line for each mistake."""
     try:
         return EvaluateConfig.model_validate(tree)
     except ValidationError as error:
-        detail = error.errors()[0]
-        raise ExperimentError(f"--set {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from error
+        raise ExperimentError(explain(error, EvaluateConfig, "--set")) from error
 
 
-def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, float]:
-    """Top-1, top-5, loss and the number of images.
+def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
+    """Top-1, top-5, loss, the number of images, and the unreadable ones by name with their reason.
 
     Raises:
         DistillError: one line.
     """
+    check_places(root, None)
     config = resolve(checkpoint, data_path, overrides)
-    from trainables.data.source import open_source
-
-    open_source(config.data, "val")  # refuse what cannot be read before Ray starts
+    if not clusters.is_local():
+        clusters.knock(os.environ["RAY_ADDRESS"])
     capacity = clusters.local_capacity()
     workers = config.data.loader_workers
     cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)

@@ -338,7 +338,8 @@ def say_plan(now: Session, plan: Plan, cluster: Cluster) -> None:
     auto = " (auto)" if plan.experiment.data.loader_workers == "auto" else ""
     line = (
         f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × {plan.loader_workers} loader workers{auto}, "
-        f"global batch {plan.experiment.data.global_batch_size}, on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+        f"global batch {plan.experiment.data.global_batch_size}, "
+        f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
     )
     if plan.loader_workers == 0:
         line += "; 0 loader workers: every step waits for its images to be decoded"

@@ -114,7 +114,7 @@ def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
         return Outcome("failed", prefix + cause["message"], restarts=restarts)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     died = next(
-        (line for line in lines if "died" in line.lower() or "Error" in line), lines[0] if lines else type(error).__name__
+        (line for line in lines if "died" in line.lower() or "Error" in line), lines[-1] if lines else type(error).__name__
     )
     return Outcome("failed", f"a worker died: {died}", restarts=restarts)
 

@@ -10,7 +10,7 @@ import pytest
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.trainables.ranks import Ranks  # noqa: E402
+from tests.trainables.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from trainables.config import EvaluateConfig
 from trainables.data.loader import Batch, Loader
 from trainables.data.source import open_source
 from trainables.distributed import Group, all_reduce_sum, broadcast_buffers, gather_objects
+from trainables.errors import DataError
 from trainables.inputs import autocast, normalizer
 from trainables.models.registry import logits_and_aux
 from trainables.models.weights import load_teacher
@@ -67,8 +69,8 @@ def evaluate(
     return {"top1_pct": 100 * first / n, "top5_pct": 100 * first_five / n, "loss": entropy / n, "num_images": images}
 
 
-def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, float]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
+def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: name → why unreadable.
 
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
@@ -95,5 +97,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, float
         result = evaluate(model, loader.epoch(0), prepare, group, autocast(config.precision, group.device))
     finally:
         loader.close()
-    skipped = [name for part in gather_objects(loader.skipped, group) for name in part]
-    return {**result, "skipped_images": float(len(skipped))}
+    if not result["num_images"]:
+        raise DataError(f"{config.data.path}: not one validation image could be read")
+    skipped = {name: reason for part in gather_objects(loader.skipped, group) for name, reason in part.items()}
+    return {**result, "skipped_images": float(len(skipped)), "skipped": skipped}

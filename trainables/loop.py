@@ -45,11 +45,13 @@ def run(job: Job) -> dict[str, float]:
 def run_timing(job: Job) -> dict[str, float]:
     """Warm up, run `max_steps` steps and stop: throughput and phase times, no evaluation, no checkpoint."""
     last = job.config.train.warmup_steps + (job.config.train.max_steps or 0)
+    skipped = 0
     while job.state.progress.step < last:
         train_epoch(job, stop_at=last)
+        skipped = max(skipped, note_skipped(job))
         job.state.progress.epoch += 1
         job.state.progress.position = 0
-    return summarize(job)
+    return summarize(job, skipped)
 
 
 def train_epoch(job: Job, stop_at: int | None = None) -> None:
@@ -169,8 +171,9 @@ def finish_epoch(job: Job) -> None:
         batches.close()
     eval_s = time.perf_counter() - began
     skipped = note_skipped(job)
-    if not val["num_images"]:
-        raise DataError(f"{config.data.path}: not one validation image could be read")
+    for split, images in (("training", progress.partial[0]), ("validation", val["num_images"])):
+        if not images:
+            raise DataError(f"{config.data.path}: not one {split} image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
     metrics = {f"train/{name}": value for name, value in means(progress.partial).items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
@@ -192,12 +195,22 @@ def finish_epoch(job: Job) -> None:
 
 
 def note_skipped(job: Job) -> int:
-    """How many images all ranks could not read in this epoch; rank 0 names them in the log."""
+    """How many images all ranks could not read in this epoch; rank 0 names them in the log.
+
+    Raises:
+        DataError: on every rank, where all ranks together met more of them than `data.max_bad_images`.
+    """
     everyone = gather_objects({**job.train_loader.skipped, **job.val_loader.skipped}, job.group)
     skipped = {name: reason for part in everyone for name, reason in part.items()}
     if job.group.is_main:
         for name, reason in sorted(skipped.items()):
             log.warning("skipped %s: %s", name, reason)
+    if len(skipped) > (limit := job.config.data.max_bad_images):
+        name, reason = min(skipped.items())
+        raise DataError(
+            f"{len(skipped)} unreadable images in one epoch, more than data.max_bad_images={limit}, such as {name} ({reason}); "
+            f"{job.stage.log} names them: mend or remove them, or raise the limit"
+        )
     return len(skipped)
 
 
@@ -218,10 +231,11 @@ def per_rank(job: Job) -> dict[str, float]:
     return {f"rank{r}/{name}_ms": mine[f"phase/{name}_ms"] for r, mine in enumerate(ranks) for name in (*PHASES, "step") if mine}
 
 
-def summarize(job: Job) -> dict[str, float]:
-    """The numbers of the whole job, reported once and returned."""
+def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
+    """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
     summary = {**throughput(job), **job.timer.summary(), **per_rank(job), **job.telemetry(), "steps": float(progress.step)}
+    summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary["peak_memory_mib"] = torch.cuda.max_memory_allocated(job.group.device) / 2**20
     if progress.history:
@@ -229,7 +243,6 @@ def summarize(job: Job) -> dict[str, float]:
         summary |= {
             "top1_pct": last["val/top1_pct"], "top5_pct": last["val/top5_pct"], "val_loss": last["val/loss"],
             "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
-            "skipped_images": max(row["skipped_images"] for row in progress.history),
         }  # fmt: skip
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary

@@ -161,10 +161,9 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
         try:
             address, port, handle = worker_group.execute_single(0, reserve_store)
             world_size, timeout = len(worker_group), timedelta(seconds=backend_config.timeout_s)
+            given = backend_config.backend, timeout, (address, port)
             ray.get([
-                worker_group.execute_single_async(
-                    rank, join, backend_config.backend, (address, port), handle if rank == 0 else None, (rank, world_size), timeout
-                )
+                worker_group.execute_single_async(rank, join, *given, handle if rank == 0 else None, rank, world_size)
                 for rank in range(world_size)
             ])  # fmt: skip
         except Exception:
@@ -180,15 +179,11 @@ def reserve_store() -> tuple[str, int, int]:
     return address, listener.getsockname()[1], listener.detach()
 
 
-def join(backend: str, store: tuple[str, int], handle: int | None, place: tuple[int, int], timeout: timedelta) -> None:
-    """On every rank: make the process group around the store at rank 0, which opens it on the socket `handle`.
-
-    `place` is this process's rank and the world size.
-    """
+def join(backend: str, timeout: timedelta, store: tuple[str, int], handle: int | None, rank: int, world_size: int) -> None:
+    """On every rank: make the process group around rank 0's store, which rank 0 opens on the socket `handle`."""
     if interface := interface_of(ray.util.get_node_ip_address()):
         # By default gloo resolves the host's name, which many systems map to loopback: other nodes could not reach it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    rank, world_size = place
     found = dist.TCPStore(  # type: ignore[attr-defined]
         *store, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
     )

@@ -41,7 +41,8 @@ def sweep_table(result: Mapping[str, Any]) -> Table:
         ]
         table.add_row(
             trial["id"], *(str(trial["scale"][key]) for key in SCALE), *(str(trial["params"].get(key)) for key in extra),
-            number(m.get("step_s"), 4), data_seconds(m), number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1), epoch_seconds(m),
+            number(m.get("step_s"), 4), data_seconds(m), number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1),
+            epoch_seconds(m),
             number(m.get("top1_pct")), " ".join(filter(None, notes)) + (f": {trial['reason']}" if trial.get("reason") else ""),
             style="bold green" if trial["id"] == best else None,
         )  # fmt: skip

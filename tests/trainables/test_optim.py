@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -29,7 +30,7 @@ def test_warm_up_rises_linearly_and_meets_the_schedule_at_the_peak() -> None:
     assert rates == sorted(rates)
     assert rates[0] == pytest.approx(1 / 101)
     assert rates[100] == 1.0
-    differences = {round(b - a, 12) for a, b in zip(rates, rates[1:], strict=False)}
+    differences = {round(b - a, 12) for a, b in itertools.pairwise(rates)}
     assert len(differences) == 1
 
 

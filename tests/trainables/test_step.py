@@ -87,8 +87,9 @@ def test_precision_layout_and_compilation_work_with_ddp(
 ) -> None:
     if options.get("compile") and precision == "fp16":
         pytest.skip("one compiled run is enough: compilation takes most of this file's time")
+    weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
-        tmp_path, model="convnet_small", precision=precision, teacher={"model": "convnet_large", "weights": write_teacher(tmp_path / "t.safetensors", "convnet_large")},
+        tmp_path, model="convnet_small", precision=precision, teacher={"model": "convnet_large", "weights": weights},
         data={"last_batch": "drop"}, optim={"epochs": 2, "lr": 0.05}, train=options,
     )  # fmt: skip
     result = ranks.run(2, train, settings)[0]

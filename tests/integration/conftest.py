@@ -1,0 +1,258 @@
+"""The `distill` command as a process, and a real Ray cluster whose nodes are processes on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainables.rundir import RunDir, read_lines
+
+PROJECT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 200.0
+"""For one command on a machine that does other things too."""
+
+EXPERIMENT = """\
+base: digits
+name: tiny
+teacher: null
+data: {loader_workers: 1}
+optim: {epochs: 2}
+tracking: {enabled: false}
+"""
+
+
+@dataclass
+class Command:
+    """A `distill` command that runs."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Its exit code, once it has ended; its descendants are then gone too."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
+
+    def family(self) -> list[psutil.Process]:
+        """The process and all its descendants."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def workers(self) -> list[psutil.Process]:
+        """Its Ray Train workers, where Ray is its own."""
+        return [process for process in self.family() if is_worker(process)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it is a Ray Train worker (Ray writes what a process is in its title)."""
+    with contextlib.suppress(psutil.Error):
+        return any("ray::RayTrainWorker" in part for part in process.cmdline())
+    return False
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=30)
+
+
+def wait_until(condition: Callable[[], Any], what: str, command: Command | None = None, timeout_s: float = PATIENCE_S) -> Any:
+    """The first true value of `condition`; fails early where `command` has ended instead."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if command is not None and command.process.poll() is not None and not (found := condition()):
+            raise AssertionError(f"ended with {command.process.returncode} before {what}:\n{command.output}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {what} in {timeout_s:g} s:\n{command.output if command else ''}")
+        time.sleep(0.05)
+    return found
+
+
+class Distill:
+    """Starts `distill` commands; whatever is left of them at the end of the test is killed."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.runs = folder, folder / "runs"
+        self.experiment = folder / "tiny.yaml"
+        self.experiment.write_text(EXPERIMENT)
+        self._started: list[Command] = []
+
+    def start(self, *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Command:
+        """Begin a command; Ray's own variables of this process do not reach it, `env` does."""
+        log = self.folder / f"command-{len(self._started)}.log"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYDISTILL_"))}
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "service", *map(str, arguments)],
+                stdout=file, stderr=subprocess.STDOUT, cwd=cwd or self.folder, start_new_session=True,
+                env={**clean, "RAYDISTILL_RUNS": str(self.runs), "COLUMNS": "200", **(env or {})},
+            )  # fmt: skip
+        self._started.append(Command(process, log))
+        return self._started[-1]
+
+    def run(self, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+        """Carry a command out and return what it said."""
+        command = self.start(*arguments, env=env, cwd=cwd)
+        assert command.end() == code, command.output
+        return command.output
+
+    def close(self) -> None:
+        for command in self._started:
+            kill(command.family())
+            command.process.wait()
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """What a run or sweep has recorded of itself."""
+    return dict(json.loads(RunDir(run_dir).result.read_text()))
+
+
+def records(run_dir: Path, kind: str, stage: str = "student") -> list[dict[str, Any]]:
+    """The lines of one kind in a stage's metrics."""
+    return [line for line in read_lines(RunDir(run_dir).stage(stage).metrics) if line["kind"] == kind]
+
+
+@pytest.fixture
+def distill(tmp_path: Path) -> Iterator[Distill]:
+    commands = Distill(tmp_path)
+    yield commands
+    commands.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@dataclass
+class RayNode:
+    """`ray start --block` and everything under it."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        return []
+
+    def workers(self) -> list[psutil.Process]:
+        """The Ray Train workers on this node."""
+        return [process for process in self.family() if is_worker(process)]
+
+
+@dataclass
+class RayCluster:
+    """A head and its nodes, each with an address of its own in 127.0.0.0/8, token authentication on."""
+
+    folder: Path
+    cpus: int
+    port: int = field(default_factory=free_port)
+    dashboard_port: int = field(default_factory=free_port)
+    nodes: list[RayNode] = field(default_factory=list)
+    """The head first."""
+    _serial: int = 1
+
+    @property
+    def token_file(self) -> Path:
+        return self.folder / "token"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a driver on this cluster needs."""
+        return {
+            "RAY_ADDRESS": f"127.0.0.2:{self.port}", "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard_port}",
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file),
+        }  # fmt: skip
+
+    def add(self, wrapper: Sequence[str] = ()) -> RayNode:
+        """Start a node, the head first. `wrapper`: a command that runs the command after it."""
+        self._serial += 1
+        address = f"127.0.0.{self._serial}"
+        place = [f"--address=127.0.0.2:{self.port}"]
+        if not self.nodes:
+            self.token_file.write_text(secrets.token_hex(32))
+            place = [
+                "--head", f"--port={self.port}", f"--temp-dir={self.folder}", "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={self.dashboard_port}", f"--ray-client-server-port={free_port()}",
+            ]  # fmt: skip
+        log = self.folder / f"node-{self._serial}.log"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                [*wrapper, sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}",
+                 f"--num-cpus={self.cpus}", f"--dashboard-agent-listen-port={free_port()}", "--min-worker-port=0",
+                 "--max-worker-port=0", "--object-store-memory=100000000", "--disable-usage-stats", "--block"],
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.folder,
+                env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)},
+            )  # fmt: skip
+        node = RayNode(address, process)
+        self.nodes.append(node)
+        started = Command(process, log)
+        wait_until(lambda: "Ray runtime started" in started.output, "start of a Ray node", started)
+        return node
+
+    def kill(self, node: RayNode) -> None:
+        """The node is gone, as when its power is: raylet and workers first, so that none can say goodbye."""
+        self.nodes.remove(node)
+        family = node.family()
+        kill([process for process in family if process.name() == "raylet" or is_worker(process)])
+        kill(family)
+        node.process.wait()
+
+    def remove(self, node: RayNode) -> None:
+        """Stop a node in order: it takes its leave from the head."""
+        for process in node.family():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "raylet":
+                    process.send_signal(signal.SIGTERM)
+                    process.wait(30)
+        self.kill(node)
+
+    def close(self) -> None:
+        for node in reversed(self.nodes[:]):
+            self.kill(node)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes of three CPUs each. Not under pytest's folder: a socket's path may have 107 characters."""
+    if sys.platform != "linux":
+        pytest.skip("several Ray nodes on one machine need Linux's 127.0.0.0/8")
+    folder = Path(tempfile.mkdtemp(prefix="rd-"))
+    nodes = RayCluster(folder, cpus=3)
+    try:
+        nodes.add()
+        nodes.add()
+        yield nodes
+    finally:
+        nodes.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,64 @@
+"""The points of a sweep, what becomes of those that cannot run, and which one wins."""
+
+from __future__ import annotations
+
+from service.cluster import Cluster, Node
+from service.experiment import load
+from service.sweep import best_of, plan_trials, refuse
+from service.trial import Outcome
+
+
+def test_a_grid_has_every_combination_once_in_the_order_of_the_space() -> None:
+    trials = plan_trials(load("digits"))
+    assert len(trials) == 8
+    assert [trial.id for trial in trials] == [f"{i:03d}" for i in range(8)]
+    assert trials[0].params == {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
+    assert len({tuple(trial.params.items()) for trial in trials}) == 8
+
+
+def test_a_point_that_is_wrong_in_itself_is_infeasible_with_its_reason() -> None:
+    trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 3]}"]))
+    assert trials[0].outcome is None
+    assert trials[1].outcome == Outcome(
+        "infeasible", "data.global_batch_size 64 is not divisible by scale.num_workers 3: write 63 or 66"
+    )
+
+
+def test_a_point_that_the_cluster_can_never_hold_is_infeasible_before_anything_starts() -> None:
+    trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 8]}", "data.loader_workers=1"]))
+    refuse(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    assert trials[0].outcome is None
+    assert not trials[0].oversubscribed
+    assert trials[1].outcome is not None
+    assert trials[1].outcome.status == "infeasible"
+    assert "8 workers of 2 CPUs each do not fit" in trials[1].outcome.reason
+
+
+def test_random_points_are_drawn_from_the_seed_alone() -> None:
+    space = "sweep.space={optim.lr: {loguniform: [0.001, 1]}, data.global_batch_size: [64, 128]}"
+    drawn = [
+        [t.params for t in plan_trials(load("digits", [space, "sweep.policy=random", f"seed={seed}"]))] for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(0.001 <= point["optim.lr"] <= 1 for point in drawn[0])
+
+
+def test_a_timing_sweep_says_so_in_every_row() -> None:
+    timed = load("digits", ["sweep.steps=7"])
+    trial = plan_trials(timed)[0]
+    assert trial.resolved is not None
+    assert trial.resolved.experiment.train.max_steps == 7
+    assert trial.row(timed, timing=True)["kind"] == "timing"
+
+
+def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
+    rows = [
+        {"id": "0", "status": "ok", "metrics": {"images_per_s": 10.0, "epoch_s": 3.0}},
+        {"id": "1", "status": "oom", "metrics": {"images_per_s": 99.0, "epoch_s": 1.0}},
+        {"id": "2", "status": "ok", "metrics": {"images_per_s": 20.0, "epoch_s": 2.0}},
+    ]
+    for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
+        best = best_of(rows, metric, mode)
+        assert best is not None
+        assert best["id"] == winner
+    assert best_of(rows, "top1_pct", "max") is None
