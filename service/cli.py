@@ -199,7 +199,10 @@ def sync(directory: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130."""
+    """Entry point. Errors that a user can cause end in at most six lines and exit code 2; Ctrl-C and SIGTERM in 130.
+
+    Any other error is a mistake of ours: exit code 1, and its stack trace in a file.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cli.main(arguments, standalone_mode=False)
@@ -214,7 +217,29 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 130
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
+    except BrokenPipeError:  # whoever read the output has gone
+        code = 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}; mend that, then `distill resume` goes on", file=sys.stderr)
+        code = 2
+    except Exception as error:
+        print(f"error: unexpected {type(error).__name__}; its stack trace is in {keep_trace(error)}", file=sys.stderr)
+        code = 1
     else:
         code = 0
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would say so once more, with a stack trace
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def keep_trace(error: Exception) -> str:
+    """The file that tells how an error came about which no check foresaw."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="raydistill-", suffix=".log", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    return file.name

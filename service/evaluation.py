@@ -82,9 +82,9 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
     workers = config.data.loader_workers
     cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)
     storage = RunDir(root.absolute() / ".evaluate")
-    storage.root.mkdir(parents=True, exist_ok=True)
     if clusters.is_local() and (refusal := capacity.refusal(clusters.Need(config.scale.num_workers, cpus))):
         raise ClusterError(f"{refusal}: lower scale.num_workers")
+    storage.root.mkdir(parents=True, exist_ok=True)
     with Display() as display, clusters.connect(config.scale.num_workers * cpus, storage.root) as cluster:
         from trainables import worker
 

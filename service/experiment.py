@@ -72,7 +72,7 @@ class SweepConfig(Section):
         if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
             what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
             raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
-        if self.policy == "asha" and self.metric not in ACCURACIES:
+        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith("best")):
             raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
         return self
 
@@ -219,7 +219,7 @@ def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, s
         if not os.path.isfile(name):
             if os.path.isdir(name):
                 raise ExperimentError(f"{name}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
-            near = difflib.get_close_matches(name, recipes(), n=1)
+            near = difflib.get_close_matches(path.stem, recipes(), n=1)
             hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes())}"
             raise ExperimentError(f"{name}: neither a recipe nor a file; {hint}")
         where = name

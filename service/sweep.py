@@ -17,7 +17,7 @@ from service.run import Plan, Session, record_student, session, start_tracking, 
 from service.search.space import SpaceError, points
 from service.trial import Assignment, Outcome, run_trial
 from trainables.errors import ExperimentError, TrainingError
-from trainables.rundir import RunDir, read_lines, write_atomic, write_json
+from trainables.rundir import RunDir, headline, read_lines, write_atomic, write_json
 
 
 @dataclass
@@ -187,6 +187,8 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
 def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
     """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
+    # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
+    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
@@ -221,7 +223,7 @@ def unfinished(now: Session, trial: Trial) -> Outcome:
     epochs = [record for record in records if record["kind"] == "epoch"]
     if now.experiment.sweep.policy == "asha" and epochs:
         metrics = epochs[-1]["metrics"]
-        named = {name.removeprefix("val/"): value for name, value in metrics.items()} | {"steps": float(epochs[-1]["step"])}
+        named = {**metrics, **headline(metrics), "steps": float(epochs[-1]["step"])}
         return Outcome("stopped", f"stopped by asha after epoch {epochs[-1]['epoch']:g}", named)
     return Outcome("failed", "the trial's process died: see the logs under " + str(now.run_dir.trial(trial.id).root))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -14,6 +15,7 @@ from trainables.config import TrainConfig
 from trainables.errors import DistillError
 from trainables.rundir import RunDir, StageDir, write_json
 
+UNWRITABLE = ("No space left on device", "Disk quota exceeded", "Read-only file system")
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
 
 
@@ -71,7 +73,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
             return Outcome("failed", str(error), restarts=restarts)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
             outcome = diagnose(stage, error, restarts)
-            if outcome.status == "oom" or known(stage) or restarts == limit:
+            if outcome.status == "oom" or known(stage, error) or restarts == limit:
                 return outcome
             if refusal := wait_for_room(work):
                 return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=restarts)
@@ -96,9 +98,23 @@ def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
     return Outcome("ok", metrics=json.loads(stage.result.read_text())["metrics"], restarts=restarts)
 
 
-def known(stage: StageDir) -> bool:
-    """Whether a worker wrote down a cause that would come again."""
-    return stage.error.exists() and bool(json.loads(stage.error.read_text())["user"])
+def cause_of(stage: StageDir, error: Exception) -> dict[str, Any] | None:
+    """What a worker wrote down, or, where the disk was too full for that, what Ray has carried here of its error."""
+    try:
+        return dict(json.loads(stage.error.read_text()))
+    except (OSError, ValueError):
+        told = re.findall(r"^trainables\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
+        full = re.findall(rf"^.*(?:{'|'.join(UNWRITABLE)}).*$", str(error), re.MULTILINE)
+        if not told and not full:
+            return None
+        message = told[-1] if told else f"{full[-1].strip()}: free space, then `distill resume`"
+        return {"type": "DistillError", "message": message, "rank": 0, "user": True}
+
+
+def known(stage: StageDir, error: Exception) -> bool:
+    """Whether a worker said a cause that would come again."""
+    cause = cause_of(stage, error)
+    return cause is not None and bool(cause["user"])
 
 
 def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
@@ -106,8 +122,7 @@ def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
     text = str(error)
     if "ray.exceptions.OutOfMemoryError" in text or "Ray's memory monitor" in text or "low on memory" in text:
         return Outcome("oom", "the node ran out of memory: Ray killed a worker to save it", restarts=restarts)
-    if stage.error.exists():
-        cause = json.loads(stage.error.read_text())
+    if cause := cause_of(stage, error):
         if cause["type"] == "oom":
             return Outcome("oom", f"rank {cause['rank']}: {cause['message']}", restarts=restarts)
         prefix = "" if cause["user"] else f"rank {cause['rank']}: {cause['type']}: "

@@ -14,6 +14,7 @@ from trainables.distributed import all_reduce_sum, check_replicas, gather_object
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
+from trainables.rundir import headline
 from trainables.step import SUMS, train_step
 from trainables.timing import PHASES
 
@@ -241,8 +242,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     if progress.history:
         last = progress.history[-1]
         summary |= {
-            "top1_pct": last["val/top1_pct"], "top5_pct": last["val/top5_pct"], "val_loss": last["val/loss"],
-            "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
+            **headline(last), "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
         }  # fmt: skip
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary

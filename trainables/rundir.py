@@ -84,6 +84,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def headline(metrics: dict[str, float]) -> dict[str, float]:
+    """An epoch's validation numbers under the names that a stage's final numbers have."""
+    names = {"val/top1_pct": "top1_pct", "val/top5_pct": "top5_pct", "val/loss": "val_loss"}
+    return {names[name]: value for name, value in metrics.items() if name in names}
+
+
 @dataclass(frozen=True)
 class StageDir:
     """One training stage: the teacher's, or the student's."""

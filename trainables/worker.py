@@ -32,7 +32,7 @@ from trainables.config import EvaluateConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
 from trainables.errors import ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
-from trainables.rundir import StageDir, append_line, read_lines, write_json
+from trainables.rundir import StageDir, append_line, headline, read_lines, write_json
 from trainables.telemetry import Telemetry
 
 GAUGES = {
@@ -276,7 +276,7 @@ class Reporter:
                 if name in metrics:
                     self._gauges[gauge].set(metrics[name])
         if kind == "epoch":
-            ray.train.report({"epoch": epoch, "step": step, **metrics})
+            ray.train.report({"epoch": epoch, "step": step, **metrics, **headline(metrics)})
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:

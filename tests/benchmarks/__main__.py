@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 
 NAMES = ("loop", "startup", "overhead", "memory", "cli")
@@ -30,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, list[Result]] = {}
     for name in args.names or NAMES:
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short) as lines:
-            results[name] = [run(line, args.rounds or ROUNDS[name], lambda text: print(text, flush=True)) for line in lines]
+            rounds = args.rounds or ROUNDS[name]
+            results[name] = [run(line, rounds, partial(print, flush=True), warm_up=not args.short) for line in lines]
     missed = [line.title for lines in results.values() for line in lines if not line.passed]
     print("missed: " + "; ".join(missed) if missed else "every bar is reached")
     if args.json:

@@ -19,17 +19,17 @@ COMMANDS = {
     "more than the data": (["train", "digits", "--set", "data.global_batch_size=2000"], 2),
     "more than the machine": (["train", "digits", "--set", "scale.num_workers=512", "--set", "data.global_batch_size=1024"], 2),
 }
-BAR_S = 1.5
 
 
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     """The peer is an interpreter that starts and ends: it tells a slow machine from a slow command."""
+    nothing = partial(answer_s, ["-c", ""], 0)
+    lines = {name: partial(answer_s, ["-m", "service", *words], code) for name, (words, code) in COMMANDS.items()}
     yield [
-        Comparison(f"cli, {name}", "s", in_turn(partial(answer_s, ["-m", "service", *words], code), partial(answer_s, ["-c", ""], 0)),
-                   Bar("≤", BAR_S), figure=lambda ours, _: ours, figure_name="seconds")
-        for name, (words, code) in COMMANDS.items()
-    ]  # fmt: skip
+        Comparison(f"cli, {name}", "s", in_turn(line, nothing), Bar("≤", 1.5), figure=lambda ours, _: ours, figure_name="seconds")
+        for name, line in lines.items()
+    ]
 
 
 def answer_s(words: list[str], code: int) -> float:

@@ -17,7 +17,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     """One Ray for all rounds; its processes stand beside the plain script too."""
     resnets = Pair("resnet20", "resnet8", 32, 64, warmup_steps=10, steps=10 if short else 100)
     with tempfile.TemporaryDirectory() as name, cluster.connect(4, Path(name)):
-        yield [compare(resnets, num_workers, Path(name)) for num_workers in (1, 2)]
+        yield [compare(resnets, num_workers, Path(name)) for num_workers in ((2,) if short else (1, 2))]
 
 
 def compare(pair: Pair, num_workers: int, folder: Path) -> Comparison:

@@ -55,13 +55,16 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int) -> Iterator[Cal
         run_dir = RunDir(Path(name) / "run")
         config = pair.config(Path(name), num_workers=1)
         config = config.model_copy(
-            update={"output_dir": str(run_dir.stage(STAGE).root), "train": config.train.model_copy(update={"log_every": log_every})}
+            update={
+                "output_dir": str(run_dir.stage(STAGE).root),
+                "train": config.train.model_copy(update={"log_every": log_every}),
+            }
         )
         job = build(config, Group(), ignore, dict)
         with tracking(run_dir) as tracker:
 
             def measure(number: int) -> tuple[float, float]:
-                seconds = {watch: 0.0 for watch in (watched, unwatched)}
+                seconds = dict.fromkeys((watched, unwatched), 0.0)
                 for stretch in range(num_stretches):
                     # ABBA, and BAAB in the next round: what drifts meets both sides alike.
                     watch = (watched, unwatched)[(stretch + stretch // 2 + number) % 2]

@@ -49,11 +49,12 @@ def accuracy(output: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def main(args: argparse.Namespace) -> None:
+    empty_mib = peak_rss_mib()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = Noise(args.images, args.size, args.classes)
-    sampler = DistributedSampler(data, drop_last=True)
+    sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(data, drop_last=True)
     loader = DataLoader(
         data, args.batch // world_size, sampler=sampler, num_workers=1, persistent_workers=True, drop_last=True
     )  # fmt: skip
@@ -82,11 +83,14 @@ def main(args: argparse.Namespace) -> None:
             if step == args.warmup:
                 began = time.perf_counter()
             if step % args.log_every == 0 and rank == 0:
-                print(f"Epoch: [{epoch}] step {step} loss {sums[0] / step:.4f} acc1 {sums[1] / step:.2f} acc5 {sums[2] / step:.2f}")
+                print(
+                    f"Epoch: [{epoch}] step {step} loss {sums[0] / step:.4f} acc1 {sums[1] / step:.2f} acc5 {sums[2] / step:.2f}"
+                )
             if step == args.warmup + args.steps:
                 seconds = time.perf_counter() - began
                 if rank == 0:
-                    print(json.dumps({"images_per_s": args.steps * args.batch / seconds, "peak_rss_mib": peak_rss_mib()}))
+                    speed = {"images_per_s": args.steps * args.batch / seconds}
+                    print(json.dumps({**speed, "peak_mib": peak_rss_mib(), "empty_mib": empty_mib}))
                 dist.destroy_process_group()
                 return
 

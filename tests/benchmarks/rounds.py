@@ -71,13 +71,13 @@ def in_turn(ours: Callable[[], float], peer: Callable[[], float]) -> Callable[[i
     return measure
 
 
-def run(comparison: Comparison, num_rounds: int, echo: Echo) -> Result:
+def run(comparison: Comparison, num_rounds: int, echo: Echo, warm_up: bool = True) -> Result:
     """A warm-up round that does not count, then `num_rounds` that do; says a row for each and the verdict."""
     bar = comparison.bar
     result = Result(comparison.title, comparison.unit, comparison.figure_name, str(bar) if bar else "")
     echo(f"{comparison.title} [{comparison.unit}]")
     echo(f"  {'round':>7} {'ours':>10} {'peer':>10} {comparison.figure_name:>8}   load")
-    for number in range(num_rounds + 1):
+    for number in range(0 if warm_up else 1, num_rounds + 1):
         ours, peer = comparison.measure(number)
         figure, load = comparison.figure(ours, peer), os.getloadavg()[0]
         echo(f"  {number or 'warm-up':>7} {ours:10.4g} {peer:10.4g} {figure:8.3f}  {load:5.1f}")

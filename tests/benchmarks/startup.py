@@ -29,7 +29,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 
 def compare(num_workers: int) -> list[Comparison]:
     """One world size; the second line tells of the rounds that the first has measured."""
-    entries: list[tuple[float, float]] = []
+    entries: dict[int, tuple[float, float]] = {}
     title = f"startup, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
     def measure(number: int) -> tuple[float, float]:
@@ -41,7 +41,7 @@ def compare(num_workers: int) -> list[Comparison]:
         else:
             bare = answer_of(["-m", "tests.benchmarks.bare", str(num_workers)])
             ours = first_step_s(num_workers)
-        entries.append((ours, bare["entered"] - began))
+        entries[number] = ours, bare["entered"] - began
         return ours, bare["ended"] - began
 
     return [
@@ -58,13 +58,17 @@ def first_step_s(num_workers: int) -> float:
                    "--set", f"scale.num_workers={num_workers}", "--set", "data.loader_workers=1"]  # fmt: skip
         began = time.time()
         with subprocess.Popen(
-            [sys.executable, "-m", "service", *command], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "service", *command],
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         ) as process:
             try:
                 while process.poll() is None and time.time() < began + PATIENCE_S:
                     steps = [line for line in read_lines(run_dir.stage("teacher").metrics) if line["kind"] == "step"]
                     if steps:
-                        return steps[0]["time_ms"] / 1e3 - began
+                        return float(steps[0]["time_ms"]) / 1e3 - began
                     time.sleep(0.05)
                 raise RuntimeError(f"distill train made no step in {time.time() - began:.0f} s")
             finally:

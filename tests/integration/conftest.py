@@ -212,7 +212,8 @@ class RayCluster:
                  f"--num-cpus={self.cpus}", f"--dashboard-agent-listen-port={free_port()}", "--min-worker-port=0",
                  "--max-worker-port=0", "--object-store-memory=100000000", "--disable-usage-stats", "--block"],
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.folder,
-                env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)},
+                env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file), "HOME": str(self.folder),
+                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
             )  # fmt: skip
         node = RayNode(address, process)
         self.nodes.append(node)

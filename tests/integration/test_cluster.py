@@ -40,7 +40,7 @@ def test_a_run_outlives_a_node_and_loses_at_most_the_steps_since_its_last_checkp
     distill: Distill, cluster: RayCluster
 ) -> None:
     run = distill.runs / "death"
-    sets = ("--set", "optim.epochs=40", "--set", "train.checkpoint_every=4", "--set", "train.log_every=1")
+    sets = ("--set", "optim.epochs=16", "--set", "train.checkpoint_every=4", "--set", "train.log_every=1")
     command = distill.start("train", distill.experiment, "--out", run, *TWO, *sets, env=cluster.env)
     wait_until(lambda: len(records(run, "epoch")) >= 3, "third epoch", command)
     cluster.kill(cluster.nodes[1])
@@ -48,15 +48,15 @@ def test_a_run_outlives_a_node_and_loses_at_most_the_steps_since_its_last_checkp
     cluster.add()
     assert command.end() == 0, command.output
     found = result(run)["stages"][0]
-    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 40 * 22)
+    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 16 * 22)
     first, again = records(run, "start")
     assert first["step"] == 0
     # A checkpoint every 4 steps; the record of a step may be a step or two ahead of what rank 0 has on disk.
     assert at_death - 6 <= again["step"] <= at_death + 2
     counts = Counter(line["step"] for line in records(run, "step"))
-    assert sorted(counts) == list(range(1, 40 * 22 + 1))
+    assert sorted(counts) == list(range(1, 16 * 22 + 1))
     assert set(counts.values()) == {1}
-    assert [line["epoch"] for line in records(run, "epoch")] == list(range(1, 41))
+    assert [line["epoch"] for line in records(run, "epoch")] == list(range(1, 17))
     assert "going on from the last checkpoint (restart 1 of at most 3)" in command.output
 
 

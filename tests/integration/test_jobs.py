@@ -1,0 +1,62 @@
+"""Ray jobs on a real cluster with token authentication: `distill submit`, and `ray job submit` as the README says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import PATIENCE_S, PROJECT, Distill, RayCluster, result
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_submitted_run_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
+    distill: Distill, cluster: RayCluster
+) -> None:
+    said = distill.run("submit", "--follow", "train", distill.experiment, "--set", "optim.epochs=1", env=cluster.env)
+    assert "submitted raysubmit_" in said
+    assert "student epoch 1/1" in said
+    (run,) = distill.runs.iterdir()
+    assert result(run)["status"] == "complete"
+    assert f"result: {run}/result.json" in said
+
+
+def test_the_exit_code_of_a_followed_job_is_the_jobs_own(distill: Distill, cluster: RayCluster) -> None:
+    said = distill.run("submit", "--follow", "resume", "/nowhere", code=2, env=cluster.env)
+    assert "error: /nowhere holds no run" in said
+
+
+def test_without_the_token_no_job_is_taken(distill: Distill, cluster: RayCluster) -> None:
+    wrong = distill.folder / "wrong-token"
+    wrong.write_text("0" * 64)
+    said = distill.run("submit", "train", "digits", code=2, env={**cluster.env, "RAY_AUTH_TOKEN_PATH": str(wrong)})
+    assert "error: no job could be submitted" in said
+    assert len(said.splitlines()) <= 6
+
+
+@pytest.mark.slow
+def test_the_project_itself_runs_a_sweep_as_a_ray_job_as_it_stands(cluster: RayCluster) -> None:
+    sets = ["optim.epochs=1", "teacher.epochs=1", "tracking.enabled=false", "data.loader_workers=1", "sweep.steps=5",
+            "sweep.space={data.global_batch_size: [64, 128]}"]  # fmt: skip
+    job = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--",
+         "python", "-m", "service", "sweep", "digits", *(part for each in sets for part in ("--set", each))],
+        cwd=PROJECT, env={**os.environ, **cluster.env}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    # A job's working directory is thrown away: the runs are in the home of whoever runs the head node.
+    (run,) = (path for path in (cluster.folder / "runs").iterdir() if path.is_dir())
+    assert [trial["status"] for trial in result(run)["trials"]] == ["ok", "ok"]
+    (package,) = cluster.folder.glob("session_2*/runtime_resources/working_dir_files/*/")
+    assert (package / "service" / "cli.py").exists()
+    assert not any((package / name).exists() for name in (".venv", ".git", "runs"))
+    assert size(package) < 10 * 2**20
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files under a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,402 @@
+"""The command: quick to start, and every mistake that can be known before Ray starts ends in at most six lines and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from service import cli
+from tests.trainables.data.photos import encoded, photo
+from tests.trainables.jobs import write_teacher
+
+Refuse = Callable[..., str]
+PYTHON = [sys.executable, "-c"]
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """`main` takes SIGTERM for itself."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def exit_code(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.main([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runs: Path) -> Refuse:
+    """refuse("train", "digits", …) carries the command out here, and returns the one line that it was refused with."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAYDISTILL_RUNS", str(runs))
+
+    def run(*arguments: str | Path) -> str:
+        assert exit_code(*arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("error: ")
+        assert said.err.count("\n") == 1
+        assert not runs.exists()  # nothing was begun
+        return said.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def sets(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def cpu_seconds(code: str) -> float:
+    """Processor time of a Python process that runs `code`, which other jobs on this machine do not add to."""
+    pid = os.posix_spawn(sys.executable, [*PYTHON, code], os.environ, file_actions=[
+        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)
+    ])  # fmt: skip
+    _, _, usage = os.wait4(pid, 0)
+    return usage.ru_utime + usage.ru_stime
+
+
+# Quick to start
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "digits", *sets("batch_size=3")], ["train", "nothing"], ["recipes"]])
+def test_help_and_a_refused_experiment_take_less_than_a_second_and_a_half(arguments: list[str]) -> None:
+    code = f"from service.cli import main; main({arguments!r})"
+    assert min(cpu_seconds(code) for _ in range(3)) < 1.5
+
+
+@pytest.mark.parametrize("arguments", [None, ["train", "digits", *sets("batch_size=3")], ["show", "imagenet_r34_r18"]])
+def test_nothing_heavy_is_imported_until_a_command_needs_it(arguments: list[str] | None) -> None:
+    code = f"""
+import sys
+import service.cli
+try:
+    {arguments} is None or service.cli.main({arguments})
+except SystemExit:
+    pass
+print(*sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "torchvision", "ray", "mlflow", "pandas", "sklearn", "timm"}}))
+"""
+    done = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_python_m_service_is_the_same_command() -> None:
+    said = [
+        subprocess.run([*start, "recipes"], capture_output=True, text=True, check=True).stdout
+        for start in ([sys.executable, "-m", "service"], [*PYTHON, "from service.cli import main; main()"])
+    ]
+    assert said[0] == said[1]
+    assert "imagenet_r34_r18" in said[0]
+
+
+# What a command line itself can get wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Usage"),
+        (["trian", "digits"], "No such command 'trian'"),
+        (["train"], "Missing argument 'RECIPE_OR_FILE'"),
+        (["train", "digits", "--set"], "Option '--set' requires an argument"),
+        (["train", "digits", "--bogus"], "No such option"),
+        (["evaluate", "x.safetensors"], "Missing option '--data'"),
+        (["resume"], "Missing argument 'DIRECTORY'"),
+        (["ui", "--port", "many"], "'many' is not a valid integer"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], refuse: Refuse
+) -> None:
+    assert exit_code(*arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    if arguments:
+        assert len(said.splitlines()) <= 6
+
+
+@pytest.mark.parametrize("command", ["train", "sweep", "show"])
+def test_a_wrong_experiment_is_refused_by_every_command_that_takes_one(command: str, refuse: Refuse) -> None:
+    assert refuse(command, "digits", *sets("optim.lr")).startswith("--set optim.lr: write --set key=value")
+    assert "did you mean digits?" in refuse(command, "digit")
+    assert refuse(command, "digits", *sets("distill.temperature=0")).endswith("must be above 0, not 0")
+
+
+# Data
+
+
+def write_photos(folder: Path, **splits: dict[str, list[bytes]]) -> Path:
+    for split, classes in splits.items():
+        for name, images in classes.items():
+            (folder / split / name).mkdir(parents=True)
+            for number, content in enumerate(images):
+                (folder / split / name / f"{number}.jpg").write_bytes(content)
+    return folder
+
+
+GOOD = encoded(photo(1), "JPEG")
+
+
+def test_missing_empty_and_non_image_data_are_refused(refuse: Refuse, tmp_path: Path) -> None:
+    def said(path: Path) -> str:
+        return refuse("train", "digits", *sets(f"data.path={path}"))
+
+    assert "does not exist; write digits, synthetic, or a folder with train/CLASS/*" in said(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in said(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "has no folder train" in said(tmp_path / "empty")
+    (tmp_path / "classless" / "train").mkdir(parents=True)
+    assert "has no class folders" in said(tmp_path / "classless")
+    write_photos(tmp_path / "imageless", train={"cat": []}, val={"cat": []})
+    (tmp_path / "imageless/train/cat/notes.txt").write_text("no image")
+    assert "holds no images" in said(tmp_path / "imageless")
+    assert "has no validation folder" in said(write_photos(tmp_path / "valless", train={"cat": [GOOD]}))
+    extra = write_photos(tmp_path / "extra", train={"cat": [GOOD]}, val={"dog": [GOOD]})
+    assert "has classes that train has not: dog" in said(extra)
+
+
+def test_a_folder_in_which_no_image_can_be_read_is_refused_before_ray_starts(refuse: Refuse, tmp_path: Path) -> None:
+    bad = write_photos(tmp_path / "bad", train={"cat": [b"text", GOOD[:200]], "dog": [b""]}, val={"cat": [GOOD]})
+    said = refuse("train", "digits", *sets(f"data.path={bad}"))
+    assert "not one of 3 images looked at can be read, such as train/cat/0.jpg (not an image)" in said
+
+
+def test_a_batch_larger_than_the_data_is_refused(refuse: Refuse) -> None:
+    assert "write at most 1442, or data.last_batch=short" in refuse("train", "digits", *sets("data.global_batch_size=2048"))
+
+
+# Cluster
+
+
+def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(refuse: Refuse) -> None:
+    said = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
+    assert said.startswith("512 workers of 2 CPUs each do not fit")
+    assert said.endswith("lower scale.num_workers or data.loader_workers")
+    assert "do not fit" in refuse("train", "digits", *sets("data.loader_workers=5000"))
+
+
+def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert refuse("train", "digits", *sets("scale.use_gpu=true")).endswith("set scale.use_gpu to false")
+    assert "scale.sync_batch_norm works on GPUs only" in refuse("train", "digits", *sets("scale.sync_batch_norm=true"))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:9", "no Ray at 127.0.0.1:9"),
+        ("ray://127.0.0.1:9", "no Ray at ray://127.0.0.1:9"),
+        ("http://127.0.0.1:8265", "where jobs are submitted: use `distill submit`"),
+        ("nonsense", "RAY_ADDRESS is nonsense: write HOST:PORT"),
+    ],
+)
+def test_an_address_without_ray_is_refused_at_once(
+    address: str, words: str, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert words in refuse("train", "digits")
+
+
+def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "give one of train, sweep" in refuse("submit")
+    assert "give one of train, sweep" in refuse("submit", "dance")
+    assert "a recipe or file comes first" in refuse("submit", "train")
+    assert "did you mean digits?" in refuse("submit", "train", "digit")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
+    assert refuse("submit", "train", "digits").startswith("no job could be submitted to http://127.0.0.1:9")
+
+
+# Models, weights and checkpoints
+
+
+def test_a_model_that_does_not_fit_the_images_is_refused(refuse: Refuse) -> None:
+    said = refuse("train", "digits", *sets("student.model=vgg11"))
+    assert said.startswith("model vgg11 does not take images of 8×8")
+    assert "set data.image_size to 32" in said
+    assert said.count("8×8") == 1
+
+
+def test_a_timm_model_without_timm_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name == "timm" else find(name, *rest))
+from service.cli import main
+main(["train", "digits", "--set", "student.model=timm/resnet18"])
+"""
+    done = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --set: student.model: model 'timm/resnet18' needs timm")
+    assert "pip install raydistill[timm]" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse: Refuse, tmp_path: Path) -> None:
+    def said(weights: Path | str) -> str:
+        return refuse("train", "digits", *sets("teacher.model=mlp_large", f"teacher.weights={weights}"))
+
+    whole = Path(write_teacher(tmp_path / "whole.safetensors"))
+    assert f"there is no file {tmp_path / 'none.pt'}" in said(tmp_path / "none.pt")
+    assert "no published weights" in said("IMAGENET1K_V1")
+    other = write_teacher(tmp_path / "other.safetensors", model="convnet_large")
+    assert f"{other} holds a convnet_large, not a mlp_large: write convnet_large as the model" in said(other)
+    fewer = write_teacher(tmp_path / "fewer.safetensors", num_classes=7)
+    assert "was trained on 7 classes and the data has 10" in said(fewer)
+    for length in (0, 5, 100, whole.stat().st_size - 1):
+        cut = tmp_path / "cut.safetensors"
+        cut.write_bytes(whole.read_bytes()[:length])
+        assert f"{cut} is not a whole safetensors file" in said(cut)
+    (tmp_path / "text.pt").write_text("no weights")
+    assert f"{tmp_path / 'text.pt'} is not loaded" in said(tmp_path / "text.pt")
+    (tmp_path / "run").mkdir()
+    assert "give a finished run's or stage's directory" in said(tmp_path / "run")
+
+
+def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    whole = Path(write_teacher(tmp_path / "whole.safetensors"))
+    assert "no checkpoint at nothing" in refuse("evaluate", "nothing", "--data", "digits")
+    assert "there is no file" in refuse("evaluate", tmp_path / "none.safetensors", "--data", "digits")
+    assert "does not exist" in refuse("evaluate", whole, "--data", tmp_path / "none")
+    photos = write_photos(tmp_path / "photos", train={"cat": [GOOD], "dog": [GOOD]}, val={"cat": [GOOD]})
+    assert "was trained on 10 classes and the data has 2" in refuse("evaluate", whole, "--data", photos)
+    names = write_photos(tmp_path / "names", train={f"c{i}": [GOOD] for i in range(10)}, val={"c1": [GOOD]})
+    assert "its class 0 is '0', the data's is 'c0'" in refuse("evaluate", whole, "--data", names)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-9])
+    assert "is damaged" in refuse("evaluate", cut, "--data", "digits")
+    for override, words in (
+        ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size?"),
+        ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),
+        ("optim.lr=3", "an evaluation has the keys data.*, scale.* and precision"),
+        ("data", "write --set key=value"),
+        ("data.global_batch_size=[", "not YAML"),
+        ("scale.num_workers=500", "500 workers of 2 CPUs each do not fit"),
+    ):
+        said = refuse("evaluate", whole, "--data", "digits", *sets(override))
+        assert words in said
+
+
+# Sweeps
+
+
+def test_a_sweep_without_a_point_that_could_run_is_refused(refuse: Refuse) -> None:
+    assert "nothing to search: give at least one key" in refuse("sweep", "digits", *sets("sweep.space={}"))
+    said = refuse("sweep", "digits", *sets("sweep.space={data.global_batch_size: [63, 65]}", "scale.num_workers=2"))
+    assert "none of its 2 points can run; the first: data.global_batch_size 63 is not divisible by scale.num_workers 2" in said
+    said = refuse("sweep", "digits", *sets("sweep.space={student.model: [nothing]}"))
+    assert "none of its 1 points can run; the first: student.model: there is no model 'nothing'" in said
+    said = refuse("sweep", "digits", *sets("sweep.space={scale.num_workers: [512]}", "data.global_batch_size=512"))
+    assert "512 workers of 2 CPUs each do not fit" in said
+
+
+def test_a_sweep_by_accuracies_that_has_none_is_refused(refuse: Refuse) -> None:
+    assert "leave out steps" in refuse("sweep", "digits", *sets("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=9"))
+    assert "set metric to top1_pct" in refuse("sweep", "digits", *sets("sweep.policy=asha"))
+
+
+# Places
+
+
+def test_a_place_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for option in ("--out", "--runs"):
+        for path in (file, file / "below"):
+            assert refuse("train", "digits", option, path).startswith(f"{option} {path} cannot be written: {file} is not a folder")
+    assert "is not a folder" in refuse("evaluate", write_teacher(tmp_path / "t.safetensors"), "--data", "digits", "--runs", file)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is where nobody may create a folder")
+def test_a_folder_that_cannot_be_created_is_refused(refuse: Refuse) -> None:
+    assert "/proc/none/run cannot be written" in refuse("train", "digits", "--out", "/proc/none/run")
+
+
+def begun(folder: Path, **changes: object) -> Path:
+    """A run directory that was interrupted in its first stage."""
+    folder.mkdir()
+    (folder / "experiment.yaml").write_text(yaml.safe_dump({"base": "digits"}))
+    state = {"kind": "train", "name": "digits", "status": "interrupted", "runs_root": str(folder.parent / "runs"), **changes}
+    (folder / "result.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(refuse: Refuse, tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    before = (run / "result.json").read_bytes()
+    assert f"already holds a run: continue it with `distill resume {run}`" in refuse("train", "digits", "--out", run)
+    assert (run / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["resume", "report", "sync"])
+def test_a_folder_that_holds_no_run_cannot_be_gone_on_with(command: str, refuse: Refuse, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none", Path(__file__)):
+        assert f"{path} holds no run" in refuse(command, path)
+    for name, content in (("torn", '{"kind": "tr'), ("list", "[]"), ("poor", '{"kind": "train"}')):
+        run = begun(tmp_path / name)
+        (run / "result.json").write_text(content)
+        assert "result.json is damaged" in refuse(command, run)
+    run = begun(tmp_path / "wrong")
+    (run / "experiment.yaml").write_text("base: digits\noptim: {lr: -1}\n")
+    assert "optim.lr: must be above 0, not -1" in refuse(command, run)
+
+
+def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse, tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    last = run / "teacher" / "checkpoints" / "last.safetensors"
+    write_teacher(last)
+    last.write_bytes(last.read_bytes()[:-7])
+    said = refuse("resume", run)
+    assert f"{last} is not a whole safetensors file" in said
+    assert "copy best.safetensors over it to go on from there" in said
+
+
+# What no check foresaw
+
+
+def test_an_operating_systems_error_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/some/where")
+
+    monkeypatch.setattr(cli.cli, "main", full)
+    assert exit_code("train", "digits") == 2
+    said = capsys.readouterr().err
+    assert said == "error: /some/where: No space left on device; mend that, then `distill resume` goes on\n"
+
+
+def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "recipes", lambda: 1 / 0)
+    assert exit_code("recipes") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")
+    assert said.count("\n") == 1
+    trace = Path(said.split()[-1])
+    assert "ZeroDivisionError: division by zero" in trace.read_text()
+    trace.unlink()
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m service show digits"
+    done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("name ")
+    assert done.stderr == ""

@@ -1,0 +1,384 @@
+"""The experiment: recipes and files, bases and overrides, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import strict_yaml
+from service.experiment import Experiment, Resolved, flatten, load, merge, put, read_resolved, recipes
+from service.mistakes import known_keys, nearest
+from trainables.errors import ExperimentError
+
+KEYS = list(known_keys(Experiment))
+
+
+def refusal(*overrides: str, recipe: str = "digits") -> str:
+    """The text of the error that the overrides meet."""
+    with pytest.raises(ExperimentError) as caught:
+        load(recipe, overrides)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str | bytes, name: str = "mine.yaml") -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+# What is right
+
+
+def test_the_promised_recipes_ship_with_a_line_about_each() -> None:
+    assert {"digits", "cifar10", "imagenet_r34_r18", "synthetic"} <= recipes().keys()
+    assert all(len(text) > 20 for text in recipes().values())
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_loads_under_its_own_name(name: str) -> None:
+    resolved = load(name)
+    assert resolved.experiment.name == name
+    assert resolved.experiment.teacher is not None
+    assert resolved.experiment.sweep.space
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_resolved_recipe_reads_back_as_the_same_experiment(name: str, tmp_path: Path) -> None:
+    resolved = load(name, ["seed=7", "data.mean=[0.1, 0.2, 0.3]"])
+    path = Path(written(tmp_path, resolved.to_yaml(), "experiment.yaml"))
+    assert read_resolved(path).experiment == resolved.experiment
+
+
+def test_a_text_that_looks_like_a_number_reads_back_as_text(tmp_path: Path) -> None:
+    resolved = load("digits", ['name="1e5"'])
+    assert read_resolved(Path(written(tmp_path, resolved.to_yaml()))).experiment.name == "1e5"
+
+
+def test_imagenet_is_the_published_recipe() -> None:
+    e = load("imagenet_r34_r18").experiment
+    assert e.teacher is not None
+    assert (e.teacher.model, e.teacher.weights, e.student.model) == ("resnet34", "IMAGENET1K_V1", "resnet18")
+    assert (e.optim.epochs, e.data.global_batch_size, e.optim.lr, e.optim.milestones) == (100, 256, 0.1, (30, 60, 90))
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("optim.lr=1e-4", "optim.lr", 1e-4),
+        ("optim.lr=2", "optim.lr", 2.0),
+        ("data.loader_workers=auto", "data.loader_workers", "auto"),
+        ("data.loader_workers=0", "data.loader_workers", 0),
+        ("scale.use_gpu=auto", "scale.use_gpu", "auto"),
+        ("scale.use_gpu=false", "scale.use_gpu", False),
+        ("teacher=null", "teacher", None),
+        ("optim.milestones=[3, 5]", "optim.milestones", (3, 5)),
+        ("data={path: synthetic, image_size: 16}", "data.image_size", 16),
+        ("tracking.uri=http://127.0.0.1:5000?a=b", "tracking.uri", "http://127.0.0.1:5000?a=b"),
+    ],
+)
+def test_an_override_sets_one_value(override: str, key: str, value: Any) -> None:
+    resolved = load("digits", [override])
+    found: Any = resolved.experiment
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert resolved.sources[key.split(".")[0] if "{" in override else key] == "--set"
+
+
+def test_later_overrides_win() -> None:
+    assert load("digits", ["seed=1", "seed=2"]).experiment.seed == 2
+
+
+def test_under_the_space_of_a_sweep_the_rest_of_the_key_is_one_key() -> None:
+    e = load("digits", ["sweep.space.optim.lr=[0.1, 0.2]"]).experiment
+    assert e.sweep.space["optim.lr"] == [0.1, 0.2]
+    assert "data.loader_workers" in e.sweep.space
+
+
+def test_a_file_is_named_after_itself_and_says_where_each_value_is_from(tmp_path: Path) -> None:
+    path = written(tmp_path, "base: digits\noptim: {lr: 1e-2}\n", "my try.yaml")
+    resolved = load(path, ["seed=3"])
+    assert resolved.experiment.name == "digits"
+    assert (resolved.experiment.optim.lr, resolved.experiment.optim.epochs) == (0.01, 12)
+    assert (resolved.sources["optim.lr"], resolved.sources["optim.epochs"]) == (path, "recipe digits")
+    assert resolved.sources["seed"] == "--set"
+    assert "precision" not in resolved.sources
+    alone = load(written(tmp_path, "student: {model: mlp_small}\n", "my try.yaml"))
+    assert alone.experiment.name == "my-try"
+
+
+def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    written(tmp_path, "base: digits\nseed: 5\n", "below.yaml")
+    (tmp_path / "sub").mkdir()
+    above = written(tmp_path / "sub", "base: ../below.yaml\nname: above\n", "above.yaml")
+    resolved = load(above)
+    assert (resolved.experiment.name, resolved.experiment.seed) == ("above", 5)
+    assert resolved.experiment.data.path == "digits"
+
+
+def test_merging_replaces_a_space_as_a_whole_and_sections_key_by_key() -> None:
+    below = {"sweep": {"space": {"a": [1]}, "steps": 3}, "optim": {"lr": 1, "epochs": 2}}
+    merged = merge(below, {"sweep": {"space": {"b": [2]}}, "optim": {"lr": 3}})
+    assert merged == {"sweep": {"space": {"b": [2]}, "steps": 3}, "optim": {"lr": 3, "epochs": 2}}
+    assert below["optim"] == {"lr": 1, "epochs": 2}
+
+
+def test_putting_opens_the_sections_on_the_way() -> None:
+    tree: dict[str, Any] = {"teacher": None}
+    put(tree, "teacher.model", "resnet8", "here")
+    put(tree, "sweep.space.a.b", [1], "here")
+    assert tree == {"teacher": {"model": "resnet8"}, "sweep": {"space": {"a.b": [1]}}}
+
+
+def test_flattening_keeps_a_space_as_one_value() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "sweep": {"space": {"x.y": [1]}}}) == {
+        "a.b": 1,
+        "a.c": {},
+        "sweep.space": {"x.y": [1]},
+    }
+
+
+def test_a_point_of_a_sweep_is_the_experiment_with_its_values() -> None:
+    base = load("digits")
+    point = base.override({"data.global_batch_size": 32, "optim.lr": "1e-3"}, "trial")
+    assert isinstance(point, Resolved)
+    assert (point.experiment.data.global_batch_size, point.experiment.optim.lr) == (32, 0.001)
+    assert point.sources["optim.lr"] == "trial"
+    assert base.experiment.data.global_batch_size == 64
+
+
+def test_known_keys_are_what_the_user_was_promised() -> None:
+    promised = """data.path data.global_batch_size data.loader_workers data.image_size teacher.model teacher.weights student.model
+        distill.method distill.temperature distill.task_weight distill.soft_weight distill.method_weight optim.lr
+        scale.num_workers scale.use_gpu precision sweep.space sweep.policy sweep.metric tracking.uri seed"""
+    assert set(promised.split()) <= set(KEYS)
+
+
+# Near names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("batch_size", "data.global_batch_size"),
+        ("data.batch_size", "data.global_batch_size"),
+        ("data.global_batchsize", "data.global_batch_size"),
+        ("distil.temperature", "distill.temperature"),
+        ("distill.temprature", "distill.temperature"),
+        ("temperature", "distill.temperature"),
+        ("lr", "optim.lr"),
+        ("num_workers", "scale.num_workers"),
+        ("scale.num_worker", "scale.num_workers"),
+        ("teacher.weight", "teacher.weights"),
+        ("sed", "seed"),
+        ("zzz", None),
+    ],
+)
+def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, right: str | None) -> None:
+    hint = nearest(wrong, KEYS)
+    assert hint == (f"; did you mean {right}?" if right else "")
+    assert "no such key" in refusal(f"{wrong}=3")
+
+
+# What is wrong, each in one line that says what, where and what instead
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=3", "--set: batch_size: no such key; did you mean data.global_batch_size?"),
+        ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer, not "abc"'),
+        ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer, not 64.5"),
+        ("data.global_batch_size=true", "--set: data.global_batch_size: must be a number, not true"),
+        ("data.global_batch_size=null", "--set: data.global_batch_size: must be an integer, not null"),
+        ("data.global_batch_size=0", "--set: data.global_batch_size: must be at least 1, not 0"),
+        ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer, not [64]"),
+        ("data.global_batch_size=" + "9" * 30, f"--set: data.global_batch_size: must be below 2147483648, not {'9' * 30}"),
+        ("data.loader_workers=abc", '--set: data.loader_workers: must be an integer or auto, not "abc"'),
+        ("data.loader_workers=-1", "--set: data.loader_workers: must be at least 0 or auto, not -1"),
+        ("data.loader_workers=true", "--set: data.loader_workers: must be a number or auto, not true"),
+        ("scale.use_gpu=maybe", '--set: scale.use_gpu: must be true or false or auto, not "maybe"'),
+        ("data=3", "--set: data: must be a section of keys, not 3"),
+        ("student=null", "--set: student: must be a section of keys, not null"),
+        ("student={}", "--set: student.model: missing: write it in the file or --set student.model=…"),
+        ("data.mean=[1, 2]", "--set: data.mean: must be a list of 3, not [1, 2]"),
+        ("data.mean=[1]", "--set: data.mean: must be a list of 3, not [1]"),
+        ("data.mean=[1, 2, 3, 4]", "--set: data.mean: must be a list of 3, not [1, 2, 3, 4]"),
+        ("data.mean=[1, x, 3]", '--set: data.mean[1]: must be a number, not "x"'),
+        ("data.std=[1, 0, 1]", "--set: data.std[1]: must be above 0, not 0"),
+        ("optim.milestones=[1, 0]", "--set: optim.milestones[1]: must be at least 1, not 0"),
+        ("optim.milestones=3", "--set: optim.milestones: must be a list, not 3"),
+        ("data.path=2020", "--set: data.path: must be text, not 2020"),
+        ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
+        ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
+        ("precision=fp8", '--set: precision: must be fp32, bf16, fp16 or fp64, not "fp8"'),
+        ("distill.temperature=0", "--set: distill.temperature: must be above 0, not 0"),
+        ("distill.temperature=-2", "--set: distill.temperature: must be above 0, not -2"),
+        ("distill.temperature=.nan", "--set: distill.temperature: must be a finite number, not NaN"),
+        ("optim.lr=.inf", "--set: optim.lr: must be a finite number, not Infinity"),
+        ("optim.lr=false", "--set: optim.lr: must be a number, not false"),
+        ("optim.momentum=1", "--set: optim.momentum: must be below 1, not 1"),
+        ("seed=-1", "--set: seed: must be at least 0, not -1"),
+        ("name=../x", '--set: name: must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$, not "../x"'),
+        ("student.model=resnet18x", "--set: student.model: there is no model 'resnet18x'; did you mean resnet18?"),
+        ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
+        ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
+        ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
+        ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
+        ("sweep.policy=guess", '--set: sweep.policy: must be grid, random or asha, not "guess"'),
+        ("sweep.space=3", "--set: sweep.space: must be a section of keys, not 3"),
+    ],
+)
+def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.global_batch_size=63", "scale.num_workers=2"], "is not divisible by scale.num_workers 2: write 62 or 64"),
+        (["data.global_batch_size=1", "scale.num_workers=2"], "write 2 or 4"),
+        (["distill.task_weight=0", "distill.soft_weight=0"], "nothing would be learned"),
+        (["optim.warmup_epochs=12"], "leaves no epoch of optim.epochs 12"),
+        (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
+        (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
+        (["scale.sync_batch_norm=true", "scale.use_gpu=false"], "works on GPUs only"),
+        (["distill.method_weight=1"], "has no term of its own"),
+        (["sweep.metric=speed"], "trials have no 'speed'"),
+        (["sweep.metric=top1"], "did you mean top1_pct?"),
+        (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
+        (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
+        (["sweep.policy=asha"], "set metric to top1_pct"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words: str) -> None:
+    text = refusal(*overrides)
+    assert words in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
+def test_an_override_without_key_or_value_is_told_how_to_write_one(text: str) -> None:
+    assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
+
+
+def test_many_mistakes_take_six_lines_at_most() -> None:
+    lines = refusal(*(f"wrong{i}=1" for i in range(9))).splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "… and 4 more"
+
+
+def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
+    path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
+    assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1\n", ":2:1: not YAML: expected ',' or ']'"),
+        ("a: b: c\n", ":1:5: not YAML: mapping values are not allowed here"),
+        ("\tseed: 1\n", ":1:1: not YAML:"),
+        (b"\x00\x01abc", "not YAML: special characters are not allowed"),
+        (b"seed: \xff\xfe", "not a text file (byte 6): give a YAML file"),
+        (b"\x89PNG\r\n\x1a\n", "not a text file (byte 0): give a YAML file"),
+        ("- a\n- b\n", "an experiment is a mapping such as `data: {path: digits}`, this is a list"),
+        ("", "this is empty"),
+        ("just words", "this is text"),
+        ("42", "this is a single value"),
+        ("base: digits\nseed: 1\nseed: 2\n", ":3:1: seed is written twice: keep one"),
+        ("base: digits\noptim:\n  lr: 1\n  'lr': 2\n", ":4:3: lr is written twice: keep one"),
+        ("base: digits\n1: 2\n", "1: no such key"),
+        ("base: digits\ndata: {1: 2}\n", "data.1: no such key"),
+        ("base: 3\n", "base: give one recipe or file"),
+        ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
+        ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
+        ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
+        ("a: &a [*a]\n", "nested more than 50 deep"),
+        ("[" * 4000, "nested more than 50 deep"),
+        ("seed: " + "9" * 5000, "a value cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_experiment_is_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
+    message = refusal(recipe=written(tmp_path, text))
+    assert words in message
+    assert "mine.yaml" in message or "digitz" in message
+    assert "\n" not in message
+
+
+def test_merge_keys_of_yaml_may_repeat_what_they_merge(tmp_path: Path) -> None:
+    assert strict_yaml.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n", "here")["b"] == {"x": 3, "y": 2}
+
+
+def test_bases_that_lead_back_to_themselves_are_refused_however_they_are_written(tmp_path: Path) -> None:
+    first = written(tmp_path, "base: second.yaml\n", "first.yaml")
+    written(tmp_path, "base: first.yaml\n", "second.yaml")
+    assert "`base` leads back to itself (first.yaml → second.yaml → first.yaml)" in refusal(recipe=first)
+    itself = written(tmp_path / "sub", "base: ../sub/itself.yaml\n", "itself.yaml")
+    assert "leads back to itself" in refusal(recipe=itself)
+
+
+def test_a_folder_or_a_wrong_name_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    assert "is a folder: give a YAML file in it" in refusal(recipe=str(tmp_path))
+    assert "did you mean digits?" in refusal(recipe="digit")
+    assert "neither a recipe nor a file; recipes: cifar10, digits" in refusal(recipe=str(tmp_path / "nothing.yaml"))
+    assert "neither a recipe nor a file" in refusal(recipe="x" * 5000)
+
+
+# The space of a sweep
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        "{optim.lr: [0.1, 0.2]}",
+        "{data.loader_workers: {range: [2, 8, 2]}}",
+        "{data.loader_workers: {range: [1, 4]}}",
+        "{}",
+    ],
+)
+def test_lists_and_ranges_make_a_grid(space: str) -> None:
+    assert load("digits", [f"sweep.space={space}"]).experiment.sweep.policy == "grid"
+
+
+@pytest.mark.parametrize(
+    "spec", ["{uniform: [0.1, 1]}", "{loguniform: [1e-4, 1e-1]}", "{randint: [1, 4]}", "[1, 2]", "{range: [1, 3]}"]
+)
+def test_distributions_are_drawn_by_the_policy_random(spec: str) -> None:
+    assert load("digits", ["sweep.policy=random", f"sweep.space={{optim.lr: {spec}}}"]).experiment.sweep.space
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ("{optim.lr: []}", "the list is empty"),
+        ("{optim.lr: 3}", "write a list, {range: [first, last, step]}, or one of uniform, loguniform, randint"),
+        ("{optim.lr: {range: [1]}}", "write a list"),
+        ("{optim.lr: {range: [1, true]}}", "write a list"),
+        ("{optim.lr: {range: [1, .inf]}}", "write a list"),
+        ("{optim.lr: {range: [3, 1]}}", "needs first ≤ last and step > 0"),
+        ("{optim.lr: {range: [1, 3, 0]}}", "needs first ≤ last and step > 0"),
+        ("{optim.lr: {range: [0, 1000000000]}}", "more than 10000: give it a larger step"),
+        ("{optim.lr: {normal: [0, 1]}}", "write a list"),
+        ("{optim.lr: {uniform: [1, 0]}}", "needs low ≤ high"),
+        ("{optim.lr: {loguniform: [0, 1]}}", "low > 0"),
+        ("{optim.lr: {uniform: [0, 1]}}", "set sweep.policy to random"),
+        ("{opt.lr: [1]}", "opt.lr: no such key to search over; did you mean optim.lr?"),
+        ("{sweep.steps: [1]}", "sweep.steps: no such key to search over"),
+        ("{teacher.model: [resnet8]}", "one teacher is prepared and shared by all trials"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused(space: str, words: str) -> None:
+    policy = ["sweep.policy=random"] if "needs low" in words or "low >" in words else []
+    text = refusal(*policy, f"sweep.space={space}")
+    assert words in text
+    assert "sweep.space: " in text
+    assert "\n" not in text
+
+
+def test_a_metric_is_maximised_unless_less_is_better() -> None:
+    for metric, mode in (("images_per_s", "max"), ("epoch_s", "min"), ("val_loss", "min"), ("phase/data_ms", "min")):
+        assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
