@@ -12,6 +12,7 @@ from typing import Literal
 from service import cluster as clusters
 from service.experiment import Experiment, Resolved
 from service.run import Plan
+from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError
 from trainables.data.source import Source, open_source
@@ -31,6 +32,8 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
     experiment = resolved.experiment
     if not clusters.is_local():
         clusters.knock(os.environ["RAY_ADDRESS"])
+    if experiment.tracking.enabled and experiment.tracking.uri:
+        checked_uri(experiment.tracking.uri)
     searched = check_points(resolved) if kind == "sweep" else frozenset()
     teacher = experiment.teacher
     trains_base = kind == "train" or (teacher is not None and teacher.weights is None)
@@ -124,16 +127,16 @@ def check_checkpoints(run_dir: RunDir) -> None:
         CheckpointError: which, and what to do with it.
     """
     stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
-    needed = [(stage.last, stage.best) for stage in stages if not stage.result.exists()]
+    needed = [(stage.last, stage.best, stage) for stage in stages if not stage.result.exists()]
     teacher = run_dir.stage("teacher")
     if teacher.result.exists():
-        needed.append((teacher.best, teacher.last))
-    for path, other in needed:
+        needed.append((teacher.best, teacher.last, teacher))
+    for path, other, stage in needed:
         try:
             if read_header(path) is None:
                 raise CheckpointError(f"{path} is not a checkpoint of ours")
         except CheckpointError as error:
-            text = str(error).removesuffix("; use another copy")
+            copy = f"copy {other.name} over it to go on from there, or " if other.exists() else ""
             raise CheckpointError(
-                f"{text}: copy {other.name} over it to go on from there, or remove {run_dir.root} and begin again"
+                f"{str(error).removesuffix('; use another copy')}: {copy}remove {stage.root} to begin that stage again"
             ) from error

@@ -111,6 +111,9 @@ class Experiment(Section):
                 f"data.global_batch_size {batch} is not divisible by scale.num_workers {workers}: "
                 f"write {lower} or {lower + workers}"
             )
+        resize, size = self.data.val_resize, self.data.image_size
+        if resize is not None and resize < size:
+            raise ValueError(f"data.val_resize {resize} is below data.image_size {size}: write at least {size}, or leave it out")
         if self.optim.accumulate > batch // workers:
             raise ValueError(
                 f"optim.accumulate {self.optim.accumulate} exceeds the {batch // workers} samples of one worker's batch"

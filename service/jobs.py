@@ -58,6 +58,7 @@ def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[
         ClusterError: no Ray dashboard answers, or it refuses.
         ExperimentError: see `package`.
     """
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     address = dashboard_address()
@@ -75,6 +76,10 @@ def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[
                     "env_vars": {"RAYDISTILL_RUNS": str(runs_root.absolute())},
                 },
             )
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"{address} refuses this token: give the cluster's with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE"
+            ) from error
         except (ConnectionError, RuntimeError) as error:
             raise ClusterError(
                 f"no job could be submitted to {address}: {str(error).splitlines()[0]}; start Ray or set RAY_API_SERVER_ADDRESS"
@@ -88,9 +93,13 @@ def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[
         async for lines in client.tail_job_logs(job):
             say(lines.rstrip("\n"))
 
-    asyncio.run(stream())
-    while (details := client.get_job_info(job)).status not in ENDED:
-        time.sleep(0.5)
+    try:
+        asyncio.run(stream())
+        while (details := client.get_job_info(job)).status not in ENDED:
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        say(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
+        raise
     if details.status == "SUCCEEDED":
         return 0
     return details.driver_exit_code or 1

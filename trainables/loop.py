@@ -136,16 +136,19 @@ def last_good(job: Job) -> str:
 
 
 def check_finite(job: Job) -> None:
-    """Before anything is saved: an update that spoiled the parameters may follow a finite loss.
+    """Before anything is saved: an update that spoiled the parameters, or a batch norm's statistics, may follow a finite loss.
 
     Raises:
-        TrainingError: on every rank (the replicas are equal).
+        TrainingError: on every rank.
     """
-    total = sum((p.detach().double().abs().sum() for p in job.model.parameters()), start=torch.zeros((), device=job.group.device))
-    if not math.isfinite(float(total)):
+    total = torch.zeros((), dtype=torch.float64, device=job.group.device)
+    for tensor in (*job.model.parameters(), *job.model.buffers()):
+        if tensor.is_floating_point():
+            total += tensor.detach().double().abs().sum()
+    if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
         raise TrainingError(
-            f"{job.config.stage}: a parameter is not finite after step {job.state.progress.step}: lower optim.lr "
-            f"(now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {last_good(job)}"
+            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.state.progress.step}: "
+            f"lower optim.lr (now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {last_good(job)}"
         )
 
 

@@ -112,12 +112,11 @@ def train_step(learner: Learner, batch: Batch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
     student, group = learner.student, learner.group
     count = GlobalCount(len(batch.labels_B), group)
-    images_BCHW = batch.images_BCHW.to(group.device, non_blocking=True)
+    images_BCHW = learner.prepare(batch.images_BCHW)
     labels_B = batch.labels_B.to(group.device, non_blocking=True)
     timer.mark("h2d")
     parts = micro_batches(images_BCHW, labels_B, learner.accumulate)
     for number, (part_BCHW, part_B, real) in enumerate(parts, start=1):
-        part_BCHW = learner.prepare(part_BCHW)
         with learner.autocast():
             teacher_BK = teacher_forward(learner.teacher, part_BCHW).clone() if learner.teacher is not None else None
         timer.mark("teacher")

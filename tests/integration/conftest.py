@@ -201,16 +201,17 @@ class RayCluster:
         if not self.nodes:
             self.token_file.write_text(secrets.token_hex(32))
             place = [
-                "--head", f"--port={self.port}", f"--temp-dir={self.folder}", "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={self.dashboard_port}", f"--ray-client-server-port={free_port()}",
+                "--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}",
+                f"--ray-client-server-port={free_port()}",
             ]  # fmt: skip
         log = self.folder / f"node-{self._serial}.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 [*wrapper, sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}",
-                 f"--num-cpus={self.cpus}", f"--dashboard-agent-listen-port={free_port()}", "--min-worker-port=0",
-                 "--max-worker-port=0", "--object-store-memory=100000000", "--disable-usage-stats", "--block"],
+                 f"--temp-dir={self.folder}/{self._serial}", f"--num-cpus={self.cpus}", "--min-worker-port=0",
+                 f"--dashboard-agent-listen-port={free_port()}", "--max-worker-port=0", "--object-store-memory=100000000",
+                 "--disable-usage-stats", "--block"],
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.folder,
                 env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file), "HOME": str(self.folder),
                      "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},

@@ -1,4 +1,4 @@
-"""The command: quick to start, and every mistake that can be known before Ray starts ends in at most six lines and exit code 2."""
+"""The command: quick to start; every mistake that can be known before Ray starts ends in at most six lines and exit code 2."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.trainables.jobs import write_teacher
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
+HEAVY = {"torch", "torchvision", "ray", "mlflow", "pandas", "sklearn", "timm"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ try:
     {arguments} is None or service.cli.main({arguments})
 except SystemExit:
     pass
-print(*sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "torchvision", "ray", "mlflow", "pandas", "sklearn", "timm"}}))
+print(*sorted({{name.split(".")[0] for name in sys.modules}} & {HEAVY}))
 """
     done = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""
@@ -223,6 +224,12 @@ def test_a_job_without_a_dashboard_or_a_command_is_refused(refuse: Refuse, monke
     assert refuse("submit", "train", "digits").startswith("no job could be submitted to http://127.0.0.1:9")
 
 
+def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
+    assert "tracking.uri is 'my-server': write http://HOST:PORT for a server" in refuse(
+        "train", "digits", *sets("tracking.uri=my-server")
+    )
+
+
 # Models, weights and checkpoints
 
 
@@ -319,7 +326,8 @@ def test_a_place_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: Pat
     file.write_text("x")
     for option in ("--out", "--runs"):
         for path in (file, file / "below"):
-            assert refuse("train", "digits", option, path).startswith(f"{option} {path} cannot be written: {file} is not a folder")
+            said = refuse("train", "digits", option, path)
+            assert said.startswith(f"{option} {path} cannot be written: {file} is not a folder")
     assert "is not a folder" in refuse("evaluate", write_teacher(tmp_path / "t.safetensors"), "--data", "digits", "--runs", file)
 
 
@@ -364,15 +372,15 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     last.write_bytes(last.read_bytes()[:-7])
     said = refuse("resume", run)
     assert f"{last} is not a whole safetensors file" in said
-    assert "copy best.safetensors over it to go on from there" in said
+    assert said.endswith(f": remove {run / 'teacher'} to begin that stage again")
+    write_teacher(last.with_name("best.safetensors"))
+    assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
 
 
 # What no check foresaw
 
 
-def test_an_operating_systems_error_is_one_line_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "/some/where")
 

@@ -1,0 +1,67 @@
+"""A real sweep on a Ray of its own: what cannot run is a row, and a killed driver's sweep goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.conftest import Distill, result, wait_until
+from trainables.rundir import RunDir
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")
+def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(distill: Distill) -> None:
+    run = distill.runs / "rows"
+    # The first layer of this network on images of 4096 pixels takes 51 GB.
+    space = "sweep.space={data.image_size: [4096, 8], data.loader_workers: [1, 100000]}"
+    sets = ("--set", "student.model=mlp_large", "--set", "sweep.steps=5", "--set", space)
+    said = distill.run("sweep", distill.experiment, "--out", run, *sets)
+    rows = {(row["params"]["data.image_size"], row["params"]["data.loader_workers"]): row for row in result(run)["trials"]}
+    assert {point: row["status"] for point, row in rows.items()} == {
+        (4096, 1): "oom",
+        (8, 1): "ok",
+        (4096, 100000): "infeasible",
+        (8, 100000): "infeasible",
+    }
+    assert "allocate" in rows[4096, 1]["reason"]
+    assert "do not fit" in rows[8, 100000]["reason"]
+    assert rows[8, 1]["metrics"]["images_per_s"] > 0
+    assert rows[8, 1]["kind"] == "timing"
+    assert result(run)["best"]["id"] == rows[8, 1]["id"]
+    assert "2 trials to run, 2 already decided" in said
+
+
+def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(distill: Distill) -> None:
+    run = distill.runs / "killed"
+    sets = ("--set", "sweep.space={data.global_batch_size: [32, 64, 128]}", "--set", "sweep.steps=5")
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets)
+    first = RunDir(run).trial("000").result
+    wait_until(first.exists, "first trial", command)
+    orphans = command.family()[1:]
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    # Nobody cleans up after a SIGKILL but Ray's own watchers; its two agents a node take minutes to notice, and hold nothing.
+    _, left = psutil.wait_procs([process for process in orphans if "Agent" not in process.name()], timeout=60)
+    assert not left
+    written = first.stat().st_mtime_ns
+    assert result(run)["status"] == "running"
+    assert "continue it with: distill resume" in distill.run("report", run)
+
+    said = distill.run("resume", run)
+    assert first.stat().st_mtime_ns == written
+    found = result(run)
+    assert found["status"] == "complete"
+    assert [row["status"] for row in found["trials"]] == ["ok"] * 3
+    assert "2 trials to run, 1 already decided" in said
+    assert not leftovers(run)
+
+
+def leftovers(run: Path) -> list[Path]:
+    """Temporary files that a death may leave beside what it was writing."""
+    return list(run.rglob(".*.tmp"))
