@@ -16,6 +16,8 @@ from trainables.errors import DistillError
 from trainables.rundir import RunDir, StageDir, write_json
 
 UNWRITABLE = ("No space left on device", "Disk quota exceeded", "Read-only file system")
+LOST = re.compile(r"connection|peer|socket|gloo|nccl|timed? ?out|store|Dist\w+Error|cuda error|cudnn|cublas", re.IGNORECASE)
+"""What the survivors say when another worker has died, and what a device says that fails: beginning again may help."""
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
 
 
@@ -44,8 +46,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
     """Train a stage to its end, from its last checkpoint where there is one.
 
     A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
-    training itself refuses (a loss that is not finite, unreadable data) and memory that runs out come back the same way
-    every time, and end it at once. Workers that others' jobs leave no room for wait; those that the cluster could no longer
+    training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
+    come back the same way every time, and end it at once. Workers that others' jobs leave no room for wait; those that the cluster could no longer
     hold even if it were empty do not.
     """
     from trainables import worker  # imports torch and Ray
@@ -112,9 +114,9 @@ def cause_of(stage: StageDir, error: Exception) -> dict[str, Any] | None:
 
 
 def known(stage: StageDir, error: Exception) -> bool:
-    """Whether a worker said a cause that would come again."""
+    """Whether a worker said a cause that would come again: any error of its own, but not the loss of a peer or a device."""
     cause = cause_of(stage, error)
-    return cause is not None and bool(cause["user"])
+    return cause is not None and (cause["user"] or not LOST.search(f"{cause['type']} {cause['message']}"))
 
 
 def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
