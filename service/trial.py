@@ -47,8 +47,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
 
     A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
-    come back the same way every time, and end it at once. Workers that others' jobs leave no room for wait; those that the cluster could no longer
-    hold even if it were empty do not.
+    come back the same way every time, and end it at once. Workers that others' jobs leave no room for wait; those that the
+    cluster could no longer hold even if it were empty do not.
     """
     from trainables import worker  # imports torch and Ray
 
