@@ -11,7 +11,7 @@ from typing import Literal
 
 from service import cluster as clusters
 from service.experiment import Experiment, Resolved
-from service.run import Plan
+from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from service import cluster as clusters
-from service.cluster import Cluster
 from service.experiment import Experiment, Resolved, flatten, read_resolved
+from service.plan import Plan, absolute
 from service.progress import Display
 from service.report.tables import phase_table, stage_table
 from service.tracking import Tracker, default_uri
-from service.trial import Assignment, Outcome, carry_out, need
+from service.trial import Assignment, Outcome, carry_out
 from trainables.config import TrainConfig
-from trainables.errors import ClusterError, ExperimentError, TrainingError
+from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, StageDir, write_atomic, write_json
 
 T = TypeVar("T")
@@ -205,63 +205,6 @@ def describe(kind: str) -> dict[str, str]:
     return tags
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the stages of one experiment run on, resolved on a cluster."""
-
-    experiment: Experiment
-    use_gpu: bool
-    loader_workers: int
-
-    @classmethod
-    def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
-        """Resolve every `auto`."""
-        scale, wanted = experiment.scale, experiment.data.loader_workers
-        if wanted == "auto":
-            wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
-        return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
-
-    def assign(
-        self, stage: Literal["teacher", "student"], run_dir: RunDir, labels: dict[str, str], weights: str | None = None
-    ) -> Assignment:
-        """One stage's order to the workers."""
-        config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
-        data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
-        return Assignment(config.model_copy(update={"data": data}), self.use_gpu, self.loader_workers, run_dir.tune)
-
-    def need(self) -> clusters.Need:
-        """What one stage reserves."""
-        return need(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
-
-    def refusal(self, cluster: Cluster) -> str | None:
-        """Why the empty cluster could never carry this out, and what to change; None where it can."""
-        if self.experiment.scale.sync_batch_norm and not self.use_gpu:
-            return "scale.sync_batch_norm works on GPUs only, and there are none: leave it out"
-        if refusal := cluster.refusal(self.need()):
-            instead = (
-                "set scale.use_gpu to false"
-                if self.use_gpu and not cluster.gpus
-                else "lower scale.num_workers or data.loader_workers"
-            )
-            return f"{refusal}: {instead}"
-        return None
-
-    def check(self, cluster: Cluster) -> None:
-        """Refuse what the cluster could never hold: it would wait for ever, silently.
-
-        Raises:
-            ClusterError: see `refusal`.
-        """
-        if refusal := self.refusal(cluster):
-            raise ClusterError(refusal)
-
-
-def absolute(data_path: str) -> str:
-    """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
-    path = Path(data_path).expanduser()
-    return str(path.absolute()) if path.exists() else data_path
-
-
 def train_teacher(now: Session, plan: Plan) -> str | None:
     """Where the teacher's weights are, after training them if the experiment names none. None: no teacher.
 
@@ -321,7 +264,7 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             plan = Plan.on(experiment, cluster)
             plan.check(cluster)
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
-            say_plan(now, plan, cluster)
+            now.display.say(plan.describe(cluster))
             weights = train_teacher(now, plan)
             student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
@@ -329,23 +272,6 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             stage_table(now.result), phase_table(now.result["stages"][-1]["metrics"], "a step of the student")
         )
     return now.result
-
-
-def say_plan(now: Session, plan: Plan, cluster: Cluster) -> None:
-    """One line on what runs on what; it names every `auto`."""
-    scale = plan.experiment.scale
-    kind = "GPU" if plan.use_gpu else "CPU"
-    auto = " (auto)" if plan.experiment.data.loader_workers == "auto" else ""
-    line = (
-        f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × {plan.loader_workers} loader workers{auto}, "
-        f"global batch {plan.experiment.data.global_batch_size}, "
-        f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
-    )
-    if plan.loader_workers == 0:
-        line += "; 0 loader workers: every step waits for its images to be decoded"
-    if cluster.oversubscribed(plan.need()):
-        line += f"; oversubscribed: {plan.need().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
-    now.display.say(line)
 
 
 def record_student(now: Session, key: str, stage: StageDir, metrics: dict[str, float]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from service import cluster as clusters
 from service.cluster import Cluster
 from service.experiment import Resolved, SweepConfig, flatten
+from service.plan import Plan
 from service.report.tables import SCALE, sweep_table, verdict
-from service.run import Plan, Session, record_student, session, start_tracking, train_teacher
+from service.run import Session, record_student, session, start_tracking, train_teacher
 from service.search.space import SpaceError, points
 from service.trial import Assignment, Outcome, run_trial
 from trainables.errors import ExperimentError, TrainingError

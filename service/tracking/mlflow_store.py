@@ -25,7 +25,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.types import Schema, TensorSpec
 
 import trainables
-from service.tracking.sender import RefusedError, Row
+from service.tracking.spool import RefusedError, Row
 from trainables.errors import ModelError
 from trainables.models.names import check_model_name
 

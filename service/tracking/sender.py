@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from service.tracking.spool import Cursor, Delivery, Spool, Tail, Target, lines_after
+from service.tracking.spool import Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, lines_after
 
 if TYPE_CHECKING:
     from service.tracking.mlflow_store import Store
@@ -37,13 +37,6 @@ PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 
 MLFLOW_NAMES = {"git_commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
-
-Row = tuple[Any, ...]
-"""(name, value) of a parameter or tag; (name, value, unix ms, step) of a metric."""
-
-
-class RefusedError(Exception):
-    """The store will never take this record."""
 
 
 class Sender:

@@ -21,6 +21,14 @@ from trainables.rundir import RunDir, append_line, write_json
 CHUNK_BYTES = 64 * 1024
 
 
+Row = tuple[Any, ...]
+"""(name, value) of a parameter or tag; (name, value, unix ms, step) of a metric."""
+
+
+class RefusedError(Exception):
+    """The store will never take this record."""
+
+
 class Line(NamedTuple):
     """One complete line of a JSON-lines file; `record` is None where it does not hold an object (a torn write, closed later)."""
 

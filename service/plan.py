@@ -1,0 +1,87 @@
+"""What an experiment's stages run on, once every `auto` is resolved on a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from service import cluster as clusters
+from service.cluster import Cluster
+from service.experiment import Experiment
+from service.trial import Assignment, need
+from trainables.errors import ClusterError
+from trainables.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the stages of one experiment run on, resolved on a cluster."""
+
+    experiment: Experiment
+    use_gpu: bool
+    loader_workers: int
+
+    @classmethod
+    def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
+        """Resolve every `auto`."""
+        scale, wanted = experiment.scale, experiment.data.loader_workers
+        if wanted == "auto":
+            wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
+        return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
+
+    def assign(
+        self, stage: Literal["teacher", "student"], run_dir: RunDir, labels: dict[str, str], weights: str | None = None
+    ) -> Assignment:
+        """One stage's order to the workers."""
+        config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
+        data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
+        return Assignment(config.model_copy(update={"data": data}), self.use_gpu, self.loader_workers, run_dir.tune)
+
+    def need(self) -> clusters.Need:
+        """What one stage reserves."""
+        return need(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
+
+    def refusal(self, cluster: Cluster) -> str | None:
+        """Why the empty cluster could never carry this out, and what to change; None where it can."""
+        if self.experiment.scale.sync_batch_norm and not self.use_gpu:
+            return "scale.sync_batch_norm works on GPUs only, and there are none: leave it out"
+        if refusal := cluster.refusal(self.need()):
+            instead = (
+                "set scale.use_gpu to false"
+                if self.use_gpu and not cluster.gpus
+                else "lower scale.num_workers or data.loader_workers"
+            )
+            return f"{refusal}: {instead}"
+        return None
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuse what the cluster could never hold: it would wait for ever, silently.
+
+        Raises:
+            ClusterError: see `refusal`.
+        """
+        if refusal := self.refusal(cluster):
+            raise ClusterError(refusal)
+
+    def describe(self, cluster: Cluster) -> str:
+        """One line on what runs on what; it names every `auto`."""
+        scale = self.experiment.scale
+        kind = "GPU" if self.use_gpu else "CPU"
+        auto = " (auto)" if self.experiment.data.loader_workers == "auto" else ""
+        line = (
+            f"{scale.num_workers} {kind} worker{'s' if scale.num_workers > 1 else ''} × "
+            f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
+            f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
+        )
+        if self.loader_workers == 0:
+            line += "; 0 loader workers: every step waits for its images to be decoded"
+        if cluster.oversubscribed(self.need()):
+            line += f"; oversubscribed: {self.need().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
+        return line
+
+
+def absolute(data_path: str) -> str:
+    """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
+    path = Path(data_path).expanduser()
+    return str(path.absolute()) if path.exists() else data_path
