@@ -60,12 +60,12 @@ class SweepConfig(Section):
     @property
     def mode(self) -> Literal["min", "max"]:
         """Whether `metric` is minimised or maximised."""
-        return "min" if self.metric in MINIMIZED or self.metric.endswith("_ms") else "max"
+        return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
 
     @model_validator(mode="after")
     def _metric_exists(self) -> Self:
         known = (*SPEEDS, *ACCURACIES)
-        if self.metric not in known and "/" not in self.metric:
+        if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
             near = difflib.get_close_matches(self.metric, known, n=1)
             instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
             raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
@@ -124,6 +124,10 @@ class Experiment(Section):
             )
         if self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs optim.momentum above 0")
+        if self.scale.sync_batch_norm and self.data.last_batch == "short":
+            raise ValueError(
+                "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
+            )
         if self.scale.sync_batch_norm and self.scale.use_gpu is False:
             raise ValueError("scale.sync_batch_norm works on GPUs only: set scale.use_gpu or leave it out")
         return self

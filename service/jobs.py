@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.experiment import load, recipes
+from service.plan import absolute
 from trainables.errors import ClusterError, ExperimentError
 
 SUBMITTABLE = ("train", "sweep", "resume", "evaluate", "report", "sync")
@@ -37,7 +38,12 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         raise ExperimentError(
             f"submit: give one of {', '.join(SUBMITTABLE)} and its arguments, such as `distill submit -- train digits`"
         )
-    arguments = list(command)
+    # A job runs elsewhere: what exists here by a relative path is named by its absolute one.
+    arguments = [absolute(argument) for argument in command]
+    arguments[0] = command[0]
+    for place, argument in enumerate(command[:-1], start=1):
+        if argument in ("--out", "--runs"):
+            arguments[place] = os.path.abspath(command[place])
     if command[0] in ("train", "sweep"):
         if len(command) < 2 or command[1].startswith("-"):
             raise ExperimentError(
@@ -46,8 +52,13 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         resolved = load(command[1])  # refuses a wrong experiment here, not minutes later in a log
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
+            teacher = resolved.experiment.teacher
+            paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
+            resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
             (folder / name).write_text(resolved.to_yaml())
             arguments[1] = name
+        else:
+            arguments[1] = command[1]
     return arguments
 
 

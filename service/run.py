@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -152,6 +153,28 @@ def reopen(path: Path) -> tuple[Resolved, RunDir, dict[str, Any]]:
 @contextlib.contextmanager
 def session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
     """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
+    with locked(run_dir):
+        yield from _session(resolved, run_dir)
+
+
+@contextlib.contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Hold a run directory against a second driver, which would train into the same files.
+
+    Raises:
+        ExperimentError: another process carries this run out.
+    """
+    with open(run_dir.root / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExperimentError(
+                f"{run_dir.root} is being carried out by another process: wait for it, or end it first"
+            ) from None
+        yield
+
+
+def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
     result = json.loads(run_dir.result.read_text())
     experiment, kind = resolved.experiment, result["kind"]
     tracker = None
@@ -162,7 +185,9 @@ def session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         tracker.artifact(kind, run_dir.experiment)
     with Display() as display:
         now = Session(resolved, run_dir, display, tracker, result, kind)
-        now.save(status="running", mlflow={"uri": uri, "experiment": experiment.tracking.experiment} if tracker else None)
+        now.save(
+            status="running", reason="", mlflow={"uri": uri, "experiment": experiment.tracking.experiment} if tracker else None
+        )
         display.say(f"{kind} {experiment.name} in {run_dir.root}")
         try:
             yield now

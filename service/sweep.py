@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 from service import cluster as clusters
 from service.cluster import Cluster
 from service.experiment import Resolved, SweepConfig, flatten
-from service.plan import Plan
+from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
 from service.run import Session, record_student, session, start_tracking, train_teacher
 from service.search.space import SpaceError, points
@@ -127,23 +128,25 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
         metric=base.experiment.sweep.metric,
         mode=base.experiment.sweep.mode,
     )
-    weights = train_teacher(now, fitting(plan, cluster))
+    pending = [trial for trial in trials if trial.outcome is None]
+    now.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
+    if not pending:
+        return
+    timing = base.experiment.sweep.steps is not None
+    weights = untrained_teacher(now) if timing else train_teacher(now, fitting(plan, cluster))
     assignments: dict[str, Assignment] = {}
     needs = []
-    for trial in trials:
-        if trial.outcome is not None or trial.resolved is None:
+    for trial in pending:
+        if trial.resolved is None:
             continue
         mine = Plan.on(trial.resolved.experiment, cluster)
         trial_dir = now.run_dir.trial(trial.id)
         write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
         assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, weights)
         needs.append(mine.need())
-        begin_record(now, trial)
     known = {trial.id for trial in trials if trial.outcome is not None}
+    begun: set[str] = set()
     report(now, trials)
-    now.display.say(f"{len(assignments)} trials to run, {len(trials) - len(assignments)} already decided")
-    if not assignments:
-        return
 
     def tick() -> None:
         start_tracking(now)
@@ -151,7 +154,9 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
             if trial.id in known:
                 continue
             stage = now.run_dir.trial(trial.id).stage("student")
-            if stage.root.exists():
+            if stage.root.exists() and trial.id not in begun:
+                begun.add(trial.id)
+                begin_record(now, trial)
                 now.display.follow(trial.id, stage)
             if now.run_dir.trial(trial.id).result.exists():
                 recall([trial], now.run_dir)
@@ -165,10 +170,34 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     tick()
     for trial in trials:
         if trial.id not in known:
+            if trial.id not in begun:
+                begin_record(now, trial)
             trial.outcome = unfinished(now, trial)
             write_json(now.run_dir.trial(trial.id).result, asdict(trial.outcome))
             end_trial(now, trial)
     report(now, trials)
+
+
+def untrained_teacher(now: Session) -> str | None:
+    """The teacher of a timing sweep: how fast it runs does not depend on its weights, so that its first ones will do.
+
+    Raises:
+        DistillError: the data or the model cannot be opened.
+    """
+    experiment, stage = now.experiment, now.run_dir.stage("untrained-teacher")
+    teacher, data = experiment.teacher, experiment.data
+    if teacher is None or teacher.weights:
+        return absolute(teacher.weights) if teacher and teacher.weights else None
+    from trainables import checkpoint
+    from trainables.data.source import open_source
+    from trainables.models.registry import build_model
+
+    classes = open_source(data, "train").classes
+    model = build_model(teacher.model, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
+    about = {"model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
+    checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    now.display.say(f"a timing sweep: the teacher {teacher.model} runs with untrained weights")
+    return str(stage.best)
 
 
 def fitting(plan: Plan, cluster: Cluster) -> Plan:
@@ -197,7 +226,10 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     # The function itself only waits for its workers, which reserve what they use. Tune wants it to reserve something: a grain
     # of the head node costs no CPU that a trial may need.
     trainable = tune.with_resources(function, {"node:__internal_head__": 0.001})
+    # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
     path = run_dir.tune / "tune"
+    if path.exists() and sweep.policy != "asha":
+        path = path.with_name(f"tune-{time.time_ns():x}")
     scheduler = None
     if sweep.policy == "asha":
         scheduler = ASHAScheduler(
@@ -213,7 +245,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
             tune_config=tune.TuneConfig(
                 max_concurrent_trials=at_once, scheduler=scheduler, trial_dirname_creator=lambda trial: trial.config["trial"]
             ),
-            run_config=tune.RunConfig(name="tune", storage_path=str(run_dir.tune), verbose=0),
+            run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
         )
     tuner.fit()
 
@@ -230,10 +262,11 @@ def unfinished(now: Session, trial: Trial) -> Outcome:
 
 
 def begin_record(now: Session, trial: Trial) -> None:
-    """A child run in MLflow that follows the trial's numbers."""
-    if now.tracker and trial.resolved:
+    """A child run in MLflow that follows the trial's numbers; a point that is wrong in itself has its own values alone."""
+    if now.tracker:
         key = f"trial/{trial.id}"
-        params = flatten(trial.resolved.experiment.model_dump(mode="json")) | {"data.loader_workers": trial.loader_workers}
+        whole = flatten(trial.resolved.experiment.model_dump(mode="json")) if trial.resolved else {}
+        params = whole | trial.params | {"data.loader_workers": trial.loader_workers}
         now.tracker.start_run(
             key, f"{now.run_dir.root.name}/{trial.id}", parent_key=now.key, params=params, tags={"raydistill.kind": "trial"}
         )
@@ -262,7 +295,8 @@ def end_trial(now: Session, trial: Trial) -> None:
         )
         if m:
             now.tracker.metrics(key, int(m.get("steps", 0)), m)
-        now.tracker.artifact(key, now.run_dir.trial(trial.id).experiment)
+        if (written := now.run_dir.trial(trial.id).experiment).exists():
+            now.tracker.artifact(key, written)
         now.tracker.end_run(key, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")
 
 

@@ -57,6 +57,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
     restarts, limit = 0, work.config.scale.max_failures
     while not (done := finished(stage, restarts)):
         stage.error.unlink(missing_ok=True)
+        for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
+            leftover.unlink(missing_ok=True)
         name = f"{work.config.labels.get('trial', work.config.stage)}-{time.time_ns():x}"
         try:
             worker.fit(

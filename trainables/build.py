@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +16,7 @@ from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_source
-from trainables.distributed import Group, seed_rank
+from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.inputs import autocast, normalizer
 from trainables.models.registry import build_model
@@ -33,6 +32,12 @@ class Report(Protocol):
     """Where numbers go. `kind`: `start`, `step` (a log line), `epoch` (a barrier over ranks), `summary`."""
 
     def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
+
+
+class Snapshot(Protocol):
+    """What the nodes did since the last call, or (`whole`) since the job began; every rank calls it."""
+
+    def __call__(self, whole: bool = False) -> dict[str, float]: ...
 
 
 @dataclass
@@ -51,10 +56,10 @@ class Job:
     timer: PhaseTimer
     throughput: Throughput
     report: Report
-    telemetry: Callable[[], dict[str, float]]
+    telemetry: Snapshot
 
 
-def build(config: TrainConfig, group: Group, report: Report, telemetry: Callable[[], dict[str, float]]) -> Job:
+def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     Raises:
@@ -82,10 +87,10 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Callable
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
     state = TrainState(model, optimizer, scaler, Progress(), about)
-    if stage.last.exists():
+    seed_rank(config.seed, group.rank)
+    # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
+    if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
-    else:
-        seed_rank(config.seed, group.rank)
     learner = Learner(
         student=wrap(model, group),
         teacher=teacher,
@@ -103,7 +108,10 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Callable
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
     warmup = max(config.train.warmup_steps, train_loader.steps_per_epoch if several else 0)
-    timer, throughput = PhaseTimer(device, warmup_steps=warmup), Throughput(state.progress.step + warmup)
+    timer, throughput = (
+        PhaseTimer(device, warmup_steps=warmup),
+        Throughput(state.progress.step + warmup, warm=state.progress.warm),
+    )
     return Job(config, group, stage, train_loader, val_loader, learner, model, state, timer, throughput, report, telemetry)
 
 

@@ -34,6 +34,8 @@ class Progress:
     best_top1_pct: float = -1.0
     best_epoch: int = -1
     history: list[dict[str, float]] = field(default_factory=list)
+    warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
     partial: list[float] = field(default_factory=list)
     """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
 

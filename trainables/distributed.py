@@ -42,7 +42,8 @@ class GlobalCount:
 
     def __init__(self, local: int, group: Group):
         self._group = group
-        self._count = torch.tensor(float(local), dtype=torch.float64, device=group.device)
+        # Filled on the device: a copy from the host would wait for all that the GPU still has to do.
+        self._count = torch.full((), float(local), dtype=torch.float64, device=group.device)
         self._work = dist.all_reduce(self._count, async_op=True) if group.world_size > 1 else None
 
     def weight(self) -> Tensor:

@@ -97,6 +97,7 @@ def log_step(job: Job, in_epoch: int) -> None:
     job.timer.collect()
     if totals[-1]:
         stop_not_finite(job)
+    check_replicas(job.model, group, progress.step)
     progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * len(SUMS), totals, strict=False)]
     metrics = means(totals[: len(SUMS)])
     lr = learner.optimizer.param_groups[0]["lr"]
@@ -156,7 +157,6 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     """A checkpoint at a position inside the epoch; training goes on in the same loader."""
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
-    check_replicas(job.model, job.group, job.state.progress.step)
     check_finite(job)
     checkpoint.save(job.stage.last, job.state, job.group)
     job.throughput.begin(job.state.progress.step)
@@ -165,8 +165,8 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
 def finish_epoch(job: Job) -> None:
     """Evaluate, check, save last and best, and report: the epoch counts once its checkpoint stands."""
     config, group, progress = job.config, job.group, job.state.progress
-    check_replicas(job.model, group, progress.step)
     check_finite(job)
+    used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     began = time.perf_counter()
     batches = job.val_loader.epoch(0)
     try:
@@ -195,7 +195,7 @@ def finish_epoch(job: Job) -> None:
             config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
             "  best" if best else "",
         )  # fmt: skip
-    job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **job.telemetry()})
+    job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **used})
 
 
 def note_skipped(job: Job) -> int:
@@ -227,18 +227,28 @@ def throughput(job: Job) -> dict[str, float]:
     return {**speed, "epoch_s": speed["step_s"] * steps, "epoch_projected": float(speed["steady_steps"] < steps)}
 
 
-def per_rank(job: Job) -> dict[str, float]:
-    """Every rank's mean phase times as `rank0/data_ms`, …: a straggler shows here. Nothing where there is one rank."""
-    if job.group.world_size == 1:
+def phases(job: Job) -> dict[str, float]:
+    """Phase times over all ranks: means of means (and of quantiles), the least and the most of any.
+
+    With several ranks each one's means too, as `rank0/data_ms`, …: one that is slow shows as the others' `backward`, where
+    they wait for its gradients.
+    """
+    ranks = [mine for mine in gather_objects(job.timer.summary(), job.group) if mine]
+    if not ranks:
         return {}
-    ranks = gather_objects(job.timer.summary(), job.group)
-    return {f"rank{r}/{name}_ms": mine[f"phase/{name}_ms"] for r, mine in enumerate(ranks) for name in (*PHASES, "step") if mine}
+    whole = {}
+    for name in ranks[0]:
+        values = [mine[name] for mine in ranks]
+        whole[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
+    if len(ranks) > 1:
+        whole |= {f"rank{r}/{name}_ms": mine[f"phase/{name}_ms"] for r, mine in enumerate(ranks) for name in (*PHASES, "step")}
+    return whole
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
-    summary = {**throughput(job), **job.timer.summary(), **per_rank(job), **job.telemetry(), "steps": float(progress.step)}
+    summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary["peak_memory_mib"] = torch.cuda.max_memory_allocated(job.group.device) / 2**20

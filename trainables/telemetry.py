@@ -156,7 +156,7 @@ class Telemetry:
     def __init__(self, every_s: float):
         self._every_s = every_s
         self._gpus: list[Handle] = []
-        self._window = _Window()
+        self._window, self._whole = _Window(), _Window()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -169,8 +169,8 @@ class Telemetry:
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
-    def snapshot(self) -> dict[str, float]:
-        """Mean and maximum of each number since the last snapshot, and the number of GPUs as `gpus`.
+    def snapshot(self, whole: bool = False) -> dict[str, float]:
+        """Mean and maximum of each number since the last snapshot (`whole`: since `start`), and the number of GPUs as `gpus`.
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
         `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`.
@@ -178,7 +178,8 @@ class Telemetry:
         was taken since.
         """
         with self._lock:
-            window, self._window = self._window, _Window()
+            window = self._whole if whole else self._window
+            self._window = self._window if whole else _Window()
         return {"gpus": float(len(self._gpus)), **window.summary()}
 
     def stop(self) -> None:
@@ -198,5 +199,6 @@ class Telemetry:
                 sample = dict(node.read()) | dict(read_gpus(self._gpus))
                 with self._lock:
                     self._window.add(sample)
+                    self._whole.add(sample)
         except Exception as error:
             print(f"telemetry stopped: {type(error).__name__}: {error}", flush=True)

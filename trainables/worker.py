@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import queue
+import re
 import socket
 import sys
 import threading
@@ -55,6 +56,7 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     stage = StageDir(Path(config.output_dir))
     group = this_group()
     torch.set_num_threads(config.scale.cpus_per_worker)
+    torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
     if group.device.type == "cpu" and not config.train.compile:
         leave_out_triton()
     began = time.time()
@@ -214,9 +216,12 @@ def leave_out_triton() -> None:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's or the host's memory ran out; torch's CPU allocator says so in a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether a GPU's or the host's memory ran out; cuBLAS, cuDNN, NCCL and torch's CPU allocator say so in a RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
 
 
 def note_error(stage: StageDir, group: Group, error: Exception) -> None:
@@ -271,10 +276,12 @@ class Reporter:
             self._writer.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._group.is_main:
             self._lines.put(None)
             self._writer.join()
+            if self._failure is not None and kind is None:
+                raise self._failure
 
     def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """See `loop.Report`; every rank calls it for the kind `epoch`, which is a barrier.
@@ -307,7 +314,6 @@ class NodeTelemetry:
 
     def __init__(self, config: TrainConfig, group: Group):
         self._group = group
-        self._node = os.uname().nodename
         self._sampler = Telemetry(config.train.telemetry_every_s) if group.local_rank == 0 else None
 
     def __enter__(self) -> NodeTelemetry:
@@ -319,9 +325,8 @@ class NodeTelemetry:
         if self._sampler:
             self._sampler.stop()
 
-    def snapshot(self) -> dict[str, float]:
+    def snapshot(self, whole: bool = False) -> dict[str, float]:
         """`node0/cpu_pct`, `node1/gpu0/util_pct`, …: nodes numbered in the order of their first rank."""
-        nodes = [
-            part for part in gather_objects(self._sampler.snapshot() if self._sampler else None, self._group) if part is not None
-        ]
+        mine = self._sampler.snapshot(whole) if self._sampler else None
+        nodes = [part for part in gather_objects(mine, self._group) if part is not None]
         return {f"node{number}/{name}": value for number, part in enumerate(nodes) for name, value in part.items()}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 def test_an_interrupted_run_is_put_away_and_resumes_to_the_same_bits(distill: Distill) -> None:
-    sets = ("--set", "optim.epochs=30", "--set", "train.checkpoint_every=5", "--set", "train.log_every=1")
+    sets = ("--set", "optim.epochs=8", "--set", "train.checkpoint_every=5", "--set", "train.log_every=1")
     whole, pieces = distill.runs / "whole", distill.runs / "pieces"
     command = distill.start("train", distill.experiment, "--out", pieces, *sets)
     wait_until(lambda: len(records(pieces, "step")) > 40, "step 40", command)
@@ -37,3 +37,28 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_same_bits(distill: Di
     assert equal(*tensors)
     steps = [line["step"] for line in records(pieces, "step")]
     assert steps == list(range(1, len(records(whole, "step")) + 1))
+
+
+def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_table(distill: Distill) -> None:
+    run = distill.runs / "sweep"
+    sets = ("--set", "sweep.space={data.global_batch_size: [32, 64]}", "--set", "optim.epochs=8")
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets)
+    first, second = (RunDir(run).trial(trial) for trial in ("000", "001"))
+    wait_until(lambda: first.result.exists() and records(second.root, "epoch"), "first epoch of the second trial", command)
+    family = command.family()[1:]
+    os.kill(command.process.pid, signal.SIGINT)
+    assert command.end(30) == 130
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert not left
+    found = result(run)
+    assert found["status"] == "interrupted"
+    assert [row["status"] for row in found["trials"]] == ["ok", "pending"]
+    assert f"interrupted; continue with: distill resume {run}" in command.output
+    assert "Traceback" not in command.output
+    written = first.result.stat().st_mtime_ns
+
+    said = distill.run("resume", run)
+    assert first.result.stat().st_mtime_ns == written
+    assert [row["status"] for row in result(run)["trials"]] == ["ok", "ok"]
+    assert "1 trials to run, 1 already decided" in said
+    assert [line["epoch"] for line in records(second.root, "epoch")] == list(range(1, 9))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.conftest import Distill, result, wait_until
+from tests.integration.conftest import Distill, kill, records, result, wait_until
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
@@ -35,6 +35,24 @@ def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(di
     assert rows[8, 1]["kind"] == "timing"
     assert result(run)["best"]["id"] == rows[8, 1]["id"]
     assert "2 trials to run, 2 already decided" in said
+
+
+def test_a_trial_whose_worker_is_killed_is_begun_again_or_is_a_row(distill: Distill) -> None:
+    run = distill.runs / "deaths"
+    sets = ("--set", "sweep.space={scale.max_failures: [1, 0]}", "--set", "optim.epochs=12", "--set", "train.log_every=1")
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets)
+    for trial in ("000", "001"):
+        folder = RunDir(run).trial(trial).root
+        wait_until(lambda folder=folder: len(records(folder, "epoch")) >= 2, f"second epoch of {trial}", command)
+        kill(command.workers())
+    assert command.end() == 0, command.output
+    again, lost = result(run)["trials"]
+    assert (again["status"], again["restarts"], again["metrics"]["steps"]) == ("ok", 1, 12 * 22)
+    assert (lost["status"], lost["restarts"]) == ("failed", 0)
+    assert lost["reason"].startswith("a worker died: ")
+    assert result(run)["best"]["id"] == "000"
+    steps = [line["step"] for line in records(RunDir(run).trial("000").root, "step")]
+    assert steps == list(range(1, 12 * 22 + 1))
 
 
 def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(distill: Distill) -> None:

@@ -126,7 +126,7 @@ def _check_published_classes(name: str, weights: str, theirs: int, ours: int) ->
     if theirs != ours:
         raise ModelError(
             f"weights {weights} of {name} have {theirs} classes and the data has {ours}:"
-            " leave the weights out, so that the teacher is trained first, or give a checkpoint trained on this data"
+            " set teacher.weights to null, so that the teacher is trained first, or give a checkpoint trained on this data"
         )
 
 
