@@ -133,6 +133,8 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if is_local():
         os.environ.update(LOOPBACK)
+        # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     else:
         knock(os.environ["RAY_ADDRESS"])
         # Ray asks twenty times, a second apart and with a line on the terminal each, also where it was refused for its token.

@@ -70,9 +70,15 @@ class Command:
 
 def is_worker(process: psutil.Process) -> bool:
     """Whether it is a Ray Train worker (Ray writes what a process is in its title)."""
-    with contextlib.suppress(psutil.Error):
-        return any("ray::RayTrainWorker" in part for part in process.cmdline())
-    return False
+    return "ray::RayTrainWorker" in title(process)
+
+
+def title(process: psutil.Process) -> str:
+    """Its command line; nothing where it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
@@ -223,18 +229,16 @@ class RayCluster:
         return node
 
     def kill(self, node: RayNode) -> None:
-        """The node is gone, as when its power is: raylet and workers first, so that none can say goodbye."""
+        """The node is gone, as when its power is."""
         self.nodes.remove(node)
-        family = node.family()
-        kill([process for process in family if process.name() == "raylet" or is_worker(process)])
-        kill(family)
+        kill(node.family())
         node.process.wait()
 
     def remove(self, node: RayNode) -> None:
         """Stop a node in order: it takes its leave from the head."""
         for process in node.family():
             with contextlib.suppress(psutil.Error):
-                if process.name() == "raylet":
+                if process.name() == "raylet":  # its name, since each agent's command line holds the word
                     process.send_signal(signal.SIGTERM)
                     process.wait(30)
         self.kill(node)

@@ -39,6 +39,7 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_same_bits(distill: Di
     assert steps == list(range(1, len(records(whole, "step")) + 1))
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_table(distill: Distill) -> None:
     run = distill.runs / "sweep"
     sets = ("--set", "sweep.space={data.global_batch_size: [32, 64]}", "--set", "optim.epochs=8")

@@ -52,7 +52,8 @@ def test_the_project_itself_runs_a_sweep_as_a_ray_job_as_it_stands(cluster: RayC
     # A job's working directory is thrown away: the runs are in the home of whoever runs the head node.
     (run,) = (path for path in (cluster.folder / "runs").iterdir() if path.is_dir())
     assert [trial["status"] for trial in result(run)["trials"]] == ["ok", "ok"]
-    (package,) = cluster.folder.glob("2/session_2*/runtime_resources/working_dir_files/*/")
+    (marker,) = cluster.folder.glob("2/session_2*/runtime_resources/working_dir_files/*/pyproject.toml")
+    package = marker.parent
     assert (package / "service" / "cli.py").exists()
     assert not any((package / name).exists() for name in (".venv", ".git", "runs"))
     assert size(package) < 10 * 2**20

@@ -24,6 +24,10 @@ __all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "constr
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
 
+CALCULATED = 10**10
+"""Parameters times pixels up to which a forward check calculates, in some 50 ms. The meta device, which only follows shapes, is
+for larger models: its batch norm imports torch._dynamo, 1.4 s of a core."""
+
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
 
@@ -90,8 +94,7 @@ def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
     """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), in eval or in training mode.
 
-    Runs on torch's meta device: shapes only, no arithmetic, so that the largest model costs a fraction of a second and neither
-    parameters nor batch statistics move.
+    Costs a fraction of a second for the smallest and the largest model. Neither parameters, batch statistics nor generators move.
 
     Raises:
         ModelError: with the nearest usual size that works.
@@ -116,11 +119,13 @@ def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[in
     from torch.func import functional_call
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shadow = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-    images_BCHW = torch.empty(2, 3, image_size, image_size, device="meta", dtype=next(model.parameters()).dtype)
+    work = image_size**2 * sum(tensor.numel() for tensor in tensors.values())
+    device = "cpu" if work <= CALCULATED else "meta"
+    shadow = {key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items()}
+    images_BCHW = torch.zeros(2, 3, image_size, image_size, device=device, dtype=next(model.parameters()).dtype)
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             logits_BK, _ = logits_and_aux(functional_call(model.train(training), shadow, (images_BCHW,)))
     finally:
         for module, mode in modes:
