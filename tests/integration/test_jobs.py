@@ -14,6 +14,7 @@ from tests.integration.conftest import PATIENCE_S, PROJECT, Distill, RayCluster,
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.slow
 def test_a_submitted_run_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
     distill: Distill, cluster: RayCluster
 ) -> None:
