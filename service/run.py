@@ -19,7 +19,7 @@ from service.experiment import Experiment, Resolved, flatten, read_resolved
 from service.plan import Plan, absolute
 from service.progress import Display
 from service.report.tables import phase_table, stage_table
-from service.tracking import Tracker, default_uri
+from service.tracking import Tracker, default_uri, sync_neighbours
 from service.trial import Assignment, Outcome, carry_out
 from trainables.config import TrainConfig
 from trainables.errors import ExperimentError, TrainingError
@@ -209,6 +209,9 @@ def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeou
     start_tracking(now)
     delivery = now.tracker.close(timeout_s)
     now.display.say(delivery.message)
+    if status == "FINISHED" and not delivery.num_pending:
+        for folder in sync_neighbours(Path(now.result["runs_root"]), now.run_dir):
+            now.display.say(f"MLflow was also sent what had waited in {folder}")
 
 
 def start_tracking(now: Session) -> None:

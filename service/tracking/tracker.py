@@ -28,7 +28,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 MAX_WAIT_S = 15.0
 
-__all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "ui_command"]
+__all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
 
 
 def default_uri(runs_root: Path) -> str:
@@ -225,6 +225,23 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3) -> Deli
             if attempt < max_failures:
                 time.sleep(2**attempt)
     return sender.summary()
+
+
+def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
+    """Deliver what earlier runs under the root could not, now that the store of `finished` has answered.
+
+    Only spools meant for the same store are tried, once each. Returns the directories that are delivered.
+    """
+    mine = Spool(finished).target()
+    delivered = []
+    for folder in sorted(path.parent for path in runs_root.glob("*/spool")):
+        spool = Spool(RunDir(folder))
+        target = spool.target()
+        if mine is None or target is None or target.uri != mine.uri or folder == finished.root or not spool.num_pending(mine.uri):
+            continue
+        if not sync(RunDir(folder), max_failures=1).num_pending:
+            delivered.append(folder)
+    return delivered
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, ui_command
+from service.tracking import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
 from service.tracking.sender import CLIENT_ENVIRONMENT, Sender
 from service.tracking.spool import Spool, Target, lines_after
 from trainables.errors import ExperimentError
@@ -527,3 +527,16 @@ def test_a_file_that_is_no_checkpoint_is_refused_as_a_model(run_dir: RunDir, tra
         tracker.model("train", run_dir.root / "x.safetensors")
         assert sync(run_dir).num_pending == 0
     assert len(read_lines(run_dir.spool / "refused.jsonl")) == 4
+
+
+def test_what_an_earlier_run_could_not_deliver_arrives_with_the_next_runs_contact(
+    tracker: Tracker, run_dir: RunDir, runs_root: Path
+) -> None:
+    tracker.start_run("train", "earlier")
+    tracker.metrics("train", 1, {"loss": 0.5})
+    tracker.end_run("train", "FINISHED")
+    later = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-later"))
+    Tracker(later, default_uri(runs_root), run_dir.root.name)
+    assert run_dir.root in sync_neighbours(runs_root, later)
+    assert Spool(run_dir).num_pending(default_uri(runs_root)) == 0
+    assert run_dir.root not in sync_neighbours(runs_root, later)
