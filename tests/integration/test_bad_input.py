@@ -39,12 +39,14 @@ class Ended:
 
     @property
     def refusal(self) -> str:
-        """The lines that it was refused with."""
+        """The lines that it was refused with; before them tracking may have said that it waits."""
         assert self.code == 2, self.out + self.err
-        assert self.err.startswith("error: "), self.err
         assert len(self.err.splitlines()) <= 6, self.err
         assert "Traceback" not in self.err + self.out
-        return self.err.removeprefix("error: ").rstrip()
+        lines = [line for line in self.err.splitlines() if not line.startswith("tracking: ")]
+        assert lines, self.out
+        assert lines[0].startswith("error: "), self.err
+        return "\n".join(lines).removeprefix("error: ")
 
 
 class Command:
