@@ -51,6 +51,18 @@ def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_si
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_the_nodes_that_are_left(distill: Distill, cluster: RayCluster) -> None:
+    cluster.add()
+    run = distill.runs / "left"
+    command = distill.start("train", distill.experiment, "--out", run, *TWO, "--set", "optim.epochs=16", env=cluster.env)
+    wait_until(lambda: len(records(run, "epoch")) >= 3, "third epoch", command)
+    cluster.kill(next(node for node in cluster.nodes[1:] if node.workers()))
+    assert command.end() == 0, command.output
+    found = result(run)["stages"][0]
+    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 16 * 22)
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_while_the_others_wait_for_it_at_the_start_is_begun_again(distill: Distill) -> None:
     run = distill.runs / "start"
     command = distill.start("train", distill.experiment, "--out", run, *TWO)
