@@ -133,6 +133,8 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     if is_local():
         os.environ.update(LOOPBACK)
+        # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     else:

@@ -178,9 +178,10 @@ class Tracker:
 
     def _deliver(self) -> None:
         if sys.platform == "linux":
-            # Training goes first where cores are short. On Linux niceness belongs to a thread.
+            # Training goes first where cores are short, also on a cluster, whose workers Ray gives niceness 15. On Linux niceness
+            # belongs to a thread.
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self._abandoned.is_set():
             with self._spool.sender_lock() as mine:
                 if mine:

@@ -56,16 +56,20 @@ class Command:
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.output}") from None
 
     def family(self) -> list[psutil.Process]:
-        """The process and all its descendants."""
-        try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        """The process and all its descendants; none once it has ended."""
+        return family(self.process)
 
     def workers(self) -> list[psutil.Process]:
         """Its Ray Train workers, where Ray is its own."""
         return [process for process in self.family() if is_worker(process)]
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """A process and all its descendants; none once it has ended, since its number may be another's by then."""
+    if process.poll() is not None:
+        return []
+    root = psutil.Process(process.pid)
+    return [root, *root.children(recursive=True)]
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -164,15 +168,9 @@ class RayNode:
     address: str
     process: subprocess.Popen[bytes]
 
-    def family(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        return []
-
     def workers(self) -> list[psutil.Process]:
         """The Ray Train workers on this node."""
-        return [process for process in self.family() if is_worker(process)]
+        return [process for process in family(self.process) if is_worker(process)]
 
 
 @dataclass
@@ -231,12 +229,12 @@ class RayCluster:
     def kill(self, node: RayNode) -> None:
         """The node is gone, as when its power is."""
         self.nodes.remove(node)
-        kill(node.family())
+        kill(family(node.process))
         node.process.wait()
 
     def remove(self, node: RayNode) -> None:
         """Stop a node in order: it takes its leave from the head."""
-        for process in node.family():
+        for process in family(node.process):
             with contextlib.suppress(psutil.Error):
                 if process.name() == "raylet":  # its name, since each agent's command line holds the word
                     process.send_signal(signal.SIGTERM)

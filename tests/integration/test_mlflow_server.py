@@ -212,6 +212,7 @@ def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(s
     assert steps_of(server, "killed", "driver") == list(range(400))
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_ten_seconds_an_answer_slows_no_one(running: Server, proxy: Proxy, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     tracker = Tracker(run_dir, proxy.uri, "slow", poll_s=0.05)

@@ -77,6 +77,7 @@ def cpu_seconds(code: str) -> float:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "digits", *sets("batch_size=3")], ["train", "nothing"], ["recipes"]])
+@pytest.mark.slow
 def test_help_and_a_refused_experiment_take_less_than_a_second_and_a_half(arguments: list[str]) -> None:
     code = f"from service.cli import main; main({arguments!r})"
     assert min(cpu_seconds(code) for _ in range(3)) < 1.5
