@@ -118,10 +118,10 @@ class Experiment(Section):
             raise ValueError(
                 f"optim.accumulate {self.optim.accumulate} exceeds the {batch // workers} samples of one worker's batch"
             )
-        if self.optim.warmup_epochs >= self.optim.epochs:
-            raise ValueError(
-                f"optim.warmup_epochs {self.optim.warmup_epochs:g} leaves no epoch of optim.epochs {self.optim.epochs}"
-            )
+        lengths = {"optim.epochs": self.optim.epochs, "teacher.epochs": self.teacher.epochs if self.teacher else None}
+        for key, epochs in lengths.items():
+            if epochs is not None and self.optim.warmup_epochs >= epochs:
+                raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} leaves no epoch of {key} {epochs}")
         if self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs optim.momentum above 0")
         if self.scale.sync_batch_norm and self.data.last_batch == "short":

@@ -204,6 +204,9 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
 def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
     if now.tracker is None:
         return
+    for key, ended in now.tracker.runs().items():
+        if ended is None and key != now.key:  # trials that were running when the sweep was interrupted
+            now.tracker.end_run(key, status)
     now.tracker.artifact(now.key, now.run_dir.result)
     now.tracker.end_run(now.key, status)
     start_tracking(now)

@@ -320,8 +320,10 @@ def report(now: Session, trials: list[Trial]) -> None:
 def finish(now: Session, trials: list[Trial]) -> None:
     """The table, the verdict and the winner's student."""
     report(now, trials)
+    # Points that never ran, and trials that ended in the very moment in which an earlier driver died.
+    recorded = now.tracker.runs() if now.tracker else {}
     for trial in trials:
-        if trial.outcome and trial.outcome.status == "infeasible" and now.tracker:
+        if now.tracker and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):
             begin_record(now, trial)
             end_trial(now, trial)
     now.display.console.print(sweep_table(now.result))

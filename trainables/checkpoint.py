@@ -36,6 +36,8 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Images of the unfinished epoch that could not be read, on all ranks: name → reason."""
     partial: list[float] = field(default_factory=list)
     """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -50,6 +52,7 @@ def run_timing(job: Job) -> dict[str, float]:
     while job.state.progress.step < last:
         train_epoch(job, stop_at=last)
         skipped = max(skipped, note_skipped(job))
+        job.state.progress.skipped = {}
         job.state.progress.epoch += 1
         job.state.progress.position = 0
     return summarize(job, skipped)
@@ -68,7 +71,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> None:
         for batch in batches:
             timer.mark("data")
             set_learning_rate(learner.optimizer, learning_rate(progress.step, steps_per_epoch, config.optim, peak))
-            train_step(learner, batch, progress.step, timer)
+            with one_sample_explained(job):
+                train_step(learner, batch, progress.step, timer)
             timer.stop()
             progress.step += 1
             progress.position = batch.position
@@ -83,6 +87,20 @@ def train_epoch(job: Job, stop_at: int | None = None) -> None:
             timer.start()
     finally:
         batches.close()
+
+
+@contextlib.contextmanager
+def one_sample_explained(job: Job) -> Iterator[None]:
+    """Batch norm normalises over a channel's values: with one image and 1×1 maps there is one value, which torch refuses."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TrainingError(
+            f"{job.config.stage}: a worker's part of a batch came down to one image, which the batch norm of "
+            f"{job.config.model} cannot normalise: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
+        ) from error
 
 
 def log_step(job: Job, in_epoch: int) -> None:
@@ -158,6 +176,7 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
     check_finite(job)
+    note_skipped(job)
     checkpoint.save(job.stage.last, job.state, job.group)
     job.throughput.begin(job.state.progress.step)
 
@@ -182,7 +201,7 @@ def finish_epoch(job: Job) -> None:
     metrics = {f"train/{name}": value for name, value in means(progress.partial).items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
     metrics |= {"eval_s": eval_s, "skipped_images": float(skipped)}
-    progress.partial = []
+    progress.partial, progress.skipped = [], {}
     progress.history.append({"epoch": progress.epoch, "step": progress.step, **metrics})
     best = val["top1_pct"] > progress.best_top1_pct
     if best:
@@ -199,16 +218,18 @@ def finish_epoch(job: Job) -> None:
 
 
 def note_skipped(job: Job) -> int:
-    """How many images all ranks could not read in this epoch; rank 0 names them in the log.
+    """How many images all ranks could not read in this epoch so far; rank 0 names new ones in the log.
 
     Raises:
         DataError: on every rank, where all ranks together met more of them than `data.max_bad_images`.
     """
     everyone = gather_objects({**job.train_loader.skipped, **job.val_loader.skipped}, job.group)
-    skipped = {name: reason for part in everyone for name, reason in part.items()}
+    before = job.state.progress.skipped
+    skipped = before | {name: reason for part in everyone for name, reason in part.items()}
+    job.state.progress.skipped = skipped
     if job.group.is_main:
-        for name, reason in sorted(skipped.items()):
-            log.warning("skipped %s: %s", name, reason)
+        for name in sorted(skipped.keys() - before.keys()):
+            log.warning("skipped %s: %s", name, skipped[name])
     if len(skipped) > (limit := job.config.data.max_bad_images):
         name, reason = min(skipped.items())
         raise DataError(

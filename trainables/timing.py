@@ -135,7 +135,6 @@ class PhaseTimer:
         self._places: list[int] = []
         self._pending: deque[tuple[list[Any], list[int]]] = deque()
         self._run, self._window = _Totals(), _Totals()
-        self._last_T: Floats | None = None
 
     def start(self) -> None:
         """Open a step; `data` runs from here."""
@@ -172,22 +171,11 @@ class PhaseTimer:
             self._clock.reuse(tokens)
 
     def _add(self, row_T: Floats) -> None:
-        self._last_T = row_T
         self._window.add(row_T)
         if self._warmup_left > 0:
             self._warmup_left -= 1
         else:
             self._run.add(row_T)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps read so far, past the warm-up."""
-        return self._run.num_steps
-
-    @property
-    def last_ms(self) -> dict[str, float]:
-        """Milliseconds of each phase and of `step` in the last step that was read; {} before the first."""
-        return {} if self._last_T is None else dict(zip(COLUMNS, self._last_T.tolist(), strict=True))
 
     def take(self) -> dict[str, float]:
         """Summary of the steps read since the last `take()`, in the names of `summary`."""
@@ -195,22 +183,14 @@ class PhaseTimer:
         window, self._window = self._window, _Totals()
         return window.summary()
 
-    def summary(self, steps: int | None = None) -> dict[str, float]:
+    def summary(self) -> dict[str, float]:
         """Mean, min, max, p50 and p95 of each phase and of `step`, in ms, and the share of data in the step, in percent.
 
         Named `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, …, `phase/step_ms`, …, and
         `data_pct`. {} before the first step past the warm-up.
-
-        Args:
-            steps: only so many latest steps (at most `KEEP_STEPS`); None: all steps past the warm-up.
         """
         self.collect()
-        if steps is None:
-            return self._run.summary()
-        chosen = _Totals()
-        for row_T in list(self._run.latest)[-steps:] if steps > 0 else ():
-            chosen.add(row_T)
-        return chosen.summary()
+        return self._run.summary()
 
 
 def _row(clock: Clock[Token], tokens: Sequence[Token], places: Sequence[int]) -> Floats:

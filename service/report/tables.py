@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
 
 from trainables.rundir import RunDir, read_lines
+from trainables.telemetry import decode_throttle
 
 SCALE = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
 PHASES = ("data", "h2d", "teacher", "student", "backward", "optimizer")
@@ -76,6 +78,40 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table:
     return table
 
 
+def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
+    """What the hardware did: a row a node and a row a GPU, means with the most in brackets. None where nothing was sampled."""
+    places = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
+    if not places:
+        return None
+    table = Table(title=title, title_justify="left")
+    columns = {"busy %": ("util", "pct"), "memory MiB": ("memory", "mib"), "disk read MiB/s": ("disk_read", "mib_per_s"),
+               "°C": ("temperature", "c"), "W": ("power", "w"), "SM MHz": ("sm_clock", "mhz")}  # fmt: skip
+    for name in ("where", *columns, "slowed by"):
+        table.add_column(name, justify="left" if name in ("where", "slowed by") else "right")
+    for place in places:
+        cells = []
+        for what, unit in columns.values():
+            field = "cpu" if what == "util" and "/gpu" not in place else what
+            mean, most = (metrics.get(f"{place}/{field}{part}_{unit}") for part in ("", "_max"))
+            cells.append(f"{number(mean, 0)} ({number(most, 0)})" if mean is not None else "–")
+        bits = int(metrics.get(f"{place}/throttle_reasons", 0))
+        # A GPU without work and one whose clocks were set by hand were not held back.
+        slowed = [name for name in decode_throttle(bits) if name not in ("gpu_idle", "applications_clocks_setting")]
+        table.add_row(place, *cells, ", ".join(slowed) or "–")
+    return table
+
+
+def natural(place: str) -> list[int]:
+    """Sort key: node2 before node10."""
+    return [int(digits) for digits in re.findall(r"\d+", place)]
+
+
+def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
+    """Where the time went, and what the nodes did meanwhile."""
+    tables = (phase_table(metrics, f"a step of {who}"), node_table(metrics, f"the hardware under {who}: mean (most)"))
+    return [table for table in tables if table is not None]
+
+
 def stage_table(result: Mapping[str, Any]) -> Table:
     """One row a stage of a `train` run."""
     table = Table(title=result["name"], title_justify="left")
@@ -96,9 +132,10 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     if not best:
         return ["no trial is complete: nothing to compare yet"]
     m, scale = best["metrics"], best["scale"]
-    who = "GPUs" if result.get("use_gpu") else "workers"
+    count = scale["scale.num_workers"]
+    who = ("GPU" if result.get("use_gpu") else "worker") + "s" * (count != 1)
     lines = [
-        f"best: trial {best['id']} with {scale['scale.num_workers']} {who} × batch {scale['data.global_batch_size']} × "
+        f"best: trial {best['id']} with {count} {who} × batch {scale['data.global_batch_size']} × "
         f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, "
         f"{number(m.get('epoch_s'))} s an epoch" + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
     ]
@@ -124,12 +161,11 @@ def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
     if result["kind"] == "sweep" and "trials" in result:
         parts += [sweep_table(result), *verdict(result)]
         if result.get("best"):
-            parts.append(phase_table(result["best"]["metrics"], f"a step of trial {result['best']['id']}"))
+            parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
     elif result.get("stages"):
         parts.append(stage_table(result))
-        parts += [
-            phase_table(stage["metrics"], f"a step of the {stage['stage']}") for stage in result["stages"] if stage["metrics"]
-        ]
+        for stage in result["stages"]:
+            parts += measured(stage["metrics"], f"the {stage['stage']}") if stage["metrics"] else []
     if result["status"] != "complete":
         for path in sorted(run_dir.root.rglob("metrics.jsonl")):
             if lines := read_lines(path):

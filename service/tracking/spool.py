@@ -167,6 +167,14 @@ class Spool:
                 tails[record["path"]] = known[0] if known else 0
         return count + sum(1 for path, offset in tails.items() for _ in _records_after(self.path_of(path), offset))
 
+    def runs(self) -> dict[str, str | None]:
+        """Every run that was begun, in order, with the status that it ended in last; None while it is open."""
+        found: dict[str, str | None] = {}
+        for record in _records_after(self.events, 0):
+            if record["op"] in ("run", "end"):
+                found[record["key"]] = record.get("status")
+        return found
+
     def set_aside(self, record: Mapping[str, Any], reason: str) -> None:
         """Keep a record that the store refuses for good, with the reason, so that it does not hold up those behind it."""
         append_line(self.refused, {"reason": reason, **record})

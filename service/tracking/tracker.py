@@ -153,6 +153,13 @@ class Tracker:
         """End a run. Call it when the workers have written their last line; it is delivered after all of them."""
         self._append("end", key, status=status)
 
+    def runs(self) -> dict[str, str | None]:
+        """Every run that was begun under this run directory, and the status it ended in last; None while it is open."""
+        try:
+            return self._spool.runs()
+        except OSError:  # `_append` has said so
+            return {}
+
     def start(self) -> None:
         """Begin to deliver, in a daemon thread that imports MLflow (seconds of one core).
 
@@ -231,17 +238,20 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3) -> Deli
 def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
     """Deliver what earlier runs under the root could not, now that the store of `finished` has answered.
 
-    Only spools meant for the same store are tried, once each. Returns the directories that are delivered.
+    Only spools meant for the same store are tried, once each; one that cannot be read holds up nobody. Returns the directories
+    that are delivered.
     """
     mine = Spool(finished).target()
     delivered = []
     for folder in sorted(path.parent for path in runs_root.glob("*/spool")):
         spool = Spool(RunDir(folder))
-        target = spool.target()
-        if mine is None or target is None or target.uri != mine.uri or folder == finished.root or not spool.num_pending(mine.uri):
-            continue
-        if not sync(RunDir(folder), max_failures=1).num_pending:
-            delivered.append(folder)
+        try:
+            target = spool.target()
+            others = mine is None or target is None or target.uri != mine.uri or folder == finished.root
+            if not others and spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
+                delivered.append(folder)
+        except OSError as error:
+            log.warning("tracking: the records of %s cannot be read: %s", folder, error)
     return delivered
 
 

@@ -60,7 +60,7 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int) -> Iterator[Cal
                 "train": config.train.model_copy(update={"log_every": log_every}),
             }
         )
-        job = build(config, Group(), ignore, dict)
+        job = build(config, Group(), ignore, no_telemetry)
         with tracking(run_dir) as tracker:
 
             def measure(number: int) -> tuple[float, float]:
@@ -105,12 +105,17 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
 def unwatched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """None of it; the loop still reads its sums at each log step, to stop at a loss that is not finite."""
     logging.getLogger("raydistill").setLevel(logging.WARNING)
-    job.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, dict
+    job.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
     yield
 
 
 def ignore(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
     """A report that goes nowhere."""
+
+
+def no_telemetry(whole: bool = False) -> dict[str, float]:
+    """Nothing was looked at."""
+    return {}
 
 
 class NoTimer(PhaseTimer):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from service.experiment import load
+from service.tracking.spool import Spool
 from tests.integration.conftest import Distill, records, result, wait_until
 from tests.trainables.jobs import equal, train
 from tests.trainables.ranks import Ranks
@@ -44,7 +45,8 @@ def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(d
 @pytest.mark.slow
 def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_table(distill: Distill) -> None:
     run = distill.runs / "sweep"
-    sets = ("--set", "sweep.space={data.global_batch_size: [32, 64]}", "--set", "optim.epochs=8")
+    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "optim.epochs=8", "tracking.enabled=true")
+    sets = [part for key in keys for part in ("--set", key)]
     command = distill.start("sweep", distill.experiment, "--out", run, *sets)
     first, second = (RunDir(run).trial(trial) for trial in ("000", "001"))
     wait_until(lambda: first.result.exists() and records(second.root, "epoch"), "first epoch of the second trial", command)
@@ -56,6 +58,7 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_tabl
     found = result(run)
     assert found["status"] == "interrupted"
     assert [row["status"] for row in found["trials"]] == ["ok", "pending"]
+    assert Spool(RunDir(run)).runs() == {"sweep": "KILLED", "trial/000": "FINISHED", "trial/001": "KILLED"}
     assert f"interrupted; continue with: distill resume {run}" in command.output
     assert "Traceback" not in command.output
     written = first.result.stat().st_mtime_ns
@@ -63,5 +66,6 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_tabl
     said = distill.run("resume", run)
     assert first.result.stat().st_mtime_ns == written
     assert [row["status"] for row in result(run)["trials"]] == ["ok", "ok"]
+    assert set(Spool(RunDir(run)).runs().values()) == {"FINISHED"}
     assert "1 trials to run, 1 already decided" in said
     assert [line["epoch"] for line in records(second.root, "epoch")] == list(range(1, 9))

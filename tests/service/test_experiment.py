@@ -243,6 +243,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["data.global_batch_size=1", "scale.num_workers=2"], "write 2 or 4"),
         (["distill.task_weight=0", "distill.soft_weight=0"], "nothing would be learned"),
         (["optim.warmup_epochs=12"], "leaves no epoch of optim.epochs 12"),
+        (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
         (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from service.report.tables import number, phase_table, report_of, sweep_table, verdict
+from service.report.tables import node_table, number, phase_table, report_of, sweep_table, verdict
 from trainables.rundir import RunDir, append_line
 
 SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
@@ -57,6 +57,21 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
 
 def test_phases_show_their_share_of_the_step() -> None:
     assert "45.0" in shown(phase_table(METRICS, "a step"))
+
+
+def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() -> None:
+    gpu = {"node0/gpu0/util_pct": 87.0, "node0/gpu0/util_max_pct": 100.0, "node0/gpu0/throttle_reasons": 5.0}
+    nodes = {"node0/gpus": 1.0, "node0/cpu_pct": 40.0, "node0/cpu_max_pct": 99.0, "node10/cpu_pct": 1.0, "node2/cpu_pct": 1.0}
+    metrics = nodes | gpu
+    table = node_table(metrics, "hardware")
+    assert table is not None
+    assert list(table.columns[0].cells) == ["node0", "node0/gpu0", "node2", "node10"]
+    text = shown(table)
+    assert "40 (99)" in text
+    assert "87 (100)" in text
+    assert "sw_power_cap" in text
+    assert "gpu_idle" not in text
+    assert node_table(METRICS, "hardware") is None
 
 
 def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Path) -> None:

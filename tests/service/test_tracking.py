@@ -300,6 +300,16 @@ def test_only_one_process_sends_a_spool(run_dir: RunDir, tracker: Tracker) -> No
     assert sync(run_dir).num_pending == 0
 
 
+def test_what_was_begun_and_how_it_ended_is_known_without_the_store(run_dir: RunDir, tracker: Tracker) -> None:
+    for key in ("sweep", "trial/0", "trial/1"):
+        tracker.start_run(key, key)
+    tracker.end_run("trial/0", "FINISHED")
+    tracker.end_run("trial/1", "KILLED")
+    assert tracker.runs() == {"sweep": None, "trial/0": "FINISHED", "trial/1": "KILLED"}
+    tracker.start_run("trial/1", "again")
+    assert tracker.runs()["trial/1"] is None
+
+
 def test_recording_never_raises_even_where_the_spool_cannot_be_written(
     run_dir: RunDir, tracker: Tracker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -535,6 +545,9 @@ def test_what_an_earlier_run_could_not_deliver_arrives_with_the_next_runs_contac
     tracker.start_run("train", "earlier")
     tracker.metrics("train", 1, {"loss": 0.5})
     tracker.end_run("train", "FINISHED")
+    broken = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-broken"))
+    Tracker(broken, default_uri(runs_root), run_dir.root.name)
+    (broken.spool / "events.jsonl").mkdir()
     later = RunDir(run_dir.root.with_name(f"{run_dir.root.name}-later"))
     Tracker(later, default_uri(runs_root), run_dir.root.name)
     assert run_dir.root in sync_neighbours(runs_root, later)

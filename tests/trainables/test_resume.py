@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from tests.trainables.ranks import Ranks
@@ -50,6 +51,24 @@ def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: Ranks,
     whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [1, 3, 2], 4, **settings)
     assert relative_difference(whole["state"], pieces["state"]) < 1e-9
+
+
+def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ranks, tmp_path: Path) -> None:
+    for split, bad in (("train", range(0, 16, 2)), ("val", ())):
+        for number in range(16):
+            file = tmp_path / "data" / split / "ab"[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(file) if number not in bad else file.write_bytes(b"broken")
+    settings = {
+        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2},
+        "train": {"checkpoint_every": 1, "log_every": 1},
+    }  # fmt: skip
+    whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
+    pieces = interrupted(ranks, tmp_path / "pieces", [2, 2], 7, **settings)
+    assert whole["progress"].history[0]["skipped_images"] == 8
+    assert pieces["progress"].history[0]["skipped_images"] == 8
+    assert pieces["progress"].skipped == {}
+    assert equal(whole["state"], pieces["state"])
 
 
 def small_state() -> TrainState:

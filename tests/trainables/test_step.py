@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainables.jobs import config, train, write_teacher
+from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
 from tests.trainables.ranks import Ranks
+from trainables.build import build
 from trainables.config import DistillConfig
+from trainables.distributed import Group
 from trainables.errors import TrainingError
-from trainables.step import losses, micro_batches
+from trainables.step import losses, micro_batches, train_step
 
 
 def softmax(row: list[float], temperature: float) -> list[float]:
@@ -107,3 +109,34 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: Ranks
     ) as caught:
         ranks.run(2, train, settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(tmp_path, model="resnet18", precision="fp32", teacher=None, data={"global_batch_size": 1})
+    with pytest.raises(TrainingError, match=r"one image, which the batch norm of resnet18 cannot.*last_batch=drop") as caught:
+        ranks.run(1, train, settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
+    settings = config(
+        tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_large", "weights": weights},
+        data={"last_batch": "drop"},
+    )  # fmt: skip
+    job = build(settings, Group(0, 1, 0, device), Recorded(), no_telemetry)
+    batches = job.train_loader.epoch(0)
+    for step in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
+        batch = next(batches)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            train_step(job.learner, batch, step, job.timer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    batches.close()
+    job.train_loader.close()
+    job.val_loader.close()
+    assert int(job.learner.sums[0]) == 300

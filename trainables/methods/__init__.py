@@ -11,13 +11,8 @@ from trainables.methods.contract import Method
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        Method("kd", paper="Hinton et al. 2015, Distilling the Knowledge in a Neural Network"),
-        Method(
-            "dkd",
-            paper="Zhao et al. 2022, Decoupled Knowledge Distillation",
-            own_terms=("tckd", "nckd"),
-            function="trainables.methods.dkd:dkd_terms",
-        ),
+        Method("kd"),
+        Method("dkd", own_terms=("tckd", "nckd"), function="trainables.methods.dkd:dkd_terms"),
     )
 }
 

@@ -28,7 +28,6 @@ class Method:
     """
 
     name: str
-    paper: str
     own_terms: tuple[str, ...] = ()
     """Names of its own terms, known before anything is computed; empty: CE and KL are all there is."""
     function: str = ""

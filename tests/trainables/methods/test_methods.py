@@ -14,7 +14,6 @@ from trainables.methods import METHODS, check_method
 def test_a_methods_terms_are_those_that_it_declares_one_value_a_sample(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
-    assert method.paper
     terms = method.terms(torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 3, 1]), 4.0)
     assert tuple(terms) == method.own_terms
     assert all(term.shape == (3,) for term in terms.values())
