@@ -14,7 +14,7 @@ from service.experiment import Experiment, Resolved
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
-from trainables.data.decode import UnreadableImageError
+from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.source import Source, open_source
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.header import read_header
@@ -91,7 +91,7 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     reasons = []
     for index in probed:
         try:
-            source.read(index)
+            decode_image(source.read(index))
             return source
         except UnreadableImageError as error:
             reasons.append(f"{source.name(index)} ({error})")

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
-from PIL import Image
 
-from trainables.data.decode import read_image
+from trainables.data.decode import read_file
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -64,8 +63,8 @@ class FolderSource:
         """The file's path inside the data folder, printable whatever its bytes are."""
         return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
 
-    def read(self, index: int) -> Image.Image:
-        return read_image(os.path.join(self._root, self._folder, self._files[index]))
+    def read(self, index: int) -> bytes:
+        return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
     def _classes_of_validation(self) -> set[str]:
         folder = os.path.join(self._root, self._folder)

@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, uniforms
+from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
 from trainables.data.memory import MemorySource
 from trainables.data.order import Split, rank_part, split_order
 from trainables.data.source import Source
+from trainables.data.view import View
 from trainables.errors import DataError
 
 _CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
@@ -34,7 +35,7 @@ _Bad = list[tuple[int, str]]  # row of the batch, why it cannot be read
 class Batch(NamedTuple):
     """One rank's part of a global batch. B may differ by rank and may be 0."""
 
-    images_BCHW: torch.Tensor  # uint8, contiguous
+    images_BCHW: torch.Tensor  # uint8, channels last in memory
     labels_B: torch.Tensor  # int64
     indices_B: torch.Tensor  # int64, dataset-wide
     position: int  # global samples of this epoch that are consumed once this batch is trained on
@@ -43,7 +44,7 @@ class Batch(NamedTuple):
 class _Pending(NamedTuple):
     """A batch whose rows are being filled."""
 
-    images_BCHW: torch.Tensor
+    images_BHWC: torch.Tensor
     indices_B: NDArray[np.int64]
     position: int
     parts: list[Future[_Bad]]
@@ -92,7 +93,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
         self._source, self._data, self._split, self._seed = source, data, split, seed
         self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
-        self._augment = AUGMENTS[data.augment if split == "train" else "none"]
+        self._view = View(data, split)
         self._loader_workers = loader_workers
         self._pool = ThreadPoolExecutor(loader_workers, thread_name_prefix="loader") if loader_workers else None
         self._stop = Event()
@@ -139,15 +140,15 @@ class Loader:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
         indices_B = order_N[slice(*rank_part(begin, end, self._rank, self._world_size))].copy()
         size = self._data.image_size
-        images_BCHW = torch.empty((len(indices_B), 3, size, size), dtype=torch.uint8, pin_memory=self._pin_memory)
-        pixels_BCHW = images_BCHW.numpy()
+        images_BHWC = torch.empty((len(indices_B), size, size, 3), dtype=torch.uint8, pin_memory=self._pin_memory)
+        pixels_BHWC = images_BHWC.numpy()
         chunks = max(1, self._loader_workers * _CHUNKS_PER_THREAD)
         rows = max(1, math.ceil(len(indices_B) / chunks))
         parts = [
-            self._run(partial(self._fill, row, indices_B[row : row + rows], pixels_BCHW[row : row + rows], epoch, stop))
+            self._run(partial(self._fill, row, indices_B[row : row + rows], pixels_BHWC[row : row + rows], epoch, stop))
             for row in range(0, len(indices_B), rows)
         ]
-        return _Pending(images_BCHW, indices_B, end, parts)
+        return _Pending(images_BHWC, indices_B, end, parts)
 
     def _run(self, work: Callable[[], _Bad]) -> Future[_Bad]:
         if self._pool:
@@ -156,39 +157,33 @@ class Loader:
         done.set_result(work())
         return done
 
-    def _fill(self, first_row: int, indices_B: NDArray[np.int64], out_BCHW: NDArray[np.uint8], epoch: int, stop: Event) -> _Bad:
+    def _fill(self, first_row: int, indices_B: NDArray[np.int64], out_BHWC: NDArray[np.uint8], epoch: int, stop: Event) -> _Bad:
         """Read the samples into their rows; the rows that could not be filled. Runs in a loader thread."""
-        source, data = self._source, self._data
-        if isinstance(source, MemorySource) and self._takes_as_stored(source):
-            source.read_batch(indices_B, out_BCHW)
+        source, view = self._source, self._view
+        if isinstance(source, MemorySource) and view.leaves(source.size):
+            source.read_batch(indices_B, out_BHWC)
             return []
-        uniforms_BU = uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
+        uniforms_BU = uniforms(self._seed, epoch, indices_B, view.num_uniforms)
         bad = []
         for row, index in enumerate(indices_B.tolist()):
             if stop.is_set():
                 raise CancelledError
             try:
-                view = self._augment.apply(source.read(index), uniforms_BU[row], data.image_size, data.val_resize)
+                view.into(source.read(index), uniforms_BU[row], out_BHWC[row])
             except UnreadableImageError as error:
                 bad.append((first_row + row, str(error)))
-            else:
-                out_BCHW[row] = np.asarray(view).transpose(2, 0, 1)
         return bad
-
-    def _takes_as_stored(self, source: MemorySource) -> bool:
-        """Whether the models see the source's own pixels."""
-        data = self._data
-        return self._augment is AUGMENTS["none"] and data.val_resize is None and data.image_size == source.size
 
     def _finish(self, pending: _Pending) -> Batch:
         """Wait for a batch's rows and leave out the unreadable ones."""
-        images_BCHW, indices_B = pending.images_BCHW, pending.indices_B
+        images_BHWC, indices_B = pending.images_BHWC, pending.indices_B
         bad = dict(entry for part in pending.parts for entry in part.result())
         if bad:
             self._note({self._source.name(int(indices_B[row])): reason for row, reason in bad.items()})
             good = [row for row in range(len(indices_B)) if row not in bad]
-            images_BCHW[: len(good)] = images_BCHW[good]  # inside the same memory, which may be pinned
-            images_BCHW, indices_B = images_BCHW[: len(good)], indices_B[good]
+            images_BHWC[: len(good)] = images_BHWC[good]  # inside the same memory, which may be pinned
+            images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
+        images_BCHW = images_BHWC.permute(0, 3, 1, 2)
         return Batch(images_BCHW, self._tensor(self._source.labels_N[indices_B]), self._tensor(indices_B), pending.position)
 
     def _note(self, bad: dict[str, str]) -> None:

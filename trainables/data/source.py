@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from trainables.config import DataConfig
+from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.order import Split
@@ -35,8 +35,8 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """What a user recognises the sample by."""
 
-    def read(self, index: int) -> Image.Image:
-        """The sample as an RGB image of its own size. Raises UnreadableImageError where it holds none."""
+    def read(self, index: int) -> Sample:
+        """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
 
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
+from trainables.data.decode import Sample
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, epoch_order
 from trainables.data.source import Source, open_source
@@ -65,13 +65,13 @@ class SlowSource:
     def name(self, index: int) -> str:
         return str(index)
 
-    def read(self, index: int) -> Image.Image:
+    def read(self, index: int) -> Sample:
         time.sleep(0.002)
         with self._lock:
             self.num_reads += 1
         if index == self._broken:
             raise ZeroDivisionError("a bug in a source")
-        return Image.new("RGB", (2, 2))
+        return np.zeros((2, 2, 3), dtype=np.uint8)
 
 
 def _loader_threads() -> list[str]:
