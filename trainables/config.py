@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -47,6 +48,9 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    shuffle: str = Field(
+        "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
+    )
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
     max_bad_images: Natural = Field(100, description="unreadable images skipped per epoch before it is an error")
@@ -56,6 +60,13 @@ class DataConfig(Section):
     )
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @field_validator("shuffle")
+    @classmethod
+    def _known_shuffle(cls, shuffle: str) -> str:
+        if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
+            raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
+        return shuffle
 
 
 class ModelConfig(Section):

@@ -21,7 +21,7 @@ from trainables.config import DataConfig
 from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
 from trainables.data.memory import MemorySource
-from trainables.data.order import Split, rank_part, split_order
+from trainables.data.order import Order, Sharded, Split, rank_part
 from trainables.data.source import Source
 from trainables.data.view import View
 from trainables.errors import DataError
@@ -53,8 +53,8 @@ class _Pending(NamedTuple):
 class Loader:
     """Reads one split for one rank.
 
-    Global batch k of an epoch covers [k·G, (k+1)·G) of an order that depends on (seed, epoch) alone (validation: the
-    stored order); each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
+    Global batch k of an epoch covers [k·G, (k+1)·G) of the epoch's `Order`, which depends on (seed, epoch) alone and never
+    stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
     does the work. One epoch runs at a time: starting one ends the one before.
 
@@ -91,8 +91,12 @@ class Loader:
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[str, str] = {}
-        self._source, self._data, self._split, self._seed = source, data, split, seed
+        self._source, self._data, self._seed = source, data, seed
         self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
+        self._order = Order(
+            split, data.shuffle, seed=seed, num_samples=num_samples,
+            shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
+        )  # fmt: skip
         self._view = View(data, split)
         self._loader_workers = loader_workers
         self._pool = ThreadPoolExecutor(loader_workers, thread_name_prefix="loader") if loader_workers else None
@@ -116,16 +120,15 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
-        order_N = split_order(self._split, self._seed, epoch, len(self._source))
-        batch = self._data.global_batch_size
-        last = len(order_N) - batch + 1 if self._drop else len(order_N)
+        batch, num_samples = self._data.global_batch_size, len(self._source)
+        last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
         ahead = self._data.prefetch_batches if self._pool else 0
         pending: deque[_Pending] = deque()
         try:
             while True:
                 while len(pending) <= ahead and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(order_N, begin, min(begin + batch, len(order_N)), epoch, stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, stop))
                 if not pending:
                     return
                 ready = self._finish(pending[0])
@@ -136,9 +139,9 @@ class Loader:
             parts = [part for unfinished in pending for part in unfinished.parts]
             wait([part for part in parts if not part.cancel()])
 
-    def _begin(self, order_N: NDArray[np.int64], begin: int, end: int, epoch: int, stop: Event) -> _Pending:
+    def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        indices_B = order_N[slice(*rank_part(begin, end, self._rank, self._world_size))].copy()
+        indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         size = self._data.image_size
         images_BHWC = torch.empty((len(indices_B), size, size, 3), dtype=torch.uint8, pin_memory=self._pin_memory)
         pixels_BHWC = images_BHWC.numpy()

@@ -18,7 +18,7 @@ from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.decode import Sample
 from trainables.data.loader import Batch, Loader
-from trainables.data.order import Split, epoch_order
+from trainables.data.order import Split, sample_at
 from trainables.data.source import Source, open_source
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
@@ -28,6 +28,11 @@ WORLD_SIZES = (1, 2, 3, 5, 8)
 
 def _loader(source: Source, data: DataConfig, split: Split = "train", rank: int = 0, world: int = 1, workers: int = 0) -> Loader:
     return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers)
+
+
+def _order(epoch: int, num_samples: int) -> list[int]:
+    """The training order that a loader of `_loader` follows."""
+    return sample_at(11, epoch, np.arange(num_samples), num_samples).tolist()
 
 
 def _ranks(
@@ -100,7 +105,7 @@ def test_validation_reads_every_sample_once_for_any_world_size_and_length(world:
 @pytest.mark.parametrize("world", WORLD_SIZES)
 def test_training_reads_every_sample_once_in_an_order_that_no_world_size_changes(world: int) -> None:
     source, data = _tiny(45), _data(8, last_batch="short")
-    order = epoch_order(11, 3, 45).tolist()
+    order = _order(3, 45)
     ranks = _ranks(source, data, world, epoch=3)
     assert _global_order(ranks) == [order[begin : begin + 8] for begin in range(0, 45, 8)]
     for step in zip(*ranks, strict=True):
@@ -114,7 +119,7 @@ def test_batches_have_the_shapes_and_types_of_the_contract_even_when_empty() -> 
         for batch in batches:
             size = len(batch.labels_B)
             assert (batch.images_BCHW.dtype, batch.images_BCHW.shape) == (torch.uint8, (size, 3, 2, 2))
-            assert batch.images_BCHW.is_contiguous()
+            assert batch.images_BCHW.is_contiguous(memory_format=torch.channels_last)
             assert (batch.labels_B.dtype, batch.indices_B.dtype, batch.indices_B.shape) == (torch.int64, torch.int64, (size,))
             assert batch.labels_B.tolist() == [index % 3 for index in batch.indices_B.tolist()]
 
@@ -158,7 +163,7 @@ def test_resuming_with_another_batch_size_neither_repeats_nor_loses_a_sample() -
     source = _tiny(45)
     before = [batch.indices_B.tolist() for batch in _loader(source, _data(8)).epoch(0)][:2]
     after = [batch.indices_B.tolist() for batch in _loader(source, _data(5, last_batch="short")).epoch(0, start=16)]
-    assert [index for batch in before + after for index in batch] == epoch_order(11, 0, 45).tolist()
+    assert [index for batch in before + after for index in batch] == _order(0, 45)
 
 
 @pytest.mark.parametrize("augment", AUGMENTS)
@@ -191,7 +196,7 @@ def test_pixels_do_not_depend_on_threads_or_world_size_or_resuming(make_folder: 
 def test_batches_come_in_order_for_any_number_of_threads(workers: int) -> None:
     source, data = SlowSource(40), _data(6, last_batch="short", prefetch_batches=3)
     loader = _loader(source, data, "train", workers=workers)
-    assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == epoch_order(11, 0, 40).tolist()
+    assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == _order(0, 40)
     assert source.num_reads == 40
     loader.close()
 
@@ -316,7 +321,7 @@ def test_a_new_epoch_ends_the_one_before() -> None:
     loader = _loader(SlowSource(400), _data(20, prefetch_batches=4), workers=2)
     old = loader.epoch(0)
     next(old)
-    assert next(loader.epoch(1)).indices_B.tolist() == epoch_order(11, 1, 400)[:20].tolist()
+    assert next(loader.epoch(1)).indices_B.tolist() == _order(1, 400)[:20]
     loader.close()
 
 
