@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -57,6 +57,8 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
+    named: set[str] = field(default_factory=set)
+    """Unreadable images that the log has named."""
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:

@@ -53,7 +53,9 @@ class DataConfig(Section):
     )
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad_images: Natural = Field(100, description="unreadable images skipped per epoch before it is an error")
+    max_bad: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
+    )
     mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"

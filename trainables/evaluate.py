@@ -100,4 +100,5 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
     skipped = {name: reason for part in gather_objects(loader.skipped, group) for name, reason in part.items()}
+    loader.refuse_too_many(skipped)
     return {**result, "skipped_images": float(len(skipped)), "skipped": skipped}

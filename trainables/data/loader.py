@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Event
@@ -59,7 +59,7 @@ class Loader:
     does the work. One epoch runs at a time: starting one ends the one before.
 
     `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
-    missing from their batches, and more than `data.max_bad_images` of them are a DataError.
+    missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a DataError.
 
     Raises DataError where `drop` would leave no batch, or a resize would be smaller than its crop.
     """
@@ -91,6 +91,8 @@ class Loader:
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[str, str] = {}
+        # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
+        self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self._source, self._data, self._seed = source, data, seed
         self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
         self._order = Order(
@@ -106,7 +108,7 @@ class Loader:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
 
         Closing the iterator early, or an exception in it, ends the work of its threads before it returns.
-        Raises DataError while iterating where more than `data.max_bad_images` images are unreadable.
+        Raises DataError while iterating where more than `max_bad` images are unreadable.
         """
         self._stop.set()
         self._stop = Event()
@@ -182,21 +184,22 @@ class Loader:
         images_BHWC, indices_B = pending.images_BHWC, pending.indices_B
         bad = dict(entry for part in pending.parts for entry in part.result())
         if bad:
-            self._note({self._source.name(int(indices_B[row])): reason for row, reason in bad.items()})
+            self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
+            self.refuse_too_many(self.skipped)
             good = [row for row in range(len(indices_B)) if row not in bad]
             images_BHWC[: len(good)] = images_BHWC[good]  # inside the same memory, which may be pinned
             images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
         images_BCHW = images_BHWC.permute(0, 3, 1, 2)
         return Batch(images_BCHW, self._tensor(self._source.labels_N[indices_B]), self._tensor(indices_B), pending.position)
 
-    def _note(self, bad: dict[str, str]) -> None:
-        self.skipped |= bad
-        limit = self._data.max_bad_images
-        if len(self.skipped) > limit:
-            first = [f"{name} ({reason})" for name, reason in list(self.skipped.items())[:_NAMED_IN_ERROR]]
+    def refuse_too_many(self, skipped: Mapping[str, str]) -> None:
+        """Raises DataError where an epoch's unreadable images of this split, name → reason, are more than `max_bad`."""
+        if len(skipped) > self.max_bad:
+            first = [f"{name} ({reason})" for name, reason in list(skipped.items())[:_NAMED_IN_ERROR]]
             raise DataError(
-                f"{len(self.skipped)} unreadable images in one epoch, more than data.max_bad_images={limit}: "
-                f"{', '.join(first)}{', …' if len(self.skipped) > len(first) else ''}; mend or remove them, or raise the limit"
+                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
+                f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
+                "mend or remove them, or raise the limit"
             )
 
     def _tensor(self, values_B: NDArray[np.int64]) -> torch.Tensor:

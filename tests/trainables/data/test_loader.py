@@ -222,7 +222,7 @@ def _truncate(path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_folder: MakeFolder, workers: int) -> None:
     root = make_folder(train={"a": 5, "b": 5}, val={"a": 3, "b": 4})
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.3)
     source = open_source(data, "val")
     whole = list(_loader(source, data, "val").epoch(0))
     _truncate(root / "val" / "a" / "001.jpg")
@@ -242,30 +242,43 @@ def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_fo
 
 
 def test_a_batch_of_nothing_but_unreadable_images_is_empty(make_folder: MakeFolder) -> None:
-    root = make_folder(train={"a": 2}, val={"a": 2})
-    for path in (root / "val" / "a").iterdir():
-        _truncate(path)
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
-    (batch,) = _loader(open_source(data, "val"), data, "val").epoch(0)
-    assert batch.images_BCHW.shape == (0, 3, 16, 16)
-    assert batch.labels_B.tolist() == batch.indices_B.tolist() == []
+    root = make_folder(train={"a": 2}, val={"a": 8})
+    for number in range(2):
+        _truncate(root / "val" / "a" / f"{number:03}.jpg")
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=2, max_bad=0.25)
+    first, second, *_ = list(_loader(open_source(data, "val"), data, "val").epoch(0))
+    assert first.images_BCHW.shape == (0, 3, 16, 16)
+    assert first.labels_B.tolist() == first.indices_B.tolist() == []
+    assert second.indices_B.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_more_unreadable_images_than_the_limit_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
+def test_more_unreadable_images_than_the_share_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
     root = make_folder(train={"a": 20}, val={"a": 8})
     for number in range(4):
         _truncate(root / "val" / "a" / f"{number:03}.jpg")
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad_images=4)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.5)
     loader = _loader(open_source(data, "val"), data, "val", workers=workers)
     assert sum(len(batch.labels_B) for batch in loader.epoch(0)) == 4
     loader.close()
-    strict = data.model_copy(update={"max_bad_images": 3})
+    strict = data.model_copy(update={"max_bad": 0.49})
     loader = _loader(open_source(strict, "val"), strict, "val", workers=workers)
-    with pytest.raises(DataError, match=r"4 unreadable images .* data.max_bad_images=3: val/a/000.jpg \(truncated") as caught:
+    with pytest.raises(
+        DataError, match=r"4 unreadable .* more than the 3 of 8 that data.max_bad=0.49 .* val/a/000.jpg \("
+    ) as caught:
         list(loader.epoch(0))
     assert "\n" not in str(caught.value)
     loader.close()
+
+
+@pytest.mark.parametrize(
+    ("max_bad", "num_samples", "allowed"),
+    [(0.001, 8, 1), (0.001, 1999, 1), (0.001, 2000, 2), (0.001, 1_281_167, 1281), (0.29, 100, 29), (0, 10**6, 0)],
+)
+def test_a_small_split_may_have_one_unreadable_image_unless_none_is_allowed(
+    max_bad: float, num_samples: int, allowed: int
+) -> None:
+    assert _loader(_tiny(num_samples), _data(1, max_bad=max_bad)).max_bad == allowed
 
 
 @pytest.mark.parametrize("workers", [0, 2])
