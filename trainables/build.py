@@ -128,7 +128,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
         assert isinstance(data.loader_workers, int)
         return Loader(
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-            loader_workers=data.loader_workers, pin_memory=group.device.type == "cuda",
+            loader_workers=data.loader_workers, device=group.device,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))
