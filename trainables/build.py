@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
 from trainables.config import TrainConfig
+from trainables.data.auto import Enough
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_source
@@ -129,6 +130,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
         return Loader(
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
             loader_workers=data.loader_workers, device=group.device,
+            auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

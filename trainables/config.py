@@ -39,7 +39,7 @@ class DataConfig(Section):
     path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads that feed one worker; 0 decodes in the training thread"
+        "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
     )
     image_size: Annotated[Count, Field(le=4096)] = Field(
         8, description="height and width of the images that the models see, in pixels"
@@ -156,6 +156,7 @@ class TrainConfig(Section):
     stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
+    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None
     distill: DistillConfig = DistillConfig()

@@ -5,7 +5,9 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
+from trainables.data.auto import Enough
 from trainables.data.order import Order, Sharded, Split, rank_part
 from trainables.data.reading import Part, Reader, outcome
 from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
 from trainables.data.source import Source
 from trainables.data.view import View
 from trainables.errors import DataError
+
+log = logging.getLogger("raydistill")
 
 _CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 _NAMED_IN_ERROR = 3
@@ -59,7 +64,7 @@ class Loader:
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
     does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
-    pinned where `device` is a GPU.
+    pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
 
     `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
     missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a DataError.
@@ -78,6 +83,7 @@ class Loader:
         world_size: int,
         loader_workers: int,
         device: torch.device = _CPU,
+        auto: Enough | None = None,
     ) -> None:
         if data.val_resize is not None and data.val_resize < data.image_size:
             raise DataError(
@@ -103,7 +109,7 @@ class Loader:
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
         )  # fmt: skip
         self._reader = Reader(source, View(data, split), seed)
-        self._threads = loader_workers
+        self._auto, self._threads = auto, loader_workers
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0
         self._rows = math.ceil(min(batch, num_samples) / world_size)
@@ -145,14 +151,21 @@ class Loader:
         begins = iter(range(start, last, batch))
         ring = Ring(num_buffers(self._ahead, self._device), self._rows, self._data.image_size, self._device)
         pending: deque[_Pending] = deque()
+        given_s = None  # when the batch before was given out
         try:
             while True:
                 while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
                     pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, ring.take(), stop))
                 if not pending:
                     return
+                waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
                 parts = [outcome(part) for part in pending[0].parts]
+                now_s = time.perf_counter()
                 ready = self._finish(pending[0], parts)
+                if self._auto and given_s is not None:
+                    decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
+                    self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
+                given_s = now_s
                 buffer = pending.popleft().buffer
                 yield ready
                 ring.give_back(buffer)
@@ -192,6 +205,11 @@ class Loader:
         labels_B, numbers_B = buffer.labels_B[: len(indices_B)], buffer.indices_B[: len(indices_B)]
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
         return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position)
+
+    def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
+        if line := auto.add(images, decode_s, wait_s, wall_s):
+            log.info("%s", line)
+            self.resize(auto.threads)
 
     def refuse_too_many(self, skipped: Mapping[str, str]) -> None:
         """Raises DataError where an epoch's unreadable images of this split, name → reason, are more than `max_bad`."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import torch
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
+from trainables.data.auto import Enough
 from trainables.data.decode import Sample
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
@@ -394,6 +397,23 @@ def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_be
     assert seen == _order(0, 600)
     loader.close()
     assert not _loader_threads()
+
+
+def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
+    source, data = SlowSource(4000), _data(5)
+    loader = Loader(
+        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3)
+    )  # fmt: skip
+    seen = []
+    with caplog.at_level(logging.INFO, "raydistill"):
+        for batch in loader.epoch(0):
+            seen += batch.indices_B.tolist()
+            if caplog.records:
+                break
+            time.sleep(0.03)  # a step takes 5 images in 30 ms, a thread reads them in 10
+    assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
+    assert seen == _order(0, 4000)[: len(seen)]
+    loader.close()
 
 
 def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
