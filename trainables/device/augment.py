@@ -39,7 +39,7 @@ class TrainInputs:
         self, config: DeviceAugmentConfig, normalize: Callable[[Tensor], Tensor], *, seed: int, image_size: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.normalize = normalize
+        self._normalize = normalize
         self._seed, self._draws_any = seed, config != DeviceAugmentConfig()
         self._randaugment = RandAugment(config.randaugment, image_size, device) if config.randaugment else None
         self._color_jitter = ColorJitter(config.color_jitter) if config.color_jitter else None
@@ -49,7 +49,7 @@ class TrainInputs:
     def __call__(self, batch: DeviceBatch) -> Inputs:
         """The inputs of a batch that the current stream waits for."""
         if not self._draws_any or not len(batch.labels_B):
-            return Inputs(self.normalize(batch.images_BCHW), batch.labels_B)
+            return Inputs(self._normalize(batch.images_BCHW), batch.labels_B)
         draws = Draws(self._seed, batch.epoch, batch.indices_B)
         # What one augmentation draws does not depend on which others are on: each has its own columns, RandAugment the last.
         at_jitter = Mixing.num_uniforms
@@ -62,7 +62,7 @@ class TrainInputs:
             images_BCHW = self._randaugment(images_BCHW, draws, at_randaugment)
         if self._color_jitter:
             images_BCHW = self._color_jitter(images_BCHW, draws, at_jitter)
-        images_BCHW = self.normalize(images_BCHW)
+        images_BCHW = self._normalize(images_BCHW)
         if self._erasing:
             images_BCHW = self._erasing(images_BCHW, draws, at_erasing)
         if self._mixing is None:
