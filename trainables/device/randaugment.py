@@ -39,16 +39,15 @@ class RandAugment:
 
     def __init__(self, config: RandAugmentConfig, image_size: int, device: torch.device) -> None:
         self.num_uniforms = 2 * config.num_ops
-        kinds = [(name, sign) for name in OPERATIONS for sign in (1, -1)]
+        kinds = [(name, signed(name, sign, config.magnitude, image_size)) for name in OPERATIONS for sign in (1, -1)]
 
         def table(rows: list[list[float]]) -> Tensor:
             return torch.tensor(rows, dtype=torch.float64).to(device)
 
-        self._warps_K6 = table([warp(name, signed(name, sign, config.magnitude, image_size), image_size) for name, sign in kinds])
-        self._levels_KL = table([levels(name, signed(name, sign, config.magnitude, image_size), config.magnitude)
-                                 for name, sign in kinds])  # fmt: skip
-        self._factors_K3 = table([[1 + signed(name, sign, config.magnitude, image_size) if name == own else 1.0
-                                   for own in ("contrast", "color", "sharpness")] for name, sign in kinds])  # fmt: skip
+        self._warps_K6 = table([warp(name, amount, image_size) for name, amount in kinds])
+        self._levels_KL = table([levels(name, amount, config.magnitude) for name, amount in kinds])
+        blends = ("contrast", "color", "sharpness")
+        self._factors_K3 = table([[1 + amount if name == own else 1.0 for own in blends] for name, amount in kinds])
 
     def __call__(self, pixels_BCHW: Tensor, draws: Draws, first: int) -> Tensor:
         """Change the images by the random numbers in the columns from `first` on: an operation and a sign for each."""
@@ -94,11 +93,11 @@ def warped(pixels_BCHW: Tensor, warps_B6: Tensor) -> Tensor:
     height, width = pixels_BCHW.shape[2:]
     x_W = torch.arange(width, device=pixels_BCHW.device, dtype=pixels_BCHW.dtype) - (width - 1) / 2
     y_H1 = (torch.arange(height, device=pixels_BCHW.device, dtype=pixels_BCHW.dtype) - (height - 1) / 2)[:, None]
-    # grid_sample counts in half images
-    to_x, to_y = (part_B3.to(pixels_BCHW.dtype) / (0.5 * size) for part_B3, size in
-                  zip(warps_B6.tensor_split(2, dim=1), (width, height), strict=True))  # fmt: skip
-    grid_BHW2 = torch.stack([m[:, 0, None, None] * x_W + m[:, 1, None, None] * y_H1 + m[:, 2, None, None]
-                             for m in (to_x, to_y)], dim=-1)  # fmt: skip
+    axes = []
+    for part_B3, size in zip(warps_B6.to(pixels_BCHW.dtype).tensor_split(2, dim=1), (width, height), strict=True):
+        by_x, by_y, shift = (part_B3 / (0.5 * size))[..., None, None].unbind(1)  # grid_sample counts in half images
+        axes.append(by_x * x_W + by_y * y_H1 + shift)
+    grid_BHW2 = torch.stack(axes, dim=-1)
     return F.grid_sample(pixels_BCHW, grid_BHW2, mode="nearest", padding_mode="zeros", align_corners=False)
 
 
@@ -138,8 +137,8 @@ def autocontrast_table(pixels_BCHW: Tensor, before_L: Tensor) -> Tensor:
 def equalize_table(pixels_BCHW: Tensor, before_L: Tensor) -> Tensor:
     """PIL's histogram equalisation of each channel, in whole numbers; a channel with too few pixels off its top level stays."""
     places_BCP = pixels_BCHW.flatten(2).long()
-    counts_BCL = places_BCP.new_zeros((*places_BCP.shape[:2], 256))
-    counts_BCL.scatter_add_(2, places_BCP, places_BCP.new_ones(1).expand_as(places_BCP))
+    counts_BCL = places_BCP.new_zeros((*places_BCP.shape[:2], 256), dtype=torch.int32)
+    counts_BCL.scatter_add_(2, places_BCP, counts_BCL.new_ones(1).expand_as(places_BCP))
     top_BC1 = places_BCP.amax(dim=2, keepdim=True)
     step_BC1 = (places_BCP.shape[2] - counts_BCL.gather(2, top_BC1)) // 255
     below_BCL = counts_BCL.cumsum(2) - counts_BCL
