@@ -57,15 +57,15 @@ def test_each_image_has_its_own_order_and_factors(hue: bool) -> None:
 
 
 def test_factors_fill_their_range_and_orders_are_equally_likely() -> None:
-    config = ColorJitterConfig(brightness=0.4, contrast=1.5)
     draws = Draws(0, 0, torch.arange(4000))
     order, at = draws.columns(0, ColorJitter.num_uniforms).tensor_split(2, dim=1)
     counts = torch.unique(order.argsort(dim=1), dim=0, return_counts=True)[1]
     assert len(counts) == 24
     assert int(counts.min()) > 110  # 167 are expected
-    white = torch.full((4000, 3, 1, 1), 100.0)
-    bright = ColorJitter(config)(white, draws, 0)[:, 0, 0, 0]
-    assert torch.equal(bright, (100 * (0.6 + 0.8 * at[:, 0])).floor().float())  # one level has no contrast
+    ours = ColorJitter(ColorJitterConfig(brightness=0.4))(torch.full((4000, 3, 1, 1), 100.0), draws, 0)[:, 0, 0, 0]
+    below = 100 * (0.6 + 0.8 * at[:, 0]) - ours
+    assert float(below.min()) > -1e-4
+    assert float(below.max()) < 1
 
 
 def test_nothing_to_change_changes_nothing() -> None:
