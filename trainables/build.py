@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables import checkpoint
@@ -17,6 +18,7 @@ from trainables.data.auto import Enough
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_source
+from trainables.device.augment import TrainInputs
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.inputs import autocast, normalizer
@@ -51,6 +53,8 @@ class Job:
     train_loader: Loader
     val_loader: Loader
     learner: Learner
+    normalize: Callable[[Tensor], Tensor]
+    """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
     model: nn.Module
     """The bare student; `learner.student` wraps it."""
     state: TrainState
@@ -94,6 +98,7 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
+    normalize = normalizer(data.mean, data.std, device, dtype, layout)
     learner = Learner(
         student=wrap(model, group),
         teacher=teacher,
@@ -101,7 +106,7 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
         optimizer=optimizer,
         scaler=scaler,
         group=group,
-        prepare=normalizer(data.mean, data.std, device, dtype, layout),
+        prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
         sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
         bad_step=torch.full((), -1, dtype=torch.int64, device=device),
@@ -115,7 +120,9 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
         PhaseTimer(device, warmup_steps=warmup),
         Throughput(state.progress.step + warmup, warm=state.progress.warm),
     )
-    return Job(config, group, stage, train_loader, val_loader, learner, model, state, timer, throughput, report, telemetry)
+    return Job(
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry
+    )
 
 
 def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:

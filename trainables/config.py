@@ -25,12 +25,44 @@ Count = Annotated[Integer, Field(ge=1, lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0, lt=2**31)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
+Probability = Annotated[Number, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
     """One frozen part of an experiment; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RandAugmentConfig(Section):
+    """RandAugment with torchvision's operations."""
+
+    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="operations on each image")
+    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="of each operation, 0 to 30")
+
+
+class ColorJitterConfig(Section):
+    """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
+
+    brightness: NonNegative = 0.0
+    contrast: NonNegative = 0.0
+    saturation: NonNegative = 0.0
+    hue: Annotated[Number, Field(ge=0, le=0.5)] = 0.0
+
+
+class DeviceAugmentConfig(Section):
+    """Training augmentation of whole batches on the device, in this order; absent or 0 is off."""
+
+    randaugment: RandAugmentConfig | None = None
+    color_jitter: ColorJitterConfig | None = None
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean colour")
+    mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
+    cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether an image may show another's class beside its own."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 class DataConfig(Section):
@@ -47,6 +79,7 @@ class DataConfig(Section):
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
+    device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
     shuffle: str = Field(
         "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"

@@ -13,6 +13,7 @@ import torch
 from trainables import checkpoint
 from trainables.build import Job
 from trainables.data.loader import Loader
+from trainables.device.feed import on_device
 from trainables.distributed import all_reduce_sum, check_replicas, gather_objects
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
@@ -64,7 +65,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> None:
     steps_per_epoch = job.train_loader.steps_per_epoch
     peak = peak_learning_rate(config.optim, config.data.global_batch_size)
     learner.student.train()
-    batches = job.train_loader.epoch(progress.epoch, progress.position)
+    batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
     job.throughput.begin(progress.step)
     timer.start()
     try:
@@ -189,11 +190,7 @@ def finish_epoch(job: Job) -> None:
     skipped = len(note_skipped(job, job.train_loader, progress.skipped))
     used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     began = time.perf_counter()
-    batches = job.val_loader.epoch(0)
-    try:
-        val = evaluate(job.model, batches, job.learner.prepare, group, job.learner.autocast)
-    finally:
-        batches.close()
+    val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, group, job.learner.autocast)
     eval_s = time.perf_counter() - began
     skipped += len(note_skipped(job, job.val_loader, {}))
     for split, images in (("training", progress.partial[0]), ("validation", val["num_images"])):
