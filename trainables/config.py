@@ -46,6 +46,12 @@ class DataConfig(Section):
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil"] = Field(
+        "auto", description="library that decodes JPEG; auto: the fastest one installed"
+    )
+    fidelity: Literal["fast", "exact"] = Field(
+        "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
+    )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
