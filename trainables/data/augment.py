@@ -18,14 +18,14 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders.contract import Box
+from trainables.data.decoders.contract import Box, Decoded
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _TRIES = 10
 _AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 _PAD = 4
-_LINEAR_UP_TO = 1.2
+_HALVE_FROM = 1.6
 
 # a loader's threads share the cores between them; OpenCV would start threads of its own in each call
 cv2.setNumThreads(0)
@@ -124,25 +124,52 @@ def _none(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray
 
 def _crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
-    size = len(out_HWC)
     box = random_resized_crop_box(uniforms_U[1:], stored.width, stored.height)
     flip = uniforms_U[0] < 0.5
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
-    rgb_HWC = stored.part(box, 1 if recipe.exact else _shrink(box, size))
-    if recipe.exact or max(rgb_HWC.shape[:2]) > _LINEAR_UP_TO * size:
-        antialiased(rgb_HWC, target_HWC)
+    if recipe.exact:
+        antialiased(stored.part(box), target_HWC)
     else:
-        cv2.resize(rgb_HWC, (size, size), dst=target_HWC, interpolation=cv2.INTER_LINEAR)
+        _resize_fast(stored, box, target_HWC)
     if flip:
         cv2.flip(target_HWC, 1, dst=out_HWC)
 
 
-def _shrink(box: Box, size: int) -> int:
-    """By how much a decoder may shrink the image: 1, 2, 4 or 8, so that the box still has 2 pixels for each that is shown."""
-    shorter, shrink = min(box[2] - box[0], box[3] - box[1]), 1
-    while shrink < 8 and shorter >= 4 * shrink * size:
+def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> None:
+    """Fill `out_HWC` with the box by linear interpolation between pixels of an image of nearly the right scale.
+
+    That image is decoded at 1/2, 1/4 or 1/8, which is a better low-pass than none and less work. Where it is still too large,
+    because the decoder cannot shrink, or not that much, the resize is antialiased.
+    """
+    size = len(out_HWC)
+    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
+    shrink = 1
+    while shrink < 8 and scale >= _HALVE_FROM * shrink:
         shrink *= 2
-    return shrink
+    decoded = stored.decode(box, shrink, rough=True)
+    too_large = scale >= _HALVE_FROM * decoded.shrink
+    if decoded.shrink > 1:
+        _resize_between(decoded, box, out_HWC, too_large)
+    elif too_large:
+        antialiased(decoded.part(box), out_HWC)
+    else:
+        cv2.resize(decoded.part(box), (size, size), dst=out_HWC, interpolation=cv2.INTER_LINEAR)
+
+
+def _resize_between(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8], antialias: bool) -> None:
+    """Fill `out_HWC` with a box whose edges lie between the pixels of the shrunk image."""
+    size = len(out_HWC)
+    height, width = decoded.rgb_HWC.shape[:2]
+    left, right = (edge / decoded.shrink - decoded.left for edge in box[::2])
+    top, bottom = (edge / decoded.shrink - decoded.top for edge in box[1::2])
+    if antialias:
+        edges = (left, top, min(right, width), min(bottom, height))
+        out_HWC[:] = np.asarray(Image.fromarray(decoded.rgb_HWC).resize((size, size), Image.Resampling.BILINEAR, edges))
+        return
+    step_x, step_y = (right - left) / size, (bottom - top) / size
+    to_source = np.array([[step_x, 0, left + step_x / 2 - 0.5], [0, step_y, top + step_y / 2 - 0.5]])
+    how = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    cv2.warpAffine(decoded.rgb_HWC, to_source, (size, size), out_HWC, how, cv2.BORDER_REPLICATE)
 
 
 def antialiased(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:

@@ -32,7 +32,7 @@ _BOMB = "more pixels than PIL's limit against decompression bombs"
 class StoredImage:
     """A sample of known size, of which parts can be seen; a JPEG file is decoded no further than they need.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels not before `part`.
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels not before they are asked for.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
@@ -51,19 +51,14 @@ class StoredImage:
         """All pixels (H, W, 3). May be read-only memory."""
         return self.part((0, 0, self.width, self.height))
 
-    def part(self, box: Box, shrink: int = 1) -> NDArray[np.uint8]:
-        """The pixels (H, W, 3) in `box`, which lies inside the image. May be read-only memory.
+    def part(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels (H, W, 3) in `box`, which lies inside the image. May be read-only memory."""
+        return self.decode(box).part(box)
 
-        With `shrink` 2, 4 or 8 they may come from an image so many times smaller, where the decoder can do that for less
-        work: the box's edges are then rounded to its pixels.
-        """
-        rgb_HWC, left, top, shrunk = self._decode(box, shrink)
-        x0, y0, x1, y1 = (round(edge / shrunk) for edge in box) if shrunk > 1 else box
-        return rgb_HWC[y0 - top : y1 - top, x0 - left : x1 - left]
-
-    def _decode(self, box: Box, shrink: int) -> Decoded:
+    def decode(self, box: Box, shrink: int = 1, rough: bool = False) -> Decoded:
+        """At least the pixels in `box`; see Decoder for `shrink` and `rough`. May be read-only memory."""
         if self._header and not isinstance(self._sample, np.ndarray):
-            if decoded := self._decoder.decode(self._sample, self._header, box, shrink):
+            if decoded := self._decoder.decode(self._sample, self._header, box, shrink, rough):
                 return decoded
             self._pixels_HWC = np.asarray(decode_image(self._sample))
             if self._pixels_HWC.shape[:2] != (self.height, self.width):

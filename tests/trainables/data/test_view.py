@@ -67,8 +67,8 @@ def test_a_fast_view_is_near_to_the_exact_one_at_every_scale(decoder: str, width
     data = encoded(_smooth(width, height), "JPEG", quality=92)
     view = _view(augment="crop_flip", decoder=decoder)
     figures = [_psnr_db(_shown(view, data, row), _reference(data, row)) for row in _rows(12)]
-    assert np.mean(figures) > 39
-    assert min(figures) > 29
+    assert np.mean(figures) > 37
+    assert min(figures) > 32
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
