@@ -128,7 +128,7 @@ def _crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: ND
     flip = uniforms_U[0] < 0.5
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
     if recipe.exact:
-        antialiased(stored.part(box), target_HWC)
+        resize_exact(stored.decode(box).part(box), target_HWC)
     else:
         _resize_fast(stored, box, target_HWC)
     if flip:
@@ -141,19 +141,18 @@ def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> N
     That image is decoded at 1/2, 1/4 or 1/8, which is a better low-pass than none and less work. Where it is still too large,
     because the decoder cannot shrink, or not that much, the resize is antialiased.
     """
-    size = len(out_HWC)
-    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
+    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / len(out_HWC)
     shrink = 1
     while shrink < 8 and scale >= _HALVE_FROM * shrink:
         shrink *= 2
-    decoded = stored.decode(box, shrink, rough=True)
+    decoded = stored.decode(box, shrink)
     too_large = scale >= _HALVE_FROM * decoded.shrink
     if decoded.shrink > 1:
         _resize_between(decoded, box, out_HWC, too_large)
     elif too_large:
-        antialiased(decoded.part(box), out_HWC)
+        resize_exact(decoded.part(box), out_HWC)
     else:
-        cv2.resize(decoded.part(box), (size, size), dst=out_HWC, interpolation=cv2.INTER_LINEAR)
+        cv2.resize(decoded.part(box), out_HWC.shape[1::-1], dst=out_HWC, interpolation=cv2.INTER_LINEAR)
 
 
 def _resize_between(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8], antialias: bool) -> None:
@@ -172,10 +171,14 @@ def _resize_between(decoded: Decoded, box: Box, out_HWC: NDArray[np.uint8], anti
     cv2.warpAffine(decoded.rgb_HWC, to_source, (size, size), out_HWC, how, cv2.BORDER_REPLICATE)
 
 
-def antialiased(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:
-    """Fill `out_HWC` by torch's antialiased bilinear resize: PIL's within a rounding, in half the time."""
+def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:
+    """Fill `out_HWC` by an antialiased bilinear resize: PIL's within a rounding, in half the time."""
+    height, width = out_HWC.shape[:2]
+    if rgb_HWC.shape[0] <= height and rgb_HWC.shape[1] <= width:  # nothing is shrunk, so there is nothing to antialias
+        cv2.resize(rgb_HWC, (width, height), dst=out_HWC, interpolation=cv2.INTER_LINEAR)
+        return
     image_1CHW = torch.from_numpy(rgb_HWC.copy()).permute(2, 0, 1).unsqueeze(0)  # a copy: torch warns of read-only memory
-    resized_1CHW = interpolate(image_1CHW, size=out_HWC.shape[:2], mode="bilinear", antialias=True)
+    resized_1CHW = interpolate(image_1CHW, size=(height, width), mode="bilinear", antialias=True)
     out_HWC[:] = resized_1CHW[0].permute(1, 2, 0).numpy()
 
 

@@ -55,10 +55,10 @@ class StoredImage:
         """The pixels (H, W, 3) in `box`, which lies inside the image. May be read-only memory."""
         return self.decode(box).part(box)
 
-    def decode(self, box: Box, shrink: int = 1, rough: bool = False) -> Decoded:
-        """At least the pixels in `box`; see Decoder for `shrink` and `rough`. May be read-only memory."""
+    def decode(self, box: Box, shrink: int = 1) -> Decoded:
+        """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
         if self._header and not isinstance(self._sample, np.ndarray):
-            if decoded := self._decoder.decode(self._sample, self._header, box, shrink, rough):
+            if decoded := self._decoder.decode(self._sample, self._header, box, shrink):
                 return decoded
             self._pixels_HWC = np.asarray(decode_image(self._sample))
             if self._pixels_HWC.shape[:2] != (self.height, self.width):

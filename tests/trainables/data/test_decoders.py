@@ -68,7 +68,7 @@ def test_every_part_of_an_image_has_the_pixels_of_pil(decoder: Decoder, kind: st
 def test_a_decoder_does_its_work_itself(decoder: Decoder, kind: str) -> None:
     header = read_header(JPEGS[kind])
     assert header is not None
-    assert (decoder.decode(JPEGS[kind], header, (0, 0, WIDTH, HEIGHT), 1, False) is None) == (decoder.name == "pil")
+    assert (decoder.decode(JPEGS[kind], header, (0, 0, WIDTH, HEIGHT), 1) is None) == (decoder.name == "pil")
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
@@ -79,29 +79,16 @@ def test_a_shrunk_part_shows_what_the_part_shows(decoder: Decoder, kind: str, sh
     # the last shrunk pixels stand for pixels beyond the edge too
     whole = Image.fromarray(np.pad(_pil(data), ((0, -HEIGHT % 8), (0, -WIDTH % 8), (0, 0)), mode="edge"))
     for box in _boxes(WIDTH, HEIGHT, 40):
-        for rough in (False, True):
-            rgb_HWC, left, top, shrunk = StoredImage(data, decoder).decode(box, shrink, rough)
-            assert shrunk in (1, shrink)
-            height, width = rgb_HWC.shape[:2]
-            assert left * shrunk <= box[0]
-            assert top * shrunk <= box[1]
-            assert (left + width) * shrunk >= box[2]
-            assert (top + height) * shrunk >= box[3]
-            covered = (left * shrunk, top * shrunk, (left + width) * shrunk, (top + height) * shrunk)
-            seen = np.asarray(whole.resize((width, height), Image.Resampling.BOX, box=covered), dtype=float)
-            assert abs(rgb_HWC - seen).mean() < 5, box
-
-
-@pytest.mark.parametrize("kind", JPEGS)
-def test_a_rough_part_differs_in_chroma_alone(decoder: Decoder, kind: str) -> None:
-    whole_HWC = _pil(JPEGS[kind]).astype(float)
-    weights = np.array([0.299, 0.587, 0.114])
-    for box in _boxes(WIDTH, HEIGHT, 20):
-        rough_HWC = StoredImage(JPEGS[kind], decoder).decode(box, rough=True).part(box)
-        exact_HWC = whole_HWC[box[1] : box[3], box[0] : box[2]]
-        assert rough_HWC.shape == exact_HWC.shape
-        inside = (exact_HWC.min(axis=2) > 60) & (exact_HWC.max(axis=2) < 195)  # where no channel is clipped
-        assert abs((rough_HWC @ weights - exact_HWC @ weights)[inside]).max(initial=0) <= 3
+        rgb_HWC, left, top, shrunk = StoredImage(data, decoder).decode(box, shrink)
+        assert shrunk in (1, shrink)
+        height, width = rgb_HWC.shape[:2]
+        assert left * shrunk <= box[0]
+        assert top * shrunk <= box[1]
+        assert (left + width) * shrunk >= box[2]
+        assert (top + height) * shrunk >= box[3]
+        covered = (left * shrunk, top * shrunk, (left + width) * shrunk, (top + height) * shrunk)
+        seen = np.asarray(whole.resize((width, height), Image.Resampling.BOX, box=covered), dtype=float)
+        assert abs(rgb_HWC - seen).mean() < 5, box
 
 
 @pytest.mark.parametrize("kind", ["4:4:4", "4:2:0", "progressive", "gray"])
@@ -148,10 +135,10 @@ def test_a_damaged_file_spoils_no_other(decoder: Decoder) -> None:
     whole = JPEGS["4:2:0"]
     header = read_header(whole)
     assert header is not None
-    expected = decoder.decode(whole, header, (3, 3, 50, 50), 1, False)
+    expected = decoder.decode(whole, header, (3, 3, 50, 50), 1)
     for data in (*_damaged(6), *(whole[:length] for length in range(100, len(whole), 83))):
-        decoder.decode(data, header, (0, 0, WIDTH, HEIGHT), 1, False)
-        again = decoder.decode(whole, header, (3, 3, 50, 50), 1, False)
+        decoder.decode(data, header, (0, 0, WIDTH, HEIGHT), 1)
+        again = decoder.decode(whole, header, (3, 3, 50, 50), 1)
         assert (again is None) == (expected is None)
         assert again is None or expected is None or (again.rgb_HWC == expected.rgb_HWC).all()
 

@@ -48,13 +48,12 @@ class Decoder(Protocol):
     def name(self) -> str:
         """As in DECODERS."""
 
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool) -> Decoded | None:
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         """At least the pixels in `box`, of the image shrunk by 1, 2, 4 or 8 in the frequency domain.
 
-        A decoder that cannot shrink, or not choose a part, gives more pixels; `shrink` of its answer says so. `rough` lets it
-        repeat chroma pixels rather than interpolate between them; without, and where `shrink` is 1, pixels in the box are
-        those of PIL. None where the file is damaged or strange, so that they may not be: PIL is asked then, and its word is
-        final.
+        A decoder that cannot shrink, or not choose a part, gives more pixels; `shrink` of its answer says so. Where that is
+        1, pixels in the box are those of PIL. None where the file is damaged or strange, so that they may not be: PIL is
+        asked then, and its word is final.
         """
 
 

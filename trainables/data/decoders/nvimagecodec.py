@@ -23,7 +23,7 @@ class NvImageCodec:
         self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB)
         self._decoders = threading.local()
 
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool) -> Decoded | None:
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         """See Decoder. Decodes nothing below the box."""
         left, top, right, bottom = box
         try:

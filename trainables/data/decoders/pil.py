@@ -10,6 +10,6 @@ class Pil:
 
     name = "pil"
 
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool) -> Decoded | None:
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         """See Decoder."""
         return None

@@ -14,7 +14,7 @@ class Torchvision:
 
     name = "torchvision"
 
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool) -> Decoded | None:
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         """See Decoder. A truncated file is an error of the library and gives None."""
         encoded = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())  # torch warns of memory that is read-only
         try:

@@ -2,6 +2,8 @@
 
 The library lies in the wheel `turbojpeg`, whose own Python module, which knows no regions, is not imported; else the system's
 is taken, from version 3.0 on. Functions and constants: turbojpeg.h of libjpeg-turbo 3.
+
+TJPARAM_FASTUPSAMPLE, 4% faster, is not used: together with a cropping region, version 3.0 writes outside its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from trainables.data.decoders.contract import Box, Decoded, JpegHeader
 
 _DECOMPRESS = 1  # TJINIT_DECOMPRESS
 _WIDTH, _HEIGHT = 5, 6  # TJPARAM_JPEGWIDTH, TJPARAM_JPEGHEIGHT
-_FAST_UPSAMPLE = 9  # TJPARAM_FASTUPSAMPLE: chroma is repeated, not interpolated
 _RGB = 0  # TJPF_RGB
 _MARGIN = 2
 """Smooth chroma upsampling looks at a neighbour's pixels, which it does not find at the edge of a region."""
@@ -44,17 +45,15 @@ class TurboJpeg:
         self._library = _open_library()
         self._handles = threading.local()
 
-    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool) -> Decoded | None:
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         """See Decoder. Decodes nothing below the box. A warning of the library, such as of a bad code, gives None."""
         handle = getattr(self._handles, "handle", None) or _Handle(self._library)
-        decoded = self._decode(handle.pointer, data, header, box, shrink, rough)
+        decoded = self._decode(handle.pointer, data, header, box, shrink)
         # what an error leaves behind may spoil the next image
         self._handles.handle = None if decoded is None else handle
         return decoded
 
-    def _decode(
-        self, handle: int, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int, rough: bool
-    ) -> Decoded | None:
+    def _decode(self, handle: int, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
         library = self._library
         encoded = np.frombuffer(data, dtype=np.uint8)
         at, size = encoded.ctypes.data, len(encoded)
@@ -69,8 +68,7 @@ class TurboJpeg:
         height = min(-(-header.height // shrink), -(-box[3] // shrink) + _MARGIN) - top
         rgb_HWC = np.empty((height, width, 3), dtype=np.uint8)
         if (
-            library.tj3Set(handle, _FAST_UPSAMPLE, rough)
-            or library.tj3SetScalingFactor(handle, _SCALES[shrink])
+            library.tj3SetScalingFactor(handle, _SCALES[shrink])
             or library.tj3SetCroppingRegion(handle, _Region(left, top, width, height))
             or library.tj3Decompress8(handle, at, size, rgb_HWC.ctypes.data, 0, _RGB)
         ):
@@ -103,7 +101,6 @@ def _open_library() -> CDLL:
             (library.tj3Destroy, None, (c_void_p,)),
             (library.tj3DecompressHeader, c_int, (c_void_p, c_void_p, c_size_t)),
             (library.tj3Get, c_int, (c_void_p, c_int)),
-            (library.tj3Set, c_int, (c_void_p, c_int, c_int)),
             (library.tj3SetScalingFactor, c_int, (c_void_p, _Scale)),
             (library.tj3SetCroppingRegion, c_int, (c_void_p, _Region)),
             (library.tj3Decompress8, c_int, (c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_int)),
