@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-import psutil
 import torch
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from tests.benchmarks.peers.window import BATCH, SIZE, THREADS, images_per_s
 from trainables.config import DataConfig
 from trainables.data.folder import FolderSource
 from trainables.data.loader import Loader
-
-BATCH, SIZE, THREADS = 64, 224, 2
-WARM_UP_S = 2.0
 
 
 def ours(folder: Path, fidelity: str, decoder: str) -> Iterator[torch.Tensor]:
@@ -47,24 +43,11 @@ def reference(folder: Path) -> Iterator[torch.Tensor]:
             yield images_BCHW
 
 
-def images_per_s(batches: Iterator[torch.Tensor], seconds: float) -> dict[str, float]:
-    """`images_per_s` of a window after the warm-up, and `cpu_ms` an image of this process and its children."""
-    assert next(batches).shape == (BATCH, 3, SIZE, SIZE)
-    began = time.perf_counter()
-    while time.perf_counter() - began < WARM_UP_S * min(1, seconds):
-        next(batches)
-    began, cpu_began, num_images = time.perf_counter(), _cpu_s(), 0
-    while time.perf_counter() - began < seconds:
-        images_BCHW = next(batches)
+def counted(batches: Iterator[torch.Tensor]) -> Iterator[int]:
+    for images_BCHW in batches:
+        assert images_BCHW.shape == (BATCH, 3, SIZE, SIZE)
         assert images_BCHW.dtype == torch.uint8
-        num_images += len(images_BCHW)
-    taken_s = time.perf_counter() - began
-    return {"images_per_s": num_images / taken_s, "cpu_ms": (_cpu_s() - cpu_began) / num_images * 1e3}
-
-
-def _cpu_s() -> float:
-    me = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
+        yield len(images_BCHW)
 
 
 if __name__ == "__main__":
@@ -75,4 +58,4 @@ if __name__ == "__main__":
     args = parser.parse_args()
     fidelity, _, decoder = args.side.partition(":")
     batches = reference(args.folder) if fidelity == "reference" else ours(args.folder, fidelity, decoder or "auto")
-    print(json.dumps(images_per_s(batches, args.seconds)))
+    print(json.dumps({"images_per_s": images_per_s(counted(batches), args.seconds)}))
