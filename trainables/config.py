@@ -80,6 +80,12 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil"] = Field(
+        "auto", description="library that decodes JPEG; auto: the fastest one installed"
+    )
+    fidelity: Literal["fast", "exact"] = Field(
+        "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
+    )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
     shuffle: str = Field(
         "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
