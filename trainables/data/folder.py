@@ -63,6 +63,10 @@ class FolderSource:
         """The file's path inside the data folder, printable whatever its bytes are."""
         return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
 
+    def files(self) -> list[str]:
+        """Every sample's path inside the data folder, as the file system has it."""
+        return [os.path.join(self._folder, file) for file in self._files]
+
     def read(self, index: int) -> bytes:
         return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
