@@ -50,7 +50,7 @@ class Reader(Protocol):
     def knows(root: Path) -> bool:
         """Whether `root` looks like this layout; decided by names, or by a few bytes."""
 
-    def list(self) -> Listing:
+    def listing(self) -> Listing:
         """Every sample of both splits. Raises DataError where there is none, or labels do not agree."""
 
     def read(self, places: Sequence[Place]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
@@ -76,8 +76,16 @@ def number_labels(
 
 def unknown_labels(root: Path, labels: Sequence[str]) -> DataError:
     """The refusal of labels that validation has and train has not."""
-    shown = ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
-    return DataError(f"{root}: validation has labels that train has not: {shown}; give the two splits of one data set")
+    return DataError(f"{root}: validation has labels that train has not: {_some(labels)}; give the two splits of one data set")
+
+
+def unnamed_labels(root: Path, labels: Sequence[str]) -> DataError:
+    """The refusal of labels for which a source that names its classes has no name."""
+    return DataError(f"{root}: there are labels without a class's name: {_some(labels)}; give labelled images of one data set")
+
+
+def _some(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
 
 
 def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:
@@ -97,3 +105,9 @@ def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, lis
             f"{'val, validation or test' if train else 'train'}"
         )
     return {"train": train, "val": val}
+
+
+def files_below(root: Path, pattern: str) -> list[Path]:
+    """Files in `root` and in its folders, not deeper, whose names match the regular expression, sorted."""
+    known = re.compile(pattern)
+    return sorted(path for level in ("*", "*/*") for path in root.glob(level) if known.fullmatch(path.name) and path.is_file())

@@ -34,7 +34,7 @@ def join(plan: Plan, dest: Path, version: str, *, strict: bool) -> Index:
         unreadable += finished[1]
         rows[job.split].append(np.load(job.rows, allow_pickle=False))
     report = dest / UNREADABLE
-    write_atomic(report, "".join(json.dumps(line) + "\n" for line in unreadable).encode())
+    write_atomic(report, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable).encode())
     if unreadable and strict:
         first = unreadable[0]
         raise DataError(

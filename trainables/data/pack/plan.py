@@ -50,12 +50,14 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
     Raises DataError where the source is of no known layout, or its labels do not agree.
     """
     kind = find_reader(source)
-    listing = READERS[kind](source).list()
+    listing = READERS[kind](source).listing()
     pixels = mode.stores_pixels(listing.pixels)
     jobs: list[ShardJob] = []
     expected = 0
     for split in ("train", "val"):
         listed = listing.splits[split]
+        if not len(listed.places):
+            raise DataError(f"{source}: its {kind} holds no {split} images; give both splits")
         mean = _mean_bytes(source, kind, mode, pixels, listed, split)
         expected += round(mean * len(listed.places))
         num_shards = math.ceil(len(listed.places) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))

@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainables.data.pack.contract import Reader
+from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
+from trainables.data.pack.readers.lmdb import LmdbReader
+from trainables.data.pack.readers.parquet import ParquetReader
+from trainables.data.pack.readers.tfrecord import TfrecordReader
+from trainables.data.pack.readers.webdataset import WebdatasetReader
 from trainables.errors import DataError
 
 READERS: dict[str, type[Reader]] = {
+    "CIFAR binary files": CifarReader,
     "image folder": FolderReader,
+    "LMDB": LmdbReader,
+    "Parquet": ParquetReader,
+    "TFRecord": TfrecordReader,
+    "WebDataset": WebdatasetReader,
 }
 
 

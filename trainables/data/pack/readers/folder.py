@@ -22,9 +22,9 @@ class FolderReader:
     @staticmethod
     def knows(root: Path) -> bool:
         train = root / "train"
-        return train.is_dir() and any(entry.is_dir() for entry in os.scandir(train)) and not any(train.glob("**/data.mdb"))
+        return train.is_dir() and any(entry.is_dir() for entry in os.scandir(train))
 
-    def list(self) -> Listing:
+    def listing(self) -> Listing:
         train, val = FolderSource(str(self._root), "train"), FolderSource(str(self._root), "val")
         return Listing(train.classes, {"train": Listed(train.files(), train.labels_N), "val": Listed(val.files(), val.labels_N)})
 
