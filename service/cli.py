@@ -184,6 +184,31 @@ def pack(
     click.echo(said(dest, run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())))
 
 
+@cli.command()
+@DIR
+@click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
+@click.option("--sheet", type=click.Path(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@PROCESSES
+def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
+    """What a packed set holds: counts, classes, sizes, shapes, pictures."""
+    from service.cluster import real_cpus
+    from service.packing import verify as run_verify
+    from service.progress import output
+    from service.report.contact import describe, write_sheet
+    from trainables.data.records import read_index
+
+    directory = directory.expanduser().resolve()
+    index = read_index(directory)
+    console = output()
+    for part in describe(directory, index):
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+    if sheet:
+        click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
+    if verify:
+        run_verify(directory, index, processes or real_cpus())
+        click.echo(f"every checksum of {len(index.files())} files is right")
+
+
 @cli.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""

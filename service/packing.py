@@ -8,7 +8,9 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def pack(
     return Packing(index, len(missing), time.monotonic() - began)
 
 
-def verify(dest: Path, index: Index, processes: int) -> None:
+def verify(dest: Path, index: Index, threads: int) -> None:
     """Read every file and compare its checksum.
 
     Raises:
@@ -72,9 +74,11 @@ def verify(dest: Path, index: Index, processes: int) -> None:
     files = index.files()
     with bar("verifying", "MiB", sum(file.bytes for file in files) >> 20) as advance:
         wrong = []
-        for file, fault in zip(files, spread(check_file, [(dest, file) for file in files], processes, dest), strict=True):
-            advance(file.bytes >> 20)
-            wrong += [fault] if fault else []
+        # Threads: hashing and reading both leave the interpreter to others.
+        with ThreadPoolExecutor(threads) as pool:
+            for file, fault in zip(files, pool.map(partial(check_file, dest), files), strict=True):
+                advance(file.bytes >> 20)
+                wrong += [fault] if fault else []
     if wrong:
         more = f", and {len(wrong) - 1} more of {len(files)} files" if len(wrong) > 1 else ""
         raise DataError(f"{wrong[0]}{more}: copy the set or pack it again")

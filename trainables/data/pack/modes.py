@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -12,8 +13,7 @@ from trainables.data.decode import Sample, decode_image
 from trainables.data.pack.look import quick_look
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """An image as the record keeps it: a file, or height · width · 3 bytes of RGB."""
 
     content: bytes | memoryview
