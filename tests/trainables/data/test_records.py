@@ -289,3 +289,27 @@ def test_every_files_checksum_finds_a_single_bit(packed: Path) -> None:
         assert "bytes, and its index says" in str(check_file(packed, file))
         path.unlink()
         assert "cannot be read: No such file" in str(check_file(packed, file))
+
+
+# The format
+
+
+def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path, packed: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "records.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 12
+    command = [sys.executable, "-c", code, str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+    folder = FolderSource(str(images), "train")
+    expected = [
+        f"{folder.name(index)} {folder.classes[folder.labels_N[index]]} {len(folder.read(index))}" for index in range(len(folder))
+    ]
+    assert done.stdout.splitlines() == expected
+
+
+def test_opening_and_reading_imports_no_pandas(packed: Path) -> None:
+    code = (
+        "import sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"
+        "source.read(0); source.name(0); assert 'pandas' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(packed)], check=True)
