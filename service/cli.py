@@ -109,7 +109,7 @@ def resume(directory: Path) -> None:
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--data", "data_path", required=True, help="digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*.")
+@click.option("--data", "data_path", required=True, help="As data.path: digits, synthetic, a packed set, an image folder.")
 @SET
 @RUNS
 def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
@@ -181,7 +181,12 @@ def pack(
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
     mode = Mode(max_side, quality, raw)
-    click.echo(said(dest, run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())))
+    try:
+        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on where it was", err=True)
+        raise
+    click.echo(said(dest, packing))
 
 
 @cli.command()

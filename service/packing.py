@@ -58,8 +58,11 @@ def pack(
         _refuse_small(dest, plan, sum(len(job.listed.places) for job in missing))
         with bar("packing", "images", plan.num_samples) as advance:
             advance(plan.num_samples - sum(len(job.listed.places) for job in missing))
-            for count in spread(write_shard, [(job,) for job in missing], processes, dest):
-                advance(count)
+            try:
+                for count in spread(write_shard, [(job,) for job in missing], processes, dest):
+                    advance(count)
+            except OSError as error:
+                raise DataError(f"{dest}: {error.strerror or error}; mend that, and the same command goes on") from None
         index = join(plan, dest, version("raydistill"), strict=strict)
     verify(dest, index, processes)
     return Packing(index, len(missing), time.monotonic() - began)

@@ -16,13 +16,14 @@ from trainables.data.records import Index, RecordsSource, open_records
 from trainables.rundir import replacing
 
 _BAR = 30
+_TITLE = 60  # a title is not broken where its table is narrow
 _TILE, _CAPTION, _PER_ROW, _ROWS = 128, 14, 8, 6
 _MOST_CLASSES = 20
 
 
 def describe(root: Path, index: Index) -> Iterator[str | Table]:
     """Lines and tables, from the rows alone: no image is read. Raises DataError where the set is damaged."""
-    mode = " ".join(f"{key} {value}" if key != "name" else str(value) for key, value in index.mode.items())
+    mode = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in index.mode.items()) or "as is"
     yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
     yield (
         f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
@@ -38,7 +39,7 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    table = Table(title="splits", title_justify="left")
+    table = Table(title="splits", title_justify="left", min_width=_TITLE)
     for column in ("split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for split, source in sources.items():
@@ -61,7 +62,7 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
         by_count = np.argsort(counts["train"], kind="stable")
         shown = np.concatenate([by_count[: _MOST_CLASSES // 2], by_count[-_MOST_CLASSES // 2 :]])
         title = f"classes with the fewest and the most train images, {_MOST_CLASSES} of {len(classes):,}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=_TITLE)
     for column in ("label", "class", *sources):
         table.add_column(column, justify="left" if column == "class" else "right")
     for label in shown.tolist():
@@ -71,7 +72,7 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
 
 def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
     """Ten bins of equal width between the 0.5th and the 99.5th percentile; what lies outside is in the first and the last."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=_TITLE)
     for column, side in (("from", "right"), ("to", "right"), ("images", "right"), ("", "left")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     values = values_N.astype(np.float64)

@@ -111,7 +111,7 @@ def write_empty_records(root: Path, count: int) -> Path:
     rows_5n = np.stack([place_n % 1000, place_n % 8192 * 100, np.full_like(place_n, 100), *([np.full_like(place_n, 32)] * 2)])
     split = SplitIndex(rows=write_rows(root / "train.rows.arrow", [rows_5n]), shards=tuple(shards))
     index = Index(
-        image="file", mode={"name": "as is"}, source={"kind": "made up"}, raydistill="0", num_unreadable=0,
+        image="file", mode={}, source={"kind": "made up"}, raydistill="0", num_unreadable=0,
         classes=tuple(f"class{label}" for label in range(1000)), splits={"train": split, "val": split},
     )  # fmt: skip
     write_json(root / "index.json", index.model_dump(mode="json"))

@@ -60,7 +60,7 @@ class Index(Section):
     version: Literal[1] = VERSION
     image: Literal["file", "pixels"]
     """What the column `image` holds: an encoded image file, or height × width × 3 bytes of RGB."""
-    mode: dict[str, int | str]
+    mode: dict[str, int]
     source: dict[str, str]
     raydistill: str
     num_unreadable: _Count

@@ -39,13 +39,11 @@ class Mode:
         """Whether the set holds pixels: as asked, or as the source has them."""
         return self.raw is not None or (source_has_pixels and self.max_side is None)
 
-    def described(self) -> dict[str, int | str]:
-        """For the index."""
+    def described(self) -> dict[str, int]:
+        """For the index; nothing where images stay as they are."""
         if self.raw is not None:
-            return {"name": "raw", "raw": self.raw}
-        if self.max_side is not None:
-            return {"name": "max_side", "max_side": self.max_side, "quality": self.quality}
-        return {"name": "as is"}
+            return {"raw": self.raw}
+        return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
 
     def __str__(self) -> str:
         if self.raw is not None:
