@@ -63,6 +63,10 @@ class FolderSource:
         """The file's path inside the data folder, printable whatever its bytes are."""
         return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
 
+    def files(self) -> list[str]:
+        """Every sample's path inside the data folder, as the file system has it."""
+        return [f"{self._folder}{os.sep}{file}" for file in self._files]
+
     def read(self, index: int) -> bytes:
         return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
@@ -96,9 +100,10 @@ def _images(split_folder: str, class_name: str) -> Iterator[str]:
     skip = len(split_folder) + 1
     walk = os.walk(os.path.join(split_folder, class_name), onerror=_refuse, followlinks=True)
     for folder, _, files in sorted(walk):
+        below = folder[skip:] + os.sep
         for file in sorted(files):
             if file.lower().endswith(EXTENSIONS):
-                yield os.path.join(folder[skip:], file)
+                yield below + file
 
 
 def _refuse(error: OSError) -> NoReturn:

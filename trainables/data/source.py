@@ -1,4 +1,4 @@
-"""Where images come from, by `data.path`: a name in SOURCES, or else a folder.
+"""Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder.
 
 Shapes: N samples of the split.
 """
@@ -16,6 +16,7 @@ from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.order import Split
+from trainables.data.records import is_records, open_records
 from trainables.data.synthetic import open_synthetic
 
 
@@ -47,5 +48,6 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 def open_source(data: DataConfig, split: Split) -> Source:
     """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
-    named = SOURCES.get(data.path)
-    return named(data, split) if named else FolderSource(data.path, split)
+    if named := SOURCES.get(data.path):
+        return named(data, split)
+    return open_records(data.path, split) if is_records(data.path) else FolderSource(data.path, split)
