@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
 from trainables.config import TrainConfig
+from trainables.data.auto import Enough
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_source
@@ -57,6 +58,8 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
+    named: set[str] = field(default_factory=set)
+    """Unreadable images that the log has named."""
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:
@@ -126,7 +129,8 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
         assert isinstance(data.loader_workers, int)
         return Loader(
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-            loader_workers=data.loader_workers, pin_memory=group.device.type == "cuda",
+            loader_workers=data.loader_workers, device=group.device,
+            auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

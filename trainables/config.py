@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -38,7 +39,7 @@ class DataConfig(Section):
     path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads that feed one worker; 0 decodes in the training thread"
+        "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
     )
     image_size: Annotated[Count, Field(le=4096)] = Field(
         8, description="height and width of the images that the models see, in pixels"
@@ -47,15 +48,27 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    shuffle: str = Field(
+        "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
+    )
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad_images: Natural = Field(100, description="unreadable images skipped per epoch before it is an error")
+    max_bad: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
+    )
     mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
     )
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @field_validator("shuffle")
+    @classmethod
+    def _known_shuffle(cls, shuffle: str) -> str:
+        if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
+            raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
+        return shuffle
 
 
 class ModelConfig(Section):
@@ -143,6 +156,7 @@ class TrainConfig(Section):
     stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
+    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None
     distill: DistillConfig = DistillConfig()

@@ -90,7 +90,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     assert isinstance(config.data.loader_workers, int)
     loader = Loader(
         source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
-        loader_workers=config.data.loader_workers, pin_memory=group.device.type == "cuda",
+        loader_workers=config.data.loader_workers, device=group.device,
     )  # fmt: skip
     prepare = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
@@ -100,4 +100,5 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
     skipped = {name: reason for part in gather_objects(loader.skipped, group) for name, reason in part.items()}
+    loader.refuse_too_many(skipped)
     return {**result, "skipped_images": float(len(skipped)), "skipped": skipped}

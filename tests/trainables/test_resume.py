@@ -60,7 +60,7 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (number, 0, 0)).save(file) if number not in bad else file.write_bytes(b"broken")
     settings = {
-        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2},
+        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
         "train": {"checkpoint_every": 1, "log_every": 1},
     }  # fmt: skip
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
