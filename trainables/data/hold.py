@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -28,7 +29,8 @@ RAM = "/dev/shm"
 GRACE_S = 60.0
 """How long an unused folder stays: the next stage of a run, or the next trial of a sweep, takes it over."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_POLL_S = 0.2
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
+_log = logging.getLogger("raydistill")
 _MEMORY_SHARE = 0.9  # of the free memory: the rest is for the job itself
 
 
@@ -65,11 +67,18 @@ def hold(base: str, identity: str, *, grace_s: float = GRACE_S) -> Hold:
     held = Hold(folder, handle)
     os.utime(handle)
     if not keeper.is_kept(str(folder)):
-        command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(grace_s)]
-        silent = subprocess.DEVNULL
-        subprocess.run(command, check=True, start_new_session=True, cwd="/", stdin=silent, stdout=silent, stderr=silent)
+        _start_keeper(folder, grace_s)
     remove_others(held, kept=False)
     return held
+
+
+def _start_keeper(folder: Path, grace_s: float) -> None:
+    command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(grace_s)]
+    silent = subprocess.DEVNULL
+    try:
+        subprocess.run(command, check=True, start_new_session=True, cwd="/", stdin=silent, stdout=silent, stderr=silent)
+    except (OSError, subprocess.CalledProcessError) as error:
+        _log.warning("%s will stay when the job has ended, for want of a process to remove it: %s", folder, error)
 
 
 def remove_others(held: Hold, *, kept: bool) -> None:
@@ -86,9 +95,11 @@ def alone(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[No
     """Hold the exclusive lock of the file `path`, across the node's processes; `waiting` is called every so often till then."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        pause_s = _SHORTEST_POLL_S
         while not keeper.try_lock(handle):
             waiting()
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         yield
     finally:
         os.close(handle)

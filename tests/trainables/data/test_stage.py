@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.trainables.data.shards import image_of, make_records
+from trainables.config import DataConfig
 from trainables.data import keeper
+from trainables.data import stage as staging
 from trainables.data.hold import hold, remove_others
 from trainables.data.records import INDEX, open_records, read_index
+from trainables.data.source import open_on_node
 from trainables.data.stage import stage
 from trainables.errors import DataError
 
@@ -194,6 +197,46 @@ def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Pa
     keeper.remove_unused(str(copy.parent))
 
 
+def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
+    tmp_path: Path, start_user: Callable[[Path, Path], User]
+) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    shard, aside = root / "train-00003.arrow", tmp_path / "aside"
+    shard.rename(aside)
+    os.mkfifo(shard)  # reading it waits for ever
+    copier = start_user(root, to)
+    done = _own(to) / next(iter(_appears(_own(to)))) / "data" / "train-00000.arrow"
+    _appears(done.parent, done.name)
+    waiting = start_user(root, to)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.process.wait(timeout=1)
+    aside.rename(shard)
+    copier.kill()
+    path = Path(waiting.said("ready").split()[1])
+    assert (path / shard.name).read_bytes() == shard.read_bytes()
+
+
+def _appears(folder: Path, name: str = "") -> list[str]:
+    """What is in `folder` once `name`, or anything, is there."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if folder.exists() and (found := [path.name for path in folder.iterdir() if path.name.startswith(name)]):
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{name} does not appear in {folder}")
+
+
+def test_whoever_copies_or_waits_says_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_PROGRESS_S", 0.0)
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    with caplog.at_level(logging.INFO, "raydistill"):
+        _, held = stage(str(root), str(to), grace_s=GRACE_S)
+    assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
+    held.close()
+
+
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
     to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
     for name in ("crashed", "crashed.gone-1"):
@@ -295,6 +338,21 @@ def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> Non
         stage(str(root), str(to))
     with pytest.raises(DataError, match=r"/proc/nowhere cannot be used: .*; give a folder that can be written"):
         stage(str(root), "/proc/nowhere")
+
+
+def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    data = DataConfig(path=str(root), stage=str(to))
+    sources = [open_on_node(data, split) for split in ("train", "val")]
+    for shard in root.glob("*.arrow"):
+        shard.unlink()  # of the set; the copy is whole
+    assert [source.read(3) for source in sources] == [image_of("train", 3), image_of("val", 3)]
+    (folder,) = _own(to).iterdir()
+    while sources:
+        assert not keeper.remove_unused(str(folder))
+        sources.pop()
+    while not keeper.remove_unused(str(folder)):  # for a moment the folder's keeper holds the lock
+        time.sleep(0.01)
 
 
 def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:
