@@ -17,7 +17,7 @@ from trainables.config import TrainConfig
 from trainables.data.auto import Enough
 from trainables.data.loader import Loader
 from trainables.data.order import Split
-from trainables.data.source import open_source
+from trainables.data.source import open_on_node
 from trainables.device.augment import TrainInputs
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
@@ -130,7 +130,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     data = config.data
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
-    sources = {"train": open_source(data, "train"), "val": open_source(data, "val")}
+    sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)

@@ -97,6 +97,13 @@ class DataConfig(Section):
     max_bad: Annotated[Number, Field(ge=0, lt=1)] = Field(
         0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
     )
+    stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
+        "none", description="where a node keeps its copy of a packed set: `ram`, or a folder (absolute); `none`: no copy"
+    )
+    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
+    cache_mib: Count | None = Field(
+        None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
+    )
     mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"

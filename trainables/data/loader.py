@@ -23,6 +23,7 @@ from trainables.config import DataConfig
 from trainables.data.auto import Enough
 from trainables.data.order import Order, Sharded, Split, rank_part
 from trainables.data.reading import Part, Reader, outcome
+from trainables.data.remote import RemoteRecords
 from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
 from trainables.data.source import Source
 from trainables.data.view import View
@@ -175,6 +176,8 @@ class Loader:
 
     def _begin(self, begin: int, end: int, epoch: int, buffer: Buffer, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
+        if isinstance(self._source, RemoteRecords):
+            self._source.follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         pixels_BHWC = buffer.images_BHWC.numpy()
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))

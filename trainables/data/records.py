@@ -88,9 +88,16 @@ def read_index(root: Path) -> Index:
     if not path.exists() and (root / UNFINISHED).exists():
         raise DataError(f"data.path: {root} is not packed to the end: the same `distill pack` once more goes on")
     try:
-        index = Index.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"data.path: {path} cannot be read: {error.strerror}; give a folder that `distill pack` made") from None
+    return parse_index(content, str(path))
+
+
+def parse_index(content: bytes, path: str) -> Index:
+    """The index whose JSON is `content`, read at `path`. Raises DataError as `read_index` does."""
+    try:
+        index = Index.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -208,6 +215,11 @@ class RecordsSource:
 
     def __len__(self) -> int:
         return len(self.labels_N)
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Samples of each shard in stored order."""
+        return [int(size) for size in np.diff(self._ends, prepend=0)]
 
     def place(self, index: int) -> tuple[int, int]:
         """The shard that holds a sample, and its row there."""
