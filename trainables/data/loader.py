@@ -109,7 +109,10 @@ class Loader:
             split, data.shuffle, seed=seed, num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
         )  # fmt: skip
-        self._reader = Reader(source, View(data, split), seed)
+        view = View(data, split)
+        self.decoder = view.decoder
+        """Which library decodes JPEG; see DECODERS."""
+        self._reader = Reader(source, view, seed)
         self._auto, self._threads = auto, loader_workers
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0

@@ -32,7 +32,8 @@ class MemorySource:
         return f"{self.title}/{index}"
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        return self.images_MHWC[index % len(self.images_MHWC)]
+        image_HWC: NDArray[np.uint8] = self.images_MHWC[index % len(self.images_MHWC)]
+        return image_HWC
 
     def read_batch(self, indices_B: NDArray[np.int64], out_BHWC: NDArray[np.uint8]) -> None:
         """Copy the asked images into `out_BHWC` in one call: tiny images are read by the million."""
