@@ -84,7 +84,7 @@ def verify(dest: Path, index: Index, threads: int) -> None:
                 wrong += [fault] if fault else []
     if wrong:
         more = f", and {len(wrong) - 1} more of {len(files)} files" if len(wrong) > 1 else ""
-        raise DataError(f"{wrong[0]}{more}: copy the set or pack it again")
+        raise DataError(f"{wrong[0]}{more}: copy the set again, or remove it and pack it again")
 
 
 def _begin(dest: Path, plan: Plan) -> None:
