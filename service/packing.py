@@ -75,16 +75,16 @@ def verify(dest: Path, index: Index, threads: int) -> None:
         DataError: what is wrong with the first that differs, and with how many.
     """
     files = index.files()
-    with bar("verifying", "MiB", sum(file.bytes for file in files) >> 20) as advance:
+    with bar("verifying", "files", len(files)) as advance:
         wrong = []
         # Threads: hashing and reading both leave the interpreter to others.
         with ThreadPoolExecutor(threads) as pool:
-            for file, fault in zip(files, pool.map(partial(check_file, dest), files), strict=True):
-                advance(file.bytes >> 20)
+            for fault in pool.map(partial(check_file, dest), files):
+                advance(1)
                 wrong += [fault] if fault else []
     if wrong:
         more = f", and {len(wrong) - 1} more of {len(files)} files" if len(wrong) > 1 else ""
-        raise DataError(f"{wrong[0]}{more}: copy the set or pack it again")
+        raise DataError(f"{wrong[0]}{more}: copy the set again, or remove it and pack it again")
 
 
 def _begin(dest: Path, plan: Plan) -> None:

@@ -144,7 +144,9 @@ def test_a_second_pack_of_a_finished_set_only_verifies_it(images: Path, tmp_path
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
     shard.write_bytes(content)
-    assert f"{shard} has another checksum than its index says: copy the set or pack it again" in refusal(images, dest)
+    assert f"{shard} has another checksum than its index says: copy the set again, or remove it and pack it again" in refusal(
+        images, dest
+    )
 
 
 def test_a_folder_that_holds_other_things_is_not_touched(images: Path, tmp_path: Path) -> None:
