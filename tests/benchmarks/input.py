@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 from torchvision.transforms import functional as tv
 
+from tests.benchmarks.peers.window import SIZE
 from tests.benchmarks.process import answer_of
 from tests.benchmarks.rounds import Bar, Comparison, in_turn
 from tests.trainables.data.photos import encoded, photo
@@ -28,7 +29,7 @@ from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import decode_image
 from trainables.data.view import View
 
-SECONDS, LEAST_FILES, SIZE = 8.0, 4000, 224
+SECONDS, LEAST_FILES = 6.0, 4000
 MAX_SIDE, QUALITY = 400, 90
 FIDELITY_IMAGES = 300
 PEERS = Path(__file__).parent / "peers"
@@ -56,6 +57,8 @@ def _lines(
         (f"fast, max side {MAX_SIDE} re-encoded", side("fast", small), 6.0),
     ):
         yield Comparison(f"{title} / torchvision reference on originals", "images/s", in_turn(ours, peer), Bar("≥", bar))
+    for part, name in (("its decoding alone", "decoding"), ("its Huffman decoding alone", "huffman")):
+        yield Comparison(f"fast / {part}", "images/s", in_turn(side("fast", originals), side(name, originals)), None)
     if dali_python:
         dali = [str(PEERS / "dali_loader.py"), str(originals), str(seconds)]
         yield Comparison(

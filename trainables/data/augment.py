@@ -138,7 +138,19 @@ def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> N
     """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly seen.
 
     What is hardly shrunk is not antialiased, and an image that is much too large is decoded at a half, a quarter or an
-    eighth, so that at least 2 pixels are left for each that is shown.
+    eighth, so that at least 2 pixels are left for each that is shown. Measured on 167 ImageNet files at 224 px, decoding
+    included, against torchvision's pixels (linear below a scale of …; ms of CPU an image; PSNR in dB, mean, 5th percentile):
+
+    | linear below | ms   | mean | 5th  |
+    |--------------|------|------|------|
+    | ∞            | 0.99 | 44.1 | 30.2 |
+    | 1.6          | 1.03 | 50.7 | 34.4 |
+    | 1.4          | 1.04 | 54.3 | 38.4 |
+    | 1.2          | 1.05 | 58.2 | 41.8 |
+    | 1.0          | 1.07 | 62.1 | 53.5 |
+    | `exact`      | 1.09 | 66.5 | 55.1 |
+
+    Decoding images of 1.6 to 4 times the size at a half was no faster, since its pixels need an interpolation of their own.
     """
     size = len(out_HWC)
     scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size

@@ -6,6 +6,7 @@ Shapes: H W pixels, of the image or of the part that was asked for.
 from __future__ import annotations
 
 import io
+import os
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +96,15 @@ def decode_image(sample: Sample) -> Image.Image:
 def read_file(path: str) -> bytes:
     """A file's bytes. Raises UnreadableImageError where it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            data = os.read(file, size)  # a file object would ask for more, each time giving up the GIL
+            while len(data) < size and (more := os.read(file, size - len(data))):
+                data += more
+            return data
+        finally:
+            os.close(file)
     except OSError as error:
         raise UnreadableImageError(f"cannot be read: {error.strerror or _phrase(error)}") from None
 

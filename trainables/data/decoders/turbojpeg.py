@@ -12,7 +12,8 @@ import ctypes
 import ctypes.util
 import importlib.metadata
 import threading
-from ctypes import CDLL, Structure, c_int, c_size_t, c_void_p
+from collections.abc import Callable
+from ctypes import CDLL, PyDLL, Structure, c_int, c_size_t, c_void_p
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class TurboJpeg:
     name = "turbojpeg"
 
     def __init__(self) -> None:
-        self._library = _open_library()
+        self._library, self._decompress = _open_library()
         self._handles = threading.local()
 
     def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
@@ -70,7 +71,7 @@ class TurboJpeg:
         if (
             library.tj3SetScalingFactor(handle, _SCALES[shrink])
             or library.tj3SetCroppingRegion(handle, _Region(left, top, width, height))
-            or library.tj3Decompress8(handle, at, size, rgb_HWC.ctypes.data, 0, _RGB)
+            or self._decompress(handle, at, size, rgb_HWC.ctypes.data, 0, _RGB)
         ):
             return None
         return Decoded(rgb_HWC, left, top, shrink)
@@ -79,7 +80,7 @@ class TurboJpeg:
 class _Handle:
     """A decompressor, freed with the thread that it belongs to."""
 
-    def __init__(self, library: CDLL) -> None:
+    def __init__(self, library: PyDLL) -> None:
         self._destroy = library.tj3Destroy
         self.pointer: int = library.tj3Init(_DECOMPRESS)
         if not self.pointer:
@@ -89,13 +90,17 @@ class _Handle:
         self._destroy(self.pointer)
 
 
-def _open_library() -> CDLL:
-    """Raises ImportError where there is none, or none with regions."""
+def _open_library() -> tuple[PyDLL, Callable[[int, int, int, int, int, int], int]]:
+    """The library, whose short calls keep the GIL, and tj3Decompress8, which works without it.
+
+    A thread that gives the GIL up has to wait for it again: with a call of a microsecond that is a loss.
+    Raises ImportError where there is none, or none with regions.
+    """
     path = _find_library()
     if path is None:
         raise ImportError("neither the wheel nor a system library is there")
     try:
-        library = CDLL(path)
+        library, decompress = PyDLL(path), CDLL(path).tj3Decompress8
         signatures = (
             (library.tj3Init, c_void_p, (c_int,)),
             (library.tj3Destroy, None, (c_void_p,)),
@@ -103,13 +108,13 @@ def _open_library() -> CDLL:
             (library.tj3Get, c_int, (c_void_p, c_int)),
             (library.tj3SetScalingFactor, c_int, (c_void_p, _Scale)),
             (library.tj3SetCroppingRegion, c_int, (c_void_p, _Region)),
-            (library.tj3Decompress8, c_int, (c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_int)),
+            (decompress, c_int, (c_void_p, c_void_p, c_size_t, c_void_p, c_int, c_int)),
         )
     except (OSError, AttributeError) as error:
         raise ImportError(f"{path} is no libjpeg-turbo 3: {error}") from None
     for function, result, arguments in signatures:
         function.restype, function.argtypes = result, arguments
-    return library
+    return library, decompress
 
 
 def _find_library() -> str | None:
