@@ -109,7 +109,7 @@ def resume(directory: Path) -> None:
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--data", "data_path", required=True, help="digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*.")
+@click.option("--data", "data_path", required=True, help="As data.path: digits, synthetic, a packed set, an image folder.")
 @SET
 @RUNS
 def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
@@ -181,7 +181,37 @@ def pack(
     if max_side is not None and raw is not None:
         raise click.UsageError("--max-side and --raw: give one of them")
     mode = Mode(max_side, quality, raw)
-    click.echo(said(dest, run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())))
+    try:
+        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on where it was", err=True)
+        raise
+    click.echo(said(dest, packing))
+
+
+@cli.command()
+@DIR
+@click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
+@click.option("--sheet", type=click.Path(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@PROCESSES
+def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
+    """What a packed set holds: counts, classes, sizes, shapes, pictures."""
+    from service.cluster import real_cpus
+    from service.packing import verify as run_verify
+    from service.progress import output
+    from service.report.contact import describe, write_sheet
+    from trainables.data.records import read_index
+
+    directory = directory.expanduser().resolve()
+    index = read_index(directory)
+    console = output()
+    for part in describe(directory, index):
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+    if sheet:
+        click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
+    if verify:
+        run_verify(directory, index, processes or real_cpus())
+        click.echo(f"every checksum of {len(index.files())} files is right")
 
 
 @cli.command("recipes")

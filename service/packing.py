@@ -8,7 +8,9 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,25 +58,30 @@ def pack(
         _refuse_small(dest, plan, sum(len(job.listed.places) for job in missing))
         with bar("packing", "images", plan.num_samples) as advance:
             advance(plan.num_samples - sum(len(job.listed.places) for job in missing))
-            for count in spread(write_shard, [(job,) for job in missing], processes, dest):
-                advance(count)
+            try:
+                for count in spread(write_shard, [(job,) for job in missing], processes, dest):
+                    advance(count)
+            except OSError as error:
+                raise DataError(f"{dest}: {error.strerror or error}; mend that, and the same command goes on") from None
         index = join(plan, dest, version("raydistill"), strict=strict)
     verify(dest, index, processes)
     return Packing(index, len(missing), time.monotonic() - began)
 
 
-def verify(dest: Path, index: Index, processes: int) -> None:
+def verify(dest: Path, index: Index, threads: int) -> None:
     """Read every file and compare its checksum.
 
     Raises:
         DataError: what is wrong with the first that differs, and with how many.
     """
     files = index.files()
-    with bar("verifying", "MiB", sum(file.bytes for file in files) >> 20) as advance:
+    with bar("verifying", "files", len(files)) as advance:
         wrong = []
-        for file, fault in zip(files, spread(check_file, [(dest, file) for file in files], processes, dest), strict=True):
-            advance(file.bytes >> 20)
-            wrong += [fault] if fault else []
+        # Threads: hashing and reading both leave the interpreter to others.
+        with ThreadPoolExecutor(threads) as pool:
+            for fault in pool.map(partial(check_file, dest), files):
+                advance(1)
+                wrong += [fault] if fault else []
     if wrong:
         more = f", and {len(wrong) - 1} more of {len(files)} files" if len(wrong) > 1 else ""
         raise DataError(f"{wrong[0]}{more}: copy the set or pack it again")

@@ -11,13 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from service import cluster as clusters
-from service.progress import output
 from trainables.errors import DistillError
 
 Result = TypeVar("Result")
@@ -26,14 +24,18 @@ Result = TypeVar("Result")
 @contextlib.contextmanager
 def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on a terminal, nothing elsewhere; yields what advances it."""
-    console = output()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn(),
-               TimeRemainingColumn())  # fmt: skip
+    if not sys.stdout.isatty():
+        yield lambda count: None
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+               progress.TextColumn(unit), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())  # fmt: skip
     # No thread of its own: the processes that do the work are forked while it stands.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False) as progress:
-        task = progress.add_task(title, total=total)
-        progress.refresh()
-        yield lambda count: progress.update(task, advance=count, refresh=True)
+    with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task(title, total=total)
+        shown.refresh()
+        yield lambda count: shown.update(task, advance=count, refresh=True)
 
 
 def spread(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path) -> Iterator[Result]:
@@ -74,7 +76,12 @@ def _follow_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _over_cluster(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:

@@ -36,7 +36,9 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which images, and how they reach a worker."""
 
-    path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
+    path: str = Field(
+        "digits", min_length=1, description="`digits`, `synthetic`, a packed set, or a folder with train/CLASS/* and val/CLASS/*"
+    )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
         "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"

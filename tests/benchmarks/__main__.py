@@ -11,8 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli")
-ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5}
+NAMES = ("loop", "startup", "overhead", "memory", "cli", "pack")
+ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "pack": 5}
 
 
 def main(arguments: list[str] | None = None) -> int:

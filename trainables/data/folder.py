@@ -65,7 +65,7 @@ class FolderSource:
 
     def files(self) -> list[str]:
         """Every sample's path inside the data folder, as the file system has it."""
-        return [os.path.join(self._folder, file) for file in self._files]
+        return [f"{self._folder}{os.sep}{file}" for file in self._files]
 
     def read(self, index: int) -> bytes:
         return read_file(os.path.join(self._root, self._folder, self._files[index]))
@@ -100,9 +100,10 @@ def _images(split_folder: str, class_name: str) -> Iterator[str]:
     skip = len(split_folder) + 1
     walk = os.walk(os.path.join(split_folder, class_name), onerror=_refuse, followlinks=True)
     for folder, _, files in sorted(walk):
+        below = folder[skip:] + os.sep
         for file in sorted(files):
             if file.lower().endswith(EXTENSIONS):
-                yield os.path.join(folder[skip:], file)
+                yield below + file
 
 
 def _refuse(error: OSError) -> NoReturn:

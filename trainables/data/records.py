@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,8 @@ INDEX = "index.json"
 UNFINISHED = ".pack"
 """The folder in which an unfinished `distill pack` keeps what it has done."""
 UNREADABLE = "unreadable.jsonl"
-FORMAT, VERSION = "raydistill records", 1
+FORMAT: Final = "raydistill records"
+VERSION: Final = 1
 SHARD_COLUMNS = ("image", "label", "name", "width", "height")
 ROW_COLUMNS = {"label": "int64", "offset": "int64", "size": "int64", "width": "int32", "height": "int32"}
 
@@ -59,7 +60,7 @@ class Index(Section):
     version: Literal[1] = VERSION
     image: Literal["file", "pixels"]
     """What the column `image` holds: an encoded image file, or height × width × 3 bytes of RGB."""
-    mode: dict[str, int | str]
+    mode: dict[str, int]
     source: dict[str, str]
     raydistill: str
     num_unreadable: _Count
@@ -207,7 +208,7 @@ class RecordsSource:
         part = index.splits[split]
         table = _read_rows(root / part.rows.file, part.rows)
         self.classes = index.classes
-        self.labels_N, self._offsets_N, self._sizes_N, self.widths_N, self.heights_N = (table[name] for name in ROW_COLUMNS)
+        self.labels_N, self._offsets_N, self.sizes_N, self.widths_N, self.heights_N = (table[name] for name in ROW_COLUMNS)
         self._ends = np.cumsum([shard.rows for shard in part.shards], dtype=np.int64)
         self._shards, self._pixels = shards, index.image == "pixels"
         self._check(root / part.rows.file, part)
@@ -236,7 +237,7 @@ class RecordsSource:
 
         Raises DataError where the shard cannot be read, or is shorter than its index says.
         """
-        content = self._shards.read(self.place(index)[0], int(self._offsets_N[index]), int(self._sizes_N[index]))
+        content = self._shards.read(self.place(index)[0], int(self._offsets_N[index]), int(self.sizes_N[index]))
         if not self._pixels:
             return content
         shape = int(self.heights_N[index]), int(self.widths_N[index]), 3
@@ -249,11 +250,11 @@ class RecordsSource:
         bytes_N = np.repeat([shard.bytes for shard in part.shards], [shard.rows for shard in part.shards]).astype(np.int64)
         whole = len(bytes_N) == len(self) and (
             (self.labels_N >= 0) & (self.labels_N < len(self.classes)) & (self.widths_N >= 0) & (self.heights_N >= 0)
-            & (self._offsets_N >= 0) & (self._sizes_N >= 0) & (self._sizes_N <= bytes_N)
-            & (self._offsets_N <= bytes_N - self._sizes_N)
+            & (self._offsets_N >= 0) & (self.sizes_N >= 0) & (self.sizes_N <= bytes_N)
+            & (self._offsets_N <= bytes_N - self.sizes_N)
         ).all()  # fmt: skip
         if whole and self._pixels:
-            whole = (self._sizes_N == self.widths_N.astype(np.int64) * self.heights_N * 3).all()
+            whole = (self.sizes_N == self.widths_N.astype(np.int64) * self.heights_N * 3).all()
         if not whole:
             raise DataError(f"data.path: {path} does not agree with its index; pack it again")
         if not len(self):
@@ -285,8 +286,11 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
         batch.validate()
         if {column.name: str(column.type) for column in batch.schema} != ROW_COLUMNS or len(batch) != file.rows:
             raise pa.ArrowInvalid("other columns")
-        return {name: batch.column(name).to_numpy() for name in ROW_COLUMNS}
-    except (pa.ArrowException, OSError) as error:
+        buffers = {name: batch.column(name).buffers()[1] for name in ROW_COLUMNS}  # `to_numpy` would import pandas
+        if any(batch.column(name).null_count or batch.column(name).offset for name in ROW_COLUMNS):
+            raise pa.ArrowInvalid("gaps")
+        return {name: np.frombuffer(buffers[name], dtype=ROW_COLUMNS[name], count=len(batch)) for name in ROW_COLUMNS}
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"data.path: {path} holds no rows ({str(error).splitlines()[0]}); pack it again") from None
 
 

@@ -24,6 +24,7 @@ from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.decode import decode_image
 from trainables.data.folder import FolderSource
+from trainables.data.loader import Loader
 from trainables.data.pack.modes import Mode
 from trainables.data.records import INDEX, UNFINISHED, RecordsSource, check_file, open_records, read_index
 from trainables.data.source import open_source
@@ -289,3 +290,56 @@ def test_every_files_checksum_finds_a_single_bit(packed: Path) -> None:
         assert "bytes, and its index says" in str(check_file(packed, file))
         path.unlink()
         assert "cannot be read: No such file" in str(check_file(packed, file))
+
+
+# The format
+
+
+def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path, packed: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "records.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 12
+    command = [sys.executable, "-c", code, str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+    folder = FolderSource(str(images), "train")
+    expected = [
+        f"{folder.name(index)} {folder.classes[folder.labels_N[index]]} {len(folder.read(index))}" for index in range(len(folder))
+    ]
+    assert done.stdout.splitlines() == expected
+
+
+def test_opening_and_reading_imports_no_pandas(packed: Path) -> None:
+    code = (
+        "import sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"
+        "source.read(0); source.name(0); assert 'pandas' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(packed)], check=True)
+
+
+# In training
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_loader_gives_the_same_batches_of_a_packed_set_as_of_its_folder(images: Path, packed: Path, split: str) -> None:
+    def batches(path: Path) -> list[tuple[object, ...]]:
+        data = DataConfig(path=str(path), global_batch_size=4, image_size=16, augment="crop_flip", last_batch="short")
+        source = open_source(data, split)  # type: ignore[arg-type]
+        loader = Loader(source, data, split=split, seed=3, rank=0, world_size=1, loader_workers=2, pin_memory=False)  # type: ignore[arg-type]
+        found = [
+            tuple(part.tolist() for part in (batch.images_BCHW, batch.labels_B, batch.indices_B)) for batch in loader.epoch(1)
+        ]
+        loader.close()
+        return found
+
+    assert batches(packed) == batches(images)
+
+
+def test_a_shard_that_fails_while_a_loader_reads_it_ends_the_epoch_with_its_name(packed: Path) -> None:
+    data = DataConfig(path=str(packed), global_batch_size=4, image_size=16)
+    loader = Loader(
+        open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=2, pin_memory=False
+    )
+    os.truncate(packed / "train-00000.arrow", 10)
+    with pytest.raises(DataError, match=r"train-00000.arrow has 10 bytes"):
+        list(loader.epoch(0))
+    loader.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -12,8 +13,7 @@ from trainables.data.decode import Sample, decode_image
 from trainables.data.pack.look import quick_look
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """An image as the record keeps it: a file, or height · width · 3 bytes of RGB."""
 
     content: bytes | memoryview
@@ -39,13 +39,11 @@ class Mode:
         """Whether the set holds pixels: as asked, or as the source has them."""
         return self.raw is not None or (source_has_pixels and self.max_side is None)
 
-    def described(self) -> dict[str, int | str]:
-        """For the index."""
+    def described(self) -> dict[str, int]:
+        """For the index; nothing where images stay as they are."""
         if self.raw is not None:
-            return {"name": "raw", "raw": self.raw}
-        if self.max_side is not None:
-            return {"name": "max_side", "max_side": self.max_side, "quality": self.quality}
-        return {"name": "as is"}
+            return {"raw": self.raw}
+        return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
 
     def __str__(self) -> str:
         if self.raw is not None:

@@ -18,7 +18,7 @@ from trainables.data.pack.shard import ShardJob
 from trainables.errors import DataError
 
 SHARD_BYTES = 256 * 2**20
-SHARD_ROWS = 16384
+SHARD_ROWS = 8192
 """Sets of tiny images have more than one shard too: what cores share is shards."""
 _PROBES = 64
 

@@ -10,7 +10,7 @@ from trainables.data.decode import UnreadableImageError
 from trainables.data.folder import FolderSource
 from trainables.data.pack.contract import Listed, Listing
 
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 16  # what malloc gives without asking the kernel
 
 
 class FolderReader:
@@ -46,7 +46,7 @@ def _read(path: str) -> bytes:
         if len(content) < _AT_ONCE:
             return content
         parts = [content]
-        while part := os.read(handle, _AT_ONCE):
+        while part := os.read(handle, os.fstat(handle).st_size):
             parts.append(part)
         return b"".join(parts)
     finally:
