@@ -73,6 +73,9 @@ class RemoteShards:
                 raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.folder.parent}")
             return content
 
+    def expect(self, shard: int, offset: int, size: int) -> None:
+        """Nothing: what was fetched a while ago is in the page cache, and what is to come is `follow`'s."""
+
     def follow(self, order: Positions, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         with self._changed:
