@@ -65,7 +65,7 @@ def measure(paths: list[Path], source: RecordsSource, way: Way, threads: int, se
     handles = [os.open(path, os.O_RDONLY) for path in paths]
     for handle in handles:
         os.posix_fadvise(handle, 0, 0, way.advice)
-    offsets_N, sizes_N = source._offsets_N, source._sizes_N
+    offsets_N, sizes_N = source._offsets_N, source.sizes_N
 
     def each(position: int, do: Callable[[int, int, int], object]) -> None:
         for index in order.at(epoch, np.arange(position, min(position + BATCH, len(source)))).tolist():

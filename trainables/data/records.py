@@ -250,7 +250,7 @@ class RecordsSource:
         (docs/where-the-bytes-live.md); where all of it is, this costs microseconds. Raises DataError as `read` does.
         """
         for index in indices_R.tolist():
-            self._shards.expect(self.place(index)[0], int(self._offsets_N[index]), int(self._sizes_N[index]))
+            self._shards.expect(self.place(index)[0], int(self._offsets_N[index]), int(self.sizes_N[index]))
 
     def read(self, index: int) -> Sample:
         """The encoded image file, or the pixels (H, W, 3).
