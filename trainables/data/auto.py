@@ -34,7 +34,7 @@ class Enough:
         self._wait_s += wait_s
         self._wall_s += wall_s
         self._batches += 1
-        if self.threads < self._most and self._wait_s > _WAITS * self._window_s:
+        if self.threads < self._most and self._wait_s > _WAITS * max(self._window_s, self._wall_s):
             return self._put_back()
         if self._wall_s < self._window_s or self._batches < _MIN_BATCHES:
             return None

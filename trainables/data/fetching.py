@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainables.data import keeper
 from trainables.data.ahead import Ahead, Positions
 from trainables.data.hold import Hold, alone, human
 from trainables.data.order import Split
@@ -72,6 +73,9 @@ class RemoteShards:
                 raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.folder.parent}")
             return content
 
+    def expect(self, shard: int, offset: int, size: int) -> None:
+        """Nothing: what was fetched a while ago is in the page cache, and what is to come is `follow`'s."""
+
     def follow(self, order: Positions, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         with self._changed:
@@ -125,7 +129,7 @@ class RemoteShards:
 
         Raises DataError, StoppedError.
         """
-        with alone(self._held.folder / f"{self.shards[shard].file}.lock", self._check_stopped):
+        with alone(self._lock_of(self.shards[shard]), self._check_stopped):
             if shard in self._failed:
                 raise self._failed[shard]
             try:
@@ -175,9 +179,19 @@ class RemoteShards:
         return (self.folder / file.file).exists() or part_of(self.folder, file).exists()
 
     def _used(self) -> int:
-        """Bytes of all shards that are there or on their way."""
-        coming = [file.bytes for file in self._files.values() if part_of(self.folder, file).exists()]
-        return sum(stat.st_size for _, stat in self._present()) + sum(coming)
+        """Bytes of all shards that are there or on their way; what a killed process had begun is removed."""
+        used = 0
+        for file in self._files.values():
+            part = part_of(self.folder, file)
+            if part.exists() and keeper.is_locked(str(self._lock_of(file))):
+                used += file.bytes
+            else:
+                part.unlink(missing_ok=True)
+        # Last: what becomes whole meanwhile counts twice rather than not at all.
+        return used + sum(stat.st_size for _, stat in self._present())
+
+    def _lock_of(self, file: File) -> Path:
+        return self._held.folder / f"{file.file}.lock"
 
     def _present(self) -> Iterator[tuple[Path, os.stat_result]]:
         for name in self._files:

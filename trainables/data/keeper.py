@@ -36,16 +36,21 @@ def is_at(handle: int, path: str) -> bool:
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
-def is_kept(folder: str) -> bool:
-    """Whether a keeper watches `folder`."""
+def is_locked(path: str) -> bool:
+    """Whether a process holds the lock of the file `path`."""
     try:
-        handle = os.open(os.path.join(folder, KEEPER), os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
         return not try_lock(handle)
     finally:
         os.close(handle)
+
+
+def is_kept(folder: str) -> bool:
+    """Whether a keeper watches `folder`."""
+    return is_locked(os.path.join(folder, KEEPER))
 
 
 def remove_unused(folder: str) -> bool:

@@ -102,8 +102,8 @@ class Order:
         self._window = int(shuffle.removeprefix("window(").removesuffix(")")) if self._shuffle.startswith("window") else 0
         if self._window:
             cuts = np.arange(0, num_samples + _BLOCK_SAMPLES, _BLOCK_SAMPLES).clip(max=num_samples)
-            self._sizes_S = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)
-            self._starts_S = np.cumsum(self._sizes_S) - self._sizes_S
+            self._sizes_S: NDArray[np.int64] = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)
+            self._starts_S: NDArray[np.int64] = np.cumsum(self._sizes_S) - self._sizes_S
             self._row = self._lay_out(epoch=0)
 
     def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:

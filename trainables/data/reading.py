@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
 from trainables.data.memory import MemorySource
+from trainables.data.records import RecordsSource
 from trainables.data.source import Source
 from trainables.data.view import View
 from trainables.errors import DataError, DistillError
@@ -42,6 +43,8 @@ class Reader:
         if isinstance(source, MemorySource) and view.leaves(source.size):
             source.read_batch(indices_R, out_RHWC)
             return Part(bad, time.perf_counter() - began_s)
+        if isinstance(source, RecordsSource):
+            source.expect(indices_R)
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
         for row, index in enumerate(indices_R.tolist()):
             if stop.is_set():

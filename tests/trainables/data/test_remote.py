@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from trainables.data.ahead import Ahead
 from trainables.data.loader import Loader
 from trainables.data.order import Order
 from trainables.data.records import INDEX, read_index
-from trainables.data.remote import RemoteRecords, open_remote
+from trainables.data.remote import RemoteRecords, Server, open_remote
 from trainables.data.source import open_on_node, open_source
 from trainables.errors import DataError
 
@@ -179,6 +179,41 @@ def test_what_comes_next_is_fetched_before_it_is_read(packed: Path, node: Path) 
     time.sleep(0.3)
     there = sorted(path.name for path in node.glob("raydistill-*/*/data/train-*"))
     assert there == [f"train-{shard:05}.arrow" for shard in range(7)]  # and the eighth would be over 8 MiB
+
+
+class Counting(Server):
+    """A server that notes which files were asked of it."""
+
+    def __init__(self, uri: str, asked: list[str]) -> None:
+        super().__init__(uri, patience_s=1)
+        self._asked = asked
+
+    def open(self, name: str) -> BinaryIO:
+        self._asked.append(name)
+        return super().open(name)
+
+
+def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> None:
+    sources, asked = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
+    for source in sources:
+        source._shards.server = Counting(packed.as_uri(), asked)
+
+    def read_all(source: RemoteRecords) -> bool:
+        source.follow(_order(source, "full"), 0, 0)
+        return all(source.read(index) == image_of("train", index, SIZE) for index in range(len(source)))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(read_all, sources))
+    assert sorted(asked) == [f"train-{shard:05}.arrow" for shard in range(SHARDS)]
+
+
+def test_what_a_killed_worker_had_begun_to_fetch_takes_no_room(packed: Path, node: Path) -> None:
+    source = open_remote(_data(packed.as_uri(), node, cache_mib=3), "train")
+    begun = source._shards.folder / ".train-00009.arrow.part"
+    begun.write_bytes(b"x" * 500_000)
+    for shard in range(3):
+        source.read(shard * ROWS)
+    assert not begun.exists()
 
 
 def test_threads_that_fetch_ahead_end_with_the_source(packed: Path, node: Path) -> None:
