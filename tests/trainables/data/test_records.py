@@ -324,7 +324,7 @@ def test_a_loader_gives_the_same_batches_of_a_packed_set_as_of_its_folder(images
     def batches(path: Path) -> list[tuple[object, ...]]:
         data = DataConfig(path=str(path), global_batch_size=4, image_size=16, augment="crop_flip", last_batch="short")
         source = open_source(data, split)  # type: ignore[arg-type]
-        loader = Loader(source, data, split=split, seed=3, rank=0, world_size=1, loader_workers=2, pin_memory=False)  # type: ignore[arg-type]
+        loader = Loader(source, data, split=split, seed=3, rank=0, world_size=1, loader_workers=2)  # type: ignore[arg-type]
         found = [
             tuple(part.tolist() for part in (batch.images_BCHW, batch.labels_B, batch.indices_B)) for batch in loader.epoch(1)
         ]
@@ -336,9 +336,7 @@ def test_a_loader_gives_the_same_batches_of_a_packed_set_as_of_its_folder(images
 
 def test_a_shard_that_fails_while_a_loader_reads_it_ends_the_epoch_with_its_name(packed: Path) -> None:
     data = DataConfig(path=str(packed), global_batch_size=4, image_size=16)
-    loader = Loader(
-        open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=2, pin_memory=False
-    )
+    loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=2)
     os.truncate(packed / "train-00000.arrow", 10)
     with pytest.raises(DataError, match=r"train-00000.arrow has 10 bytes"):
         list(loader.epoch(0))
