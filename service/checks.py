@@ -14,8 +14,9 @@ from service.experiment import Experiment, Resolved
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
-from trainables.data.decode import UnreadableImageError
-from trainables.data.source import Source, open_source
+from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.remote import is_remote
+from trainables.data.source import Source, check_placement, open_source
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.header import read_header
 from trainables.rundir import RunDir, StageDir
@@ -41,6 +42,8 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
         check_room(experiment)
     if "data.path" in searched:
         return
+    if not {"data.stage", "data.cache"} & searched:
+        check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
     batch = experiment.data.global_batch_size
     if trains_base and experiment.data.last_batch == "drop" and len(train) < batch:
@@ -81,17 +84,20 @@ def check_room(experiment: Experiment) -> None:
 
 
 def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
-    """Open a split and look at a few of its images, spread over it.
+    """Open a split and look at a few of its images, spread over it; of a set behind a URI at the index alone.
 
     Raises:
         DataError: it is missing or empty, or not one of those images can be read.
     """
-    source = open_source(data, split)
+    # The nodes' folders are not this machine's.
+    source = open_source(data.model_copy(update={"stage": "none"}), split)
+    if is_remote(data.path):  # an image would cost the whole shard that it lies in
+        return source
     probed = range(0, len(source), -(-len(source) // PROBED_IMAGES))
     reasons = []
     for index in probed:
         try:
-            source.read(index)
+            decode_image(source.read(index))
             return source
         except UnreadableImageError as error:
             reasons.append(f"{source.name(index)} ({error})")

@@ -28,6 +28,10 @@ RUNS = click.option(
 RECIPE = click.argument("recipe_or_file")
 DIR = click.argument("directory", type=click.Path(path_type=Path))
 
+PROCESSES = click.option(
+    "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="raydistill")
@@ -105,7 +109,7 @@ def resume(directory: Path) -> None:
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--data", "data_path", required=True, help="digits, synthetic, or a folder with train/CLASS/* and val/CLASS/*.")
+@click.option("--data", "data_path", required=True, help="As data.path: digits, synthetic, a packed set, an image folder.")
 @SET
 @RUNS
 def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
@@ -144,6 +148,70 @@ def submit(follow: bool, root: Path, command: tuple[str, ...]) -> None:
     from service.jobs import submit as run_submit
 
     sys.exit(run_submit(command, root, follow, click.echo))
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
+@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
+@click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
+@click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
+@click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
+@PROCESSES
+def pack(
+    source: Path,
+    dest: Path,
+    max_side: int | None,
+    quality: int,
+    raw: int | None,
+    check: bool,
+    strict: bool,
+    processes: int | None,
+) -> None:
+    """Put a data set into a few large files, for data.path: an image folder, LMDB, tars, TFRecords, Parquet, CIFAR's binaries.
+
+    A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
+    """
+    from service.cluster import real_cpus
+    from service.packing import pack as run_pack
+    from service.packing import said
+    from trainables.data.pack.modes import Mode
+
+    if max_side is not None and raw is not None:
+        raise click.UsageError("--max-side and --raw: give one of them")
+    mode = Mode(max_side, quality, raw)
+    try:
+        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on where it was", err=True)
+        raise
+    click.echo(said(dest, packing))
+
+
+@cli.command()
+@DIR
+@click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
+@click.option("--sheet", type=click.Path(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@PROCESSES
+def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
+    """What a packed set holds: counts, classes, sizes, shapes, pictures."""
+    from service.cluster import real_cpus
+    from service.packing import verify as run_verify
+    from service.progress import output
+    from service.report.contact import describe, write_sheet
+    from trainables.data.records import read_index
+
+    directory = directory.expanduser().resolve()
+    index = read_index(directory)
+    console = output()
+    for part in describe(directory, index):
+        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+    if sheet:
+        click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
+    if verify:
+        run_verify(directory, index, processes or real_cpus())
+        click.echo(f"every checksum of {len(index.files())} files is right")
 
 
 @cli.command("recipes")

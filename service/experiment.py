@@ -118,6 +118,17 @@ class Experiment(Section):
             raise ValueError(
                 f"optim.accumulate {self.optim.accumulate} exceeds the {batch // workers} samples of one worker's batch"
             )
+        if self.data.device_augment.mixes:
+            if batch // workers % 2:
+                raise ValueError(
+                    f"data.device_augment: mixup and cutmix mix pairs, but each of {workers} workers has {batch // workers} of "
+                    f"data.global_batch_size {batch}: write {batch + workers}, or set both to 0"
+                )
+            if self.data.last_batch == "short":
+                raise ValueError(
+                    "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
+                    "set data.last_batch to drop, or both to 0"
+                )
         lengths = {"optim.epochs": self.optim.epochs, "teacher.epochs": self.teacher.epochs if self.teacher else None}
         for key, epochs in lengths.items():
             if epochs is not None and self.optim.warmup_epochs >= epochs:
@@ -328,7 +339,7 @@ def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) 
         ExperimentError: with the nearest name.
     """
     try:
-        check_method(experiment.distill)
+        check_method(experiment.distill, mixes=experiment.data.device_augment.mixes)
     except ExperimentError as error:
         raise ExperimentError(f"{sources.get('distill.method', where)}: {error}") from error
     for key, section in (("teacher.model", experiment.teacher), ("student.model", experiment.student)):

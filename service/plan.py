@@ -36,7 +36,10 @@ class Plan:
         """One stage's order to the workers."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
-        return Assignment(config.model_copy(update={"data": data}), self.use_gpu, self.loader_workers, run_dir.tune)
+        auto = self.experiment.data.loader_workers == "auto"
+        return Assignment(
+            config.model_copy(update={"data": data, "loader_auto": auto}), self.use_gpu, self.loader_workers, run_dir.tune
+        )
 
     def need(self) -> clusters.Need:
         """What one stage reserves."""

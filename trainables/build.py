@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
 from trainables.config import TrainConfig
+from trainables.data.auto import Enough
 from trainables.data.loader import Loader
 from trainables.data.order import Split
-from trainables.data.source import open_source
+from trainables.data.source import open_on_node
+from trainables.device.augment import TrainInputs
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.inputs import autocast, normalizer
@@ -50,6 +53,8 @@ class Job:
     train_loader: Loader
     val_loader: Loader
     learner: Learner
+    normalize: Callable[[Tensor], Tensor]
+    """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
     model: nn.Module
     """The bare student; `learner.student` wraps it."""
     state: TrainState
@@ -57,6 +62,8 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
+    named: set[str] = field(default_factory=set)
+    """Unreadable images that the log has named."""
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:
@@ -91,6 +98,7 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
+    normalize = normalizer(data.mean, data.std, device, dtype, layout)
     learner = Learner(
         student=wrap(model, group),
         teacher=teacher,
@@ -98,7 +106,7 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
         optimizer=optimizer,
         scaler=scaler,
         group=group,
-        prepare=normalizer(data.mean, data.std, device, dtype, layout),
+        prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
         sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
         bad_step=torch.full((), -1, dtype=torch.int64, device=device),
@@ -112,7 +120,9 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
         PhaseTimer(device, warmup_steps=warmup),
         Throughput(state.progress.step + warmup, warm=state.progress.warm),
     )
-    return Job(config, group, stage, train_loader, val_loader, learner, model, state, timer, throughput, report, telemetry)
+    return Job(
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry
+    )
 
 
 def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
@@ -120,13 +130,14 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     data = config.data
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
-    sources = {"train": open_source(data, "train"), "val": open_source(data, "val")}
+    sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
 
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
         return Loader(
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-            loader_workers=data.loader_workers, pin_memory=group.device.type == "cuda",
+            loader_workers=data.loader_workers, device=group.device,
+            auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

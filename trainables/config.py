@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -24,6 +25,7 @@ Count = Annotated[Integer, Field(ge=1, lt=2**31)]
 Natural = Annotated[Integer, Field(ge=0, lt=2**31)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
+Probability = Annotated[Number, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -32,13 +34,46 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class RandAugmentConfig(Section):
+    """RandAugment with torchvision's operations."""
+
+    num_ops: Annotated[Count, Field(le=16)] = Field(2, description="operations on each image")
+    magnitude: Annotated[Natural, Field(le=30)] = Field(9, description="of each operation, 0 to 30")
+
+
+class ColorJitterConfig(Section):
+    """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
+
+    brightness: NonNegative = 0.0
+    contrast: NonNegative = 0.0
+    saturation: NonNegative = 0.0
+    hue: Annotated[Number, Field(ge=0, le=0.5)] = 0.0
+
+
+class DeviceAugmentConfig(Section):
+    """Training augmentation of whole batches on the device, in this order; absent or 0 is off."""
+
+    randaugment: RandAugmentConfig | None = None
+    color_jitter: ColorJitterConfig | None = None
+    random_erasing: Probability = Field(0.0, description="probability that a rectangle of an image becomes the mean colour")
+    mixup: NonNegative = Field(0.0, description="α of the shares of two mixed images, from Beta(α, α)")
+    cutmix: NonNegative = Field(0.0, description="α of the shares of two pasted images; with mixup, each image draws which")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether an image may show another's class beside its own."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
 class DataConfig(Section):
     """Which images, and how they reach a worker."""
 
-    path: str = Field("digits", min_length=1, description="`digits`, `synthetic`, or a folder with train/CLASS/* and val/CLASS/*")
+    path: str = Field(
+        "digits", min_length=1, description="`digits`, `synthetic`, a packed set, or a folder with train/CLASS/* and val/CLASS/*"
+    )
     global_batch_size: Count = Field(128, description="samples per optimizer step over all workers")
     loader_workers: Natural | Literal["auto"] = Field(
-        "auto", description="decode threads that feed one worker; 0 decodes in the training thread"
+        "auto", description="decode threads that feed one worker; auto: as many as are needed; 0 decodes in the training thread"
     )
     image_size: Annotated[Count, Field(le=4096)] = Field(
         8, description="height and width of the images that the models see, in pixels"
@@ -46,16 +81,42 @@ class DataConfig(Section):
     augment: Literal["none", "crop_flip", "pad_crop_flip"] = Field(
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
+    device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil"] = Field(
+        "auto", description="library that decodes JPEG; auto: the fastest one installed"
+    )
+    fidelity: Literal["fast", "exact"] = Field(
+        "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
+    )
     val_resize: Count | None = Field(None, description="shorter side before the centre crop; absent: image_size·256/224")
+    shuffle: str = Field(
+        "full", description="training order: `full`; `none`: as stored; `window(n)`: shards at random, shuffled within n samples"
+    )
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad_images: Natural = Field(100, description="unreadable images skipped per epoch before it is an error")
+    max_bad: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
+    )
+    stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
+        "none", description="where a node keeps its copy of a packed set: `ram`, or a folder (absolute); `none`: no copy"
+    )
+    cache: Literal["none", "memory"] = Field("none", description="memory: a node keeps image files that it has read in memory")
+    cache_mib: Count | None = Field(
+        None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
+    )
     mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
     )
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @field_validator("shuffle")
+    @classmethod
+    def _known_shuffle(cls, shuffle: str) -> str:
+        if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
+            raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
+        return shuffle
 
 
 class ModelConfig(Section):
@@ -143,6 +204,7 @@ class TrainConfig(Section):
     stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
+    loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None
     distill: DistillConfig = DistillConfig()

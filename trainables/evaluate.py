@@ -6,7 +6,7 @@ Shapes: B batch, C channels, H W pixels, K classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainables import checkpoint
 from trainables.config import EvaluateConfig
 from trainables.data.loader import Batch, Loader
 from trainables.data.source import open_source
+from trainables.device.feed import on_device
 from trainables.distributed import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.errors import DataError
 from trainables.inputs import autocast, normalizer
@@ -38,31 +39,33 @@ def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
-    prepare: Callable[[Tensor], Tensor],
+    batches: Generator[Batch, None, None],
+    normalize: Callable[[Tensor], Tensor],
     group: Group,
     autocast_context: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, float]:
     """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
 
     `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
-    `prepare` turns uint8 images_BCHW into the model's input. Leaves the model in the mode it came in. Without a single image
-    all values but `num_images` are nan.
+    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and leaves the model in the mode
+    it came in. Without a single image all values but `num_images` are nan.
     """
     was_training = model.training
     model.eval()
     broadcast_buffers(model, group)
     sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, first, first five
-    for batch in batches:
-        if len(batch.labels_B) == 0:
-            continue
-        labels_B = batch.labels_B.to(group.device, non_blocking=True)
-        with autocast_context():
-            logits_BK, _ = logits_and_aux(model(prepare(batch.images_BCHW)))
-        logits_BK = logits_BK.double()
-        first, first_five = correct_counts(logits_BK, labels_B)
-        entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-        sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, first.double(), first_five.double()])
+    with contextlib.closing(on_device(batches, group.device)) as device_batches:
+        for batch in device_batches:
+            labels_B = batch.labels_B
+            if len(labels_B) == 0:
+                continue
+            batch.wait()
+            with autocast_context():
+                logits_BK, _ = logits_and_aux(model(normalize(batch.images_BCHW)))
+            logits_BK = logits_BK.double()
+            first, first_five = correct_counts(logits_BK, labels_B)
+            entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+            sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, first.double(), first_five.double()])
     model.train(was_training)
     images, entropy, first, first_five = all_reduce_sum(sums, group).tolist()
     n = images or float("nan")
@@ -90,14 +93,15 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     assert isinstance(config.data.loader_workers, int)
     loader = Loader(
         source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
-        loader_workers=config.data.loader_workers, pin_memory=group.device.type == "cuda",
+        loader_workers=config.data.loader_workers, device=group.device,
     )  # fmt: skip
-    prepare = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
+    normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
-        result = evaluate(model, loader.epoch(0), prepare, group, autocast(config.precision, group.device))
+        result = evaluate(model, loader.epoch(0), normalize, group, autocast(config.precision, group.device))
     finally:
         loader.close()
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
     skipped = {name: reason for part in gather_objects(loader.skipped, group) for name, reason in part.items()}
+    loader.refuse_too_many(skipped)
     return {**result, "skipped_images": float(len(skipped)), "skipped": skipped}

@@ -21,9 +21,9 @@ def autocast(precision: str, device: torch.device) -> Callable[[], contextlib.Ab
 def normalizer(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype, layout: torch.memory_format
 ) -> Callable[[Tensor], Tensor]:
-    """A function from uint8 images_BCHW anywhere to (x/255 − mean)/std on `device`, one multiply and one add."""
+    """A function from images_BCHW on `device` with values 0 … 255 to (x/255 − mean)/std, one multiply and one add."""
     mean_C11 = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
     std_C11 = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
     scale = (1 / (255 * std_C11)).to(device, dtype)
     shift = (-mean_C11 / std_C11).to(device, dtype)
-    return lambda images: torch.addcmul(shift, images.to(device, dtype, non_blocking=True, memory_format=layout), scale)
+    return lambda images: torch.addcmul(shift, images.to(dtype, memory_format=layout), scale)

@@ -12,6 +12,8 @@ import torch
 
 from trainables import checkpoint
 from trainables.build import Job
+from trainables.data.loader import Loader
+from trainables.device.feed import on_device
 from trainables.distributed import all_reduce_sum, check_replicas, gather_objects
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
@@ -51,8 +53,7 @@ def run_timing(job: Job) -> dict[str, float]:
     skipped = 0
     while job.state.progress.step < last:
         train_epoch(job, stop_at=last)
-        skipped = max(skipped, note_skipped(job))
-        job.state.progress.skipped = {}
+        skipped = max(skipped, len(note_skipped(job, job.train_loader, {})))
         job.state.progress.epoch += 1
         job.state.progress.position = 0
     return summarize(job, skipped)
@@ -64,7 +65,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> None:
     steps_per_epoch = job.train_loader.steps_per_epoch
     peak = peak_learning_rate(config.optim, config.data.global_batch_size)
     learner.student.train()
-    batches = job.train_loader.epoch(progress.epoch, progress.position)
+    batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
     job.throughput.begin(progress.step)
     timer.start()
     try:
@@ -176,7 +177,8 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
     check_finite(job)
-    note_skipped(job)
+    progress = job.state.progress
+    progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
     checkpoint.save(job.stage.last, job.state, job.group)
     job.throughput.begin(job.state.progress.step)
 
@@ -185,15 +187,12 @@ def finish_epoch(job: Job) -> None:
     """Evaluate, check, save last and best, and report: the epoch counts once its checkpoint stands."""
     config, group, progress = job.config, job.group, job.state.progress
     check_finite(job)
+    skipped = len(note_skipped(job, job.train_loader, progress.skipped))
     used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     began = time.perf_counter()
-    batches = job.val_loader.epoch(0)
-    try:
-        val = evaluate(job.model, batches, job.learner.prepare, group, job.learner.autocast)
-    finally:
-        batches.close()
+    val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, group, job.learner.autocast)
     eval_s = time.perf_counter() - began
-    skipped = note_skipped(job)
+    skipped += len(note_skipped(job, job.val_loader, {}))
     for split, images in (("training", progress.partial[0]), ("validation", val["num_images"])):
         if not images:
             raise DataError(f"{config.data.path}: not one {split} image could be read")
@@ -217,26 +216,20 @@ def finish_epoch(job: Job) -> None:
     job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **used})
 
 
-def note_skipped(job: Job) -> int:
-    """How many images all ranks could not read in this epoch so far; rank 0 names new ones in the log.
+def note_skipped(job: Job, loader: Loader, before: dict[str, str]) -> dict[str, str]:
+    """The images of one split that all ranks could not read in this epoch, those known `before` too; rank 0 names new ones.
 
     Raises:
-        DataError: on every rank, where all ranks together met more of them than `data.max_bad_images`.
+        DataError: on every rank, where all ranks together met more of them than `data.max_bad` allows.
     """
-    everyone = gather_objects({**job.train_loader.skipped, **job.val_loader.skipped}, job.group)
-    before = job.state.progress.skipped
+    everyone = gather_objects(loader.skipped, job.group)
     skipped = before | {name: reason for part in everyone for name, reason in part.items()}
-    job.state.progress.skipped = skipped
     if job.group.is_main:
-        for name in sorted(skipped.keys() - before.keys()):
+        for name in sorted(skipped.keys() - before.keys() - job.named):
             log.warning("skipped %s: %s", name, skipped[name])
-    if len(skipped) > (limit := job.config.data.max_bad_images):
-        name, reason = min(skipped.items())
-        raise DataError(
-            f"{len(skipped)} unreadable images in one epoch, more than data.max_bad_images={limit}, such as {name} ({reason}); "
-            f"{job.stage.log} names them: mend or remove them, or raise the limit"
-        )
-    return len(skipped)
+    job.named |= skipped.keys()
+    loader.refuse_too_many(skipped)
+    return skipped
 
 
 def throughput(job: Job) -> dict[str, float]:

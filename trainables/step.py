@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.config import DistillConfig
-from trainables.data.loader import Batch
+from trainables.device.augment import Inputs
+from trainables.device.feed import DeviceBatch
+from trainables.device.mixing import Mix
 from trainables.distributed import GlobalCount, Group
 from trainables.evaluate import correct_counts
 from trainables.methods import METHODS
@@ -44,7 +46,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     group: Group
-    prepare: Callable[[Tensor], Tensor]
+    prepare: Callable[[DeviceBatch], Inputs]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     sums: Tensor
     """Sums since the last log line, (len(SUMS),) float64 on the device."""
@@ -71,17 +73,19 @@ def losses(
     teacher_BK: Tensor | None,
     labels_B: Tensor,
     distill: DistillConfig | None,
+    mix: Mix | None = None,
 ) -> dict[str, Tensor]:
     """Named per-sample terms (B,): loss = task_weight·CE + soft_weight·T²·KL(teacher‖student) + method_weight·other.
 
+    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); all other terms see the image as it is.
     The CE of auxiliary heads (Inception) belongs to the task. A term with weight 0 is not computed, and
     `teacher_BK` may be None where no term needs it. Without `distill` the loss is the CE alone.
     """
     # bf16 and fp16 logits are reduced in fp32: a sum over K of half-precision exponentials is not exact enough.
     student_BK = student_BK if student_BK.dtype == torch.float64 else student_BK.float()
-    task = F.cross_entropy(student_BK, labels_B, reduction="none")
+    task = cross_entropy(student_BK, labels_B, mix)
     for weight, aux_BK in aux:
-        task = task + weight * F.cross_entropy(aux_BK.to(student_BK.dtype), labels_B, reduction="none")
+        task = task + weight * cross_entropy(aux_BK.to(student_BK.dtype), labels_B, mix)
     if distill is None:
         return {"loss": task, "task_loss": task}
     terms = {"task_loss": task}
@@ -96,27 +100,39 @@ def losses(
     return {"loss": torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0], **terms}
 
 
-def micro_batches(images_BCHW: Tensor, labels_B: Tensor, accumulate: int) -> list[tuple[Tensor, Tensor, bool]]:
-    """The batch in at most `accumulate` parts, each (images, labels, real).
+def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
+    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed."""
+    own_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
+    if mix is None:
+        return own_B
+    share_B = mix.share_B.to(own_B.dtype)
+    return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
+
+
+def micro_batches(inputs: Inputs, accumulate: int) -> list[tuple[Inputs, bool]]:
+    """The batch in at most `accumulate` parts, each (inputs, real).
 
     A rank without samples still has to take part in DDP's all-reduce: it runs two blank images that weigh nothing (two,
     since batch norm refuses one; its statistics are overwritten by rank 0's, which always holds the larger share).
     """
+    images_BCHW, labels_B, mix = inputs
     if len(labels_B) == 0:
-        return [(images_BCHW.new_zeros((2, *images_BCHW.shape[1:])), labels_B.new_zeros(2), False)]
+        return [(Inputs(images_BCHW.new_zeros((2, *images_BCHW.shape[1:])), labels_B.new_zeros(2)), False)]
     parts = min(accumulate, len(labels_B))
-    return [(i, t, True) for i, t in zip(images_BCHW.tensor_split(parts), labels_B.tensor_split(parts), strict=True)]
+    mixes = [None] * parts if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(parts) for t in mix), strict=True)]
+    split = zip(images_BCHW.tensor_split(parts), labels_B.tensor_split(parts), mixes, strict=True)
+    return [(Inputs(*part), True) for part in split]
 
 
-def train_step(learner: Learner, batch: Batch, step: int, timer: Marks) -> None:
+def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
     student, group = learner.student, learner.group
     count = GlobalCount(len(batch.labels_B), group)
-    images_BCHW = learner.prepare(batch.images_BCHW)
-    labels_B = batch.labels_B.to(group.device, non_blocking=True)
+    batch.wait()
     timer.mark("h2d")
-    parts = micro_batches(images_BCHW, labels_B, learner.accumulate)
-    for number, (part_BCHW, part_B, real) in enumerate(parts, start=1):
+    parts = micro_batches(learner.prepare(batch), learner.accumulate)
+    timer.mark("augment")
+    for number, ((part_BCHW, part_B, mix), real) in enumerate(parts, start=1):
         with learner.autocast():
             teacher_BK = teacher_forward(learner.teacher, part_BCHW).clone() if learner.teacher is not None else None
         timer.mark("teacher")
@@ -124,7 +140,7 @@ def train_step(learner: Learner, batch: Batch, step: int, timer: Marks) -> None:
         with student.no_sync() if isinstance(student, DistributedDataParallel) and not last else contextlib.nullcontext():
             with learner.autocast():
                 student_BK, aux = student_forward(student, part_BCHW)
-            terms = losses(student_BK, aux, teacher_BK, part_B, learner.distill)
+            terms = losses(student_BK, aux, teacher_BK, part_B, learner.distill, mix)
             total = terms["loss"].sum() * count.weight().to(terms["loss"].dtype) * float(real)
             timer.mark("student")
             learner.scaler.scale(total).backward()

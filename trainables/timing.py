@@ -1,7 +1,8 @@
 """Where a step's time goes: a chain of marks that costs a microsecond each and never stops the GPU.
 
 On a GPU the marks are CUDA events in the stream of the step, read after the GPU has passed them. `data` is then the time
-in which the stream stood still for the loader: 0 where the loader was ahead, however long the Python thread waited.
+in which the stream stood still for the loader: 0 where the loader was ahead, however long the Python thread waited. `h2d` is
+what it then waited for the copy, and `augment` is augmentation and normalisation on the device.
 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-PHASES = ("data", "h2d", "teacher", "student", "backward", "optimizer")
+PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 COLUMNS = (*PHASES, "step")
 KEEP_STEPS = 10_000
 """Steps that quantiles look back on; means, minima and maxima are exact over all steps."""

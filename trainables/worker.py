@@ -65,20 +65,24 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
         with Reporter(config, stage, group) as reporter, NodeTelemetry(config, group) as telemetry:
             job = build(config, group, reporter.report, telemetry.snapshot)
             if group.is_main:
+                loader = job.train_loader
                 logging.getLogger("raydistill").info(
-                    "%s: %s on %d x %s, ready after %.1f s",
-                    config.stage,
-                    config.model,
-                    group.world_size,
-                    group.device.type,
-                    time.time() - began,
-                )
+                    "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
+                    config.stage, config.model, group.world_size, group.device.type, time.time() - began,
+                    loader.decoder, loader.buffers_mib,
+                )  # fmt: skip
             summary = loop.run(job)
         dist.barrier()  # every rank has finished before the stage counts as complete
         if group.is_main:
             write_json(
                 stage.result,
-                {"stage": config.stage, "model": config.model, "metrics": summary, "history": job.state.progress.history},
+                {
+                    "stage": config.stage,
+                    "model": config.model,
+                    "decoder": job.train_loader.decoder,
+                    "metrics": summary,
+                    "history": job.state.progress.history,
+                },
             )
     except Exception as error:
         note_error(stage, group, error)

@@ -12,7 +12,7 @@ from trainables.rundir import RunDir, read_lines
 from trainables.telemetry import decode_throttle
 
 SCALE = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
-PHASES = ("data", "h2d", "teacher", "student", "backward", "optimizer")
+PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 
 
 def number(value: Any, digits: int = 2) -> str:

@@ -247,8 +247,9 @@ def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
         spool = Spool(RunDir(folder))
         try:
             target = spool.target()
-            others = mine is None or target is None or target.uri != mine.uri or folder == finished.root
-            if not others and spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
+            if mine is None or target is None or target.uri != mine.uri or folder == finished.root:
+                continue
+            if spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
                 delivered.append(folder)
         except OSError as error:
             log.warning("tracking: the records of %s cannot be read: %s", folder, error)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import Command, Distill, RayCluster, kill, records, result, wait_until
+from tests.trainables.data.photos import photo
 
 pytestmark = pytest.mark.integration
 
@@ -125,3 +126,17 @@ def look_for_listeners(command: Command, seen: dict[str, set[str]]) -> None:
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     seen.setdefault(process.name(), set()).add(connection.laddr.ip)
+
+
+def test_a_pack_by_a_cluster_is_the_one_that_this_machine_writes(distill: Distill, cluster: RayCluster) -> None:
+    images = distill.folder / "images"
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (images / split / name).mkdir(parents=True)
+            for number in range(4):
+                photo(number).save(images / split / name / f"{number}.png")
+    here, there = distill.folder / "here", distill.folder / "there"
+    distill.run("pack", images, here)
+    said = distill.run("pack", images, there, env=cluster.env)
+    assert "8 train, 8 val images of 2 classes in 2 shards (2 written now)" in said
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {path.name: path.read_bytes() for path in there.iterdir()}

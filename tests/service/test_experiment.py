@@ -198,6 +198,13 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer, not [64]"),
         ("data.global_batch_size=" + "9" * 30, f"--set: data.global_batch_size: must be below 2147483648, not {'9' * 30}"),
         ("data.loader_workers=abc", '--set: data.loader_workers: must be an integer or auto, not "abc"'),
+        ("data.shuffle=true", "--set: data.shuffle: must be text, not true"),
+        (
+            "data.shuffle=window(0)",
+            "--set: data.shuffle: must be full, none or window(n) with a number of samples n, as window(10000), not 'window(0)'",
+        ),
+        ("data.max_bad=100", "--set: data.max_bad: must be below 1, not 100"),
+        ("data.max_bad_images=100", "--set: data.max_bad_images: no such key; did you mean data.max_bad?"),
         ("data.loader_workers=-1", "--set: data.loader_workers: must be at least 0 or auto, not -1"),
         ("data.loader_workers=true", "--set: data.loader_workers: must be a number or auto, not true"),
         ("scale.use_gpu=maybe", '--set: scale.use_gpu: must be true or false or auto, not "maybe"'),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from service.cluster import Cluster, Need, Node, auto_loader_workers, use_gpu
+from service.experiment import load
+from service.plan import Plan
+from trainables.rundir import RunDir
 
 
 def cluster(*nodes: tuple[float, float], cores: int | None = None) -> Cluster:
@@ -46,3 +51,10 @@ def test_gpus_are_used_where_there_are_any() -> None:
     assert use_gpu("auto", cluster((8, 1)))
     assert not use_gpu("auto", cluster((8, 0)))
     assert not use_gpu(False, cluster((8, 1)))
+
+
+def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:
+    for written, limit in (("auto", True), ("2", False)):
+        plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))
+        config = plan.assign("student", RunDir(tmp_path), {}).config
+        assert (config.data.loader_workers, config.loader_auto) == (2, limit)

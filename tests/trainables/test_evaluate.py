@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.trainables.ranks import Ranks
 from trainables.config import DataConfig
+from trainables.data.decode import Sample
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.distributed import Group
@@ -32,7 +32,7 @@ class FirstOf:
     def name(self, index: int) -> str:
         return self._all.name(index)
 
-    def read(self, index: int) -> Image.Image:
+    def read(self, index: int) -> Sample:
         return self._all.read(index)
 
 

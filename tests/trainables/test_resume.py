@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,8 +13,9 @@ from tests.trainables.jobs import config, equal, relative_difference, train, wri
 from tests.trainables.ranks import Ranks
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
+from trainables.data.order import sample_at
 from trainables.distributed import Group
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, DataError
 
 
 def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:
@@ -60,7 +62,7 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (number, 0, 0)).save(file) if number not in bad else file.write_bytes(b"broken")
     settings = {
-        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2},
+        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
         "train": {"checkpoint_every": 1, "log_every": 1},
     }  # fmt: skip
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
@@ -69,6 +71,24 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
     assert pieces["progress"].history[0]["skipped_images"] == 8
     assert pieces["progress"].skipped == {}
     assert equal(whole["state"], pieces["state"])
+
+
+def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    of_rank = sample_at(3, 0, np.arange(16), 16).reshape(8, 2)  # the samples of each global batch, one a rank
+    bad = (of_rank[0, 0], of_rank[3, 1])
+    for split in ("train", "val"):
+        for number in range(16):
+            file = tmp_path / "data" / split / "a" / f"{number:02}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(file) if split == "val" or number not in bad else file.write_bytes(b"broken")
+    data = {"path": str(tmp_path / "data"), "global_batch_size": 2}
+    with pytest.raises(
+        DataError, match=r"^2 unreadable .* more than the 1 of 16 that data.max_bad=0.001 allows: train/a/"
+    ) as caught:
+        ranks.run(2, train, config(tmp_path / "out", teacher=None, data=data))
+    assert all(f"train/a/{number:02}.png (not an image)" in str(caught.value) for number in bad)
+    one = ranks.run(2, train, config(tmp_path / "one", teacher=None, data={**data, "max_bad": 0.125}))
+    assert [result["progress"].history[0]["skipped_images"] for result in one] == [2, 2]
 
 
 def small_state() -> TrainState:

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
 from tests.trainables.ranks import Ranks
 from trainables.build import build
 from trainables.config import DistillConfig
+from trainables.device.augment import Inputs
+from trainables.device.feed import on_device
 from trainables.distributed import Group
 from trainables.errors import TrainingError
 from trainables.step import losses, micro_batches, train_step
@@ -73,13 +76,13 @@ def test_half_precision_logits_are_reduced_in_single_precision() -> None:
 
 
 def test_an_empty_batch_becomes_blanks_that_weigh_nothing() -> None:
-    ((images, labels, real),) = micro_batches(torch.zeros((0, 3, 8, 8), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), 4)
-    assert (tuple(images.shape), tuple(labels.shape), real) == ((2, 3, 8, 8), (2,), False)
+    ((part, real),) = micro_batches(Inputs(torch.zeros((0, 3, 8, 8)), torch.zeros(0, dtype=torch.int64)), 4)
+    assert (tuple(part.images_BCHW.shape), tuple(part.labels_B.shape), real) == ((2, 3, 8, 8), (2,), False)
 
 
 def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
-    parts = micro_batches(torch.zeros((3, 3, 8, 8), dtype=torch.uint8), torch.arange(3), 5)
-    assert [labels.tolist() for _, labels, _ in parts] == [[0], [1], [2]]
+    parts = micro_batches(Inputs(torch.zeros((3, 3, 8, 8)), torch.arange(3)), 5)
+    assert [part.labels_B.tolist() for part, _ in parts] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -120,15 +123,16 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("augment", [{}, ALL], ids=["plain", "augmented"])
+def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, object]) -> None:
     device = torch.device("cuda")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
         tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop"},
+        data={"last_batch": "drop", "device_augment": augment},
     )  # fmt: skip
     job = build(settings, Group(0, 1, 0, device), Recorded(), no_telemetry)
-    batches = job.train_loader.epoch(0)
+    batches = on_device(job.train_loader.epoch(0), device)
     for step in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
         batch = next(batches)
         torch.cuda.set_sync_debug_mode("error" if step else "default")

@@ -52,8 +52,8 @@ def test_phases_and_the_rest_add_up_to_the_step() -> None:
     clock.passed_ms = clock.time_ms
     found = timer.take()
     means = {name: found[f"phase/{name}_ms"] for name in COLUMNS}
-    assert means == {"data": 1, "h2d": 2, "teacher": 3, "student": 4, "backward": 5, "optimizer": 6, "step": 25}
-    assert timer.summary()["data_pct"] == 100 * 1 / 25
+    assert means == {"data": 1, "h2d": 2, "augment": 3, "teacher": 4, "student": 5, "backward": 6, "optimizer": 7, "step": 32}
+    assert timer.summary()["data_pct"] == 100 * 1 / 32
 
 
 def test_a_phase_that_is_not_marked_took_nothing_and_a_repeated_one_adds_up() -> None:

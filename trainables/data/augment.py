@@ -10,17 +10,24 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cv2
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainables.data.decode import UnreadableImageError
+from trainables.data.decode import StoredImage, UnreadableImageError
+from trainables.data.decoders.contract import Box
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _TRIES = 10
 _AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 _PAD = 4
+_LINEAR_BELOW = 1.2
+
+# a loader's threads share the cores between them; OpenCV would start threads of its own in each call
+cv2.setNumThreads(0)
 
 
 def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int) -> NDArray[np.float64]:
@@ -69,7 +76,7 @@ def validation_view(image: Image.Image, image_size: int, val_resize: int | None)
     return resized.crop((left, top, left + image_size, top + image_size))
 
 
-def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[int, int, int, int]:
+def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height: int) -> Box:
     """(left, top, right, bottom) of a random part of an image: area 0.08 to 1 of it, aspect ratio 3/4 to 4/3.
 
     torchvision's RandomResizedCrop.get_params: ten tries, then the largest central part of an allowed ratio. Takes 22
@@ -97,34 +104,99 @@ def _between(limits: tuple[float, float], at: float) -> float:
     return limits[0] + (limits[1] - limits[0]) * at
 
 
-def _none(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+class Recipe(NamedTuple):
+    """What an augmentation goes by. The size of the pixels that it fills is the size that the models see."""
+
+    val_resize: int | None
+    exact: bool
+
+
+def _none(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """Validation's view."""
-    return validation_view(image, image_size, val_resize)
+    size = len(out_HWC)
+    rgb_HWC = stored.whole()
+    if recipe.val_resize is None and rgb_HWC.shape == out_HWC.shape:
+        out_HWC[:] = rgb_HWC
+    else:
+        out_HWC[:] = np.asarray(validation_view(Image.fromarray(rgb_HWC), size, recipe.val_resize))
 
 
-def _crop_flip(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+def _crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
-    box = random_resized_crop_box(uniforms_U[1:], *image.size)
-    return _flip(image.crop(box).resize((image_size, image_size), Image.Resampling.BILINEAR), uniforms_U[0])
+    box = random_resized_crop_box(uniforms_U[1:], stored.width, stored.height)
+    flip = uniforms_U[0] < 0.5
+    target_HWC = np.empty_like(out_HWC) if flip else out_HWC
+    if recipe.exact:
+        resize_exact(stored.decode(box).part(box), target_HWC)
+    else:
+        _resize_fast(stored, box, target_HWC)
+    if flip:
+        cv2.flip(target_HWC, 1, dst=out_HWC)
 
 
-def _pad_crop_flip(image: Image.Image, uniforms_U: NDArray[np.float64], image_size: int, val_resize: int | None) -> Image.Image:
+def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> None:
+    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly seen.
+
+    What is hardly shrunk is not antialiased, and an image that is much too large is decoded at a half, a quarter or an
+    eighth, so that at least 2 pixels are left for each that is shown. Measured on 167 ImageNet files at 224 px, decoding
+    included, against torchvision's pixels (linear below a scale of …; ms of CPU an image; PSNR in dB, mean, 5th percentile):
+
+    | linear below | ms   | mean | 5th  |
+    |--------------|------|------|------|
+    | ∞            | 0.99 | 44.1 | 30.2 |
+    | 1.6          | 1.03 | 50.7 | 34.4 |
+    | 1.4          | 1.04 | 54.3 | 38.4 |
+    | 1.2          | 1.05 | 58.2 | 41.8 |
+    | 1.0          | 1.07 | 62.1 | 53.5 |
+    | `exact`      | 1.09 | 66.5 | 55.1 |
+
+    Decoding images of 1.6 to 4 times the size at a half was no faster, since its pixels need an interpolation of their own.
+    """
+    size = len(out_HWC)
+    scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size
+    shrink = 1
+    while shrink < 8 and scale >= 4 * shrink:
+        shrink *= 2
+    decoded = stored.decode(box, shrink)
+    if decoded.shrink > 1:
+        height, width = decoded.rgb_HWC.shape[:2]
+        left, right = (edge / decoded.shrink - decoded.left for edge in box[::2])
+        top, bottom = (edge / decoded.shrink - decoded.top for edge in box[1::2])
+        edges = left, top, min(right, width), min(bottom, height)  # between pixels, which torch and OpenCV cannot
+        out_HWC[:] = np.asarray(Image.fromarray(decoded.rgb_HWC).resize((size, size), Image.Resampling.BILINEAR, edges))
+    elif scale < _LINEAR_BELOW:
+        cv2.resize(decoded.part(box), (size, size), dst=out_HWC, interpolation=cv2.INTER_LINEAR)
+    else:
+        resize_exact(decoded.part(box), out_HWC)
+
+
+def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None:
+    """Fill `out_HWC` (contiguous) by torch's antialiased bilinear resize: PIL's within a rounding, in a quarter of the time."""
+    if not rgb_HWC.flags.writeable:
+        rgb_HWC = rgb_HWC.copy()  # torch warns of memory that is read-only
+    image_1CHW, out_1CHW = (torch.from_numpy(pixels_HWC).permute(2, 0, 1)[None] for pixels_HWC in (rgb_HWC, out_HWC))
+    # `interpolate` calls the same, but gives planes, whose copying into the batch would take as long as the resize
+    torch.ops.aten._upsample_bilinear2d_aa.out(image_1CHW, out_HWC.shape[:2], False, None, None, out=out_1CHW)
+
+
+def _pad_crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """Validation's view with a black border of 4 pixels, a random part as large as the view, and a flip, as for CIFAR."""
-    view = validation_view(image, image_size, val_resize)
-    left, top = (int(at * (2 * _PAD + 1)) - _PAD for at in uniforms_U[1:3].tolist())
-    # PIL fills with black what a box takes from outside the image
-    return _flip(view.crop((left, top, left + image_size, top + image_size)), uniforms_U[0])
-
-
-def _flip(image: Image.Image, at: float) -> Image.Image:
-    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if at < 0.5 else image
+    size = len(out_HWC)
+    padded_HWC = np.zeros((size + 2 * _PAD, size + 2 * _PAD, 3), dtype=np.uint8)
+    _none(stored, uniforms_U, padded_HWC[_PAD:-_PAD, _PAD:-_PAD], recipe)
+    left, top = (int(at * (2 * _PAD + 1)) for at in uniforms_U[1:3].tolist())
+    view_HWC = padded_HWC[top : top + size, left : left + size]
+    if uniforms_U[0] < 0.5:
+        cv2.flip(view_HWC, 1, dst=out_HWC)
+    else:
+        out_HWC[:] = view_HWC
 
 
 class Augment(NamedTuple):
-    """One augmentation: how many random numbers U it takes a sample, and apply(image, uniforms_U, image_size, val_resize)."""
+    """How many random numbers U it takes a sample, and apply(stored, uniforms_U, out_HWC, recipe), which fills `out_HWC`."""
 
     num_uniforms: int
-    apply: Callable[[Image.Image, NDArray[np.float64], int, int | None], Image.Image]
+    apply: Callable[[StoredImage, NDArray[np.float64], NDArray[np.uint8], Recipe], None]
 
 
 AUGMENTS: dict[str, Augment] = {

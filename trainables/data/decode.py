@@ -1,23 +1,74 @@
-"""Encoded bytes to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them."""
+"""A stored sample to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them.
+
+Shapes: H W pixels, of the image or of the part that was asked for.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+
+from trainables.data.decoders.contract import Box, Decoded, Decoder, read_header
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.
 Image.preinit()
 Image.init()
 
+Sample = bytes | memoryview | NDArray[np.uint8]
+"""What a source holds: an encoded image file of any format that PIL reads, or RGB pixels (H, W, 3)."""
+
 
 class UnreadableImageError(Exception):
     """A file that holds no whole image; its text is the reason in one phrase."""
 
 
-def decode_image(encoded: bytes) -> Image.Image:
-    """The RGB image in the bytes of a file of any format that PIL reads, pixels as by PIL's `convert("RGB")`.
+_BOMB = "more pixels than PIL's limit against decompression bombs"
+
+
+class StoredImage:
+    """A sample of known size, of which parts can be seen; a JPEG file is decoded no further than they need.
+
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels not before they are asked for.
+    """
+
+    def __init__(self, sample: Sample, decoder: Decoder) -> None:
+        self._sample, self._decoder = sample, decoder
+        self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
+        if self._header:
+            self.width, self.height = self._header.width, self._header.height
+            limit = Image.MAX_IMAGE_PIXELS
+            if limit is not None and self.width * self.height > 2 * limit:  # known before any memory is taken
+                raise UnreadableImageError(_BOMB)
+        else:
+            self._pixels_HWC = sample if isinstance(sample, np.ndarray) else np.asarray(decode_image(sample))
+            self.height, self.width = self._pixels_HWC.shape[:2]
+
+    def whole(self) -> NDArray[np.uint8]:
+        """All pixels (H, W, 3). May be read-only memory."""
+        return self.part((0, 0, self.width, self.height))
+
+    def part(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels (H, W, 3) in `box`, which lies inside the image. May be read-only memory."""
+        return self.decode(box).part(box)
+
+    def decode(self, box: Box, shrink: int = 1) -> Decoded:
+        """At least the pixels in `box`, of an image `shrink` times smaller where the decoder can do that; see Decoder."""
+        if self._header and not isinstance(self._sample, np.ndarray):
+            if decoded := self._decoder.decode(self._sample, self._header, box, shrink):
+                return decoded
+            self._pixels_HWC = np.asarray(decode_image(self._sample))
+            if self._pixels_HWC.shape[:2] != (self.height, self.width):
+                raise UnreadableImageError("truncated or damaged: two sizes")
+        return Decoded(self._pixels_HWC, 0, 0, 1)
+
+
+def decode_image(sample: Sample) -> Image.Image:
+    """The sample as an RGB image, pixels as by PIL's `convert("RGB")`.
 
     So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, EXIF rotation is not applied,
     and 16-bit grayscale is clipped at 255, as torchvision's ImageFolder does.
@@ -25,29 +76,37 @@ def decode_image(encoded: bytes) -> Image.Image:
     Raises UnreadableImageError where the bytes are no image, are truncated or damaged, or hold more pixels than PIL's limit
     against decompression bombs (2 · PIL.Image.MAX_IMAGE_PIXELS).
     """
-    if not encoded:
+    if isinstance(sample, np.ndarray):
+        return Image.fromarray(sample)
+    if not len(sample):
         raise UnreadableImageError("empty file")
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with Image.open(io.BytesIO(sample)) as image:
             return image.convert("RGB")
     except MemoryError:
         raise
     except UnidentifiedImageError:
         raise UnreadableImageError("not an image") from None
     except Image.DecompressionBombError:
-        raise UnreadableImageError("more pixels than PIL's limit against decompression bombs") from None
+        raise UnreadableImageError(_BOMB) from None
     except Exception as error:  # damaged files make PIL's parsers raise almost anything: SyntaxError, struct.error, KeyError
         raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
 
 
-def read_image(path: str) -> Image.Image:
-    """`decode_image` of a file. Raises UnreadableImageError also where the file cannot be read."""
+def read_file(path: str) -> bytes:
+    """A file's bytes. Raises UnreadableImageError where it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            encoded = file.read()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            data = os.read(file, size)  # a file object would ask for more, each time giving up the GIL
+            while len(data) < size and (more := os.read(file, size - len(data))):
+                data += more
+            return data
+        finally:
+            os.close(file)
     except OSError as error:
         raise UnreadableImageError(f"cannot be read: {error.strerror or _phrase(error)}") from None
-    return decode_image(encoded)
 
 
 def _phrase(error: Exception) -> str:

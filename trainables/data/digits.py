@@ -37,7 +37,7 @@ def open_digits(split: Split) -> MemorySource:
         title=f"digits/{split}",
         classes=tuple("0123456789"),
         labels_N=labels_N[chosen],
-        images_MCHW=np.repeat(scaled_NHW[:, None], 3, axis=1),
+        images_MHWC=np.repeat(scaled_NHW[..., None], 3, axis=-1),
     )
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
-from PIL import Image
 
-from trainables.data.decode import read_image
+from trainables.data.decode import read_file
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -64,8 +63,12 @@ class FolderSource:
         """The file's path inside the data folder, printable whatever its bytes are."""
         return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
 
-    def read(self, index: int) -> Image.Image:
-        return read_image(os.path.join(self._root, self._folder, self._files[index]))
+    def files(self) -> list[str]:
+        """Every sample's path inside the data folder, as the file system has it."""
+        return [f"{self._folder}{os.sep}{file}" for file in self._files]
+
+    def read(self, index: int) -> bytes:
+        return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
     def _classes_of_validation(self) -> set[str]:
         folder = os.path.join(self._root, self._folder)
@@ -97,9 +100,10 @@ def _images(split_folder: str, class_name: str) -> Iterator[str]:
     skip = len(split_folder) + 1
     walk = os.walk(os.path.join(split_folder, class_name), onerror=_refuse, followlinks=True)
     for folder, _, files in sorted(walk):
+        below = folder[skip:] + os.sep
         for file in sorted(files):
             if file.lower().endswith(EXTENSIONS):
-                yield os.path.join(folder[skip:], file)
+                yield below + file
 
 
 def _refuse(error: OSError) -> NoReturn:

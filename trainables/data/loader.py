@@ -5,10 +5,12 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Generator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Event
 from typing import NamedTuple
@@ -18,23 +20,30 @@ import torch
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
-from trainables.data.augment import AUGMENTS, uniforms
-from trainables.data.decode import UnreadableImageError
-from trainables.data.memory import MemorySource
-from trainables.data.order import Split, rank_part, split_order
+from trainables.data.auto import Enough
+from trainables.data.order import Order, Sharded, Split, rank_part
+from trainables.data.reading import Part, Reader, outcome
+from trainables.data.remote import RemoteRecords
+from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
 from trainables.data.source import Source
+from trainables.data.view import View
 from trainables.errors import DataError
+
+log = logging.getLogger("raydistill")
 
 _CHUNKS_PER_THREAD = 4  # of a batch: few enough to cost nothing, enough that no thread waits long for the slowest
 _NAMED_IN_ERROR = 3
-
-_Bad = list[tuple[int, str]]  # row of the batch, why it cannot be read
+_CPU = torch.device("cpu")
 
 
 class Batch(NamedTuple):
-    """One rank's part of a global batch. B may differ by rank and may be 0."""
+    """One rank's part of a global batch. B may differ by rank and may be 0.
 
-    images_BCHW: torch.Tensor  # uint8, contiguous
+    Its tensors lie in memory that is used again: they hold until the next batch is asked for. Copies to a GPU that were begun
+    before that, on the stream that is current where the next batch is asked for, end well. Whoever keeps a batch clones it.
+    """
+
+    images_BCHW: torch.Tensor  # uint8, channels last in memory
     labels_B: torch.Tensor  # int64
     indices_B: torch.Tensor  # int64, dataset-wide
     position: int  # global samples of this epoch that are consumed once this batch is trained on
@@ -43,22 +52,23 @@ class Batch(NamedTuple):
 class _Pending(NamedTuple):
     """A batch whose rows are being filled."""
 
-    images_BCHW: torch.Tensor
+    buffer: Buffer
     indices_B: NDArray[np.int64]
     position: int
-    parts: list[Future[_Bad]]
+    parts: list[Future[Part]]
 
 
 class Loader:
     """Reads one split for one rank.
 
-    Global batch k of an epoch covers [k·G, (k+1)·G) of an order that depends on (seed, epoch) alone (validation: the
-    stored order); each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
+    Global batch k of an epoch covers [k·G, (k+1)·G) of the epoch's `Order`, which depends on (seed, epoch) alone and never
+    stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
-    does the work. One epoch runs at a time: starting one ends the one before.
+    does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
+    pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
 
     `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
-    missing from their batches, and more than `data.max_bad_images` of them are a DataError.
+    missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a DataError.
 
     Raises DataError where `drop` would leave no batch, or a resize would be smaller than its crop.
     """
@@ -73,7 +83,8 @@ class Loader:
         rank: int,
         world_size: int,
         loader_workers: int,
-        pin_memory: bool = False,
+        device: torch.device = _CPU,
+        auto: Enough | None = None,
     ) -> None:
         if data.val_resize is not None and data.val_resize < data.image_size:
             raise DataError(
@@ -90,18 +101,35 @@ class Loader:
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[str, str] = {}
-        self._source, self._data, self._split, self._seed = source, data, split, seed
-        self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
-        self._augment = AUGMENTS[data.augment if split == "train" else "none"]
-        self._loader_workers = loader_workers
-        self._pool = ThreadPoolExecutor(loader_workers, thread_name_prefix="loader") if loader_workers else None
+        # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
+        self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
+        self._source, self._data = source, data
+        self._rank, self._world_size, self._device = rank, world_size, device
+        self._order = Order(
+            split, data.shuffle, seed=seed, num_samples=num_samples,
+            shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
+        )  # fmt: skip
+        view = View(data, split)
+        self.decoder = view.decoder
+        """Which library decodes JPEG; see DECODERS."""
+        self._reader = Reader(source, view, seed)
+        self._auto, self._threads = auto, loader_workers
+        self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
+        self._ahead = data.prefetch_batches if loader_workers else 0
+        self._rows = math.ceil(min(batch, num_samples) / world_size)
         self._stop = Event()
+
+    @property
+    def buffers_mib(self) -> float:
+        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and what is being trained on or copied."""
+        return num_buffers(self._ahead, self._device) * buffer_bytes(self._rows, self._data.image_size) / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
 
         Closing the iterator early, or an exception in it, ends the work of its threads before it returns.
-        Raises DataError while iterating where more than `data.max_bad_images` images are unreadable.
+        Raises while iterating: DataError where more than `max_bad` images are unreadable, or where the source's disk or network
+        fails; RuntimeError, naming the image, for whatever else a thread died of.
         """
         self._stop.set()
         self._stop = Event()
@@ -111,96 +139,94 @@ class Loader:
     def close(self) -> None:
         """End all work and the threads. A closed loader reads no more."""
         self._stop.set()
-        if self._pool:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def resize(self, threads: int) -> None:
+        """Go on with so many threads (at least 1); what was set to work is finished by those that there were."""
+        if self._pools and threads != self._threads:
+            self._pools[-1].shutdown(wait=False)
+            self._pools.append(_pool(threads))
+            self._threads = threads
 
     def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
-        order_N = split_order(self._split, self._seed, epoch, len(self._source))
-        batch = self._data.global_batch_size
-        last = len(order_N) - batch + 1 if self._drop else len(order_N)
+        batch, num_samples = self._data.global_batch_size, len(self._source)
+        last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        ahead = self._data.prefetch_batches if self._pool else 0
+        ring = Ring(num_buffers(self._ahead, self._device), self._rows, self._data.image_size, self._device)
         pending: deque[_Pending] = deque()
+        given_s = None  # when the batch before was given out
         try:
             while True:
-                while len(pending) <= ahead and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(order_N, begin, min(begin + batch, len(order_N)), epoch, stop))
+                while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, ring.take(), stop))
                 if not pending:
                     return
-                ready = self._finish(pending[0])
-                pending.popleft()
+                waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
+                parts = [outcome(part) for part in pending[0].parts]
+                now_s = time.perf_counter()
+                ready = self._finish(pending[0], parts)
+                if self._auto and given_s is not None:
+                    decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
+                    self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
+                given_s = now_s
+                buffer = pending.popleft().buffer
                 yield ready
+                ring.give_back(buffer)
         finally:
             stop.set()
-            parts = [part for unfinished in pending for part in unfinished.parts]
-            wait([part for part in parts if not part.cancel()])
+            wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
 
-    def _begin(self, order_N: NDArray[np.int64], begin: int, end: int, epoch: int, stop: Event) -> _Pending:
+    def _begin(self, begin: int, end: int, epoch: int, buffer: Buffer, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        indices_B = order_N[slice(*rank_part(begin, end, self._rank, self._world_size))].copy()
-        size = self._data.image_size
-        images_BCHW = torch.empty((len(indices_B), 3, size, size), dtype=torch.uint8, pin_memory=self._pin_memory)
-        pixels_BCHW = images_BCHW.numpy()
-        chunks = max(1, self._loader_workers * _CHUNKS_PER_THREAD)
-        rows = max(1, math.ceil(len(indices_B) / chunks))
-        parts = [
-            self._run(partial(self._fill, row, indices_B[row : row + rows], pixels_BCHW[row : row + rows], epoch, stop))
-            for row in range(0, len(indices_B), rows)
-        ]
-        return _Pending(images_BCHW, indices_B, end, parts)
+        if isinstance(self._source, RemoteRecords):
+            self._source.follow(self._order, epoch, begin)
+        indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
+        pixels_BHWC = buffer.images_BHWC.numpy()
+        rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
+        parts = []
+        for row in range(0, len(indices_B), rows):
+            indices = indices_B[row : row + rows]
+            parts.append(self._run(partial(self._reader.fill, row, indices, pixels_BHWC[row : row + len(indices)], epoch, stop)))
+        return _Pending(buffer, indices_B, end, parts)
 
-    def _run(self, work: Callable[[], _Bad]) -> Future[_Bad]:
-        if self._pool:
-            return self._pool.submit(work)
-        done: Future[_Bad] = Future()
+    def _run(self, work: Callable[[], Part]) -> Future[Part]:
+        if self._pools:
+            return self._pools[-1].submit(work)
+        done: Future[Part] = Future()
         done.set_result(work())
         return done
 
-    def _fill(self, first_row: int, indices_B: NDArray[np.int64], out_BCHW: NDArray[np.uint8], epoch: int, stop: Event) -> _Bad:
-        """Read the samples into their rows; the rows that could not be filled. Runs in a loader thread."""
-        source, data = self._source, self._data
-        if isinstance(source, MemorySource) and self._takes_as_stored(source):
-            source.read_batch(indices_B, out_BCHW)
-            return []
-        uniforms_BU = uniforms(self._seed, epoch, indices_B, self._augment.num_uniforms)
-        bad = []
-        for row, index in enumerate(indices_B.tolist()):
-            if stop.is_set():
-                raise CancelledError
-            try:
-                view = self._augment.apply(source.read(index), uniforms_BU[row], data.image_size, data.val_resize)
-            except UnreadableImageError as error:
-                bad.append((first_row + row, str(error)))
-            else:
-                out_BCHW[row] = np.asarray(view).transpose(2, 0, 1)
-        return bad
-
-    def _takes_as_stored(self, source: MemorySource) -> bool:
-        """Whether the models see the source's own pixels."""
-        data = self._data
-        return self._augment is AUGMENTS["none"] and data.val_resize is None and data.image_size == source.size
-
-    def _finish(self, pending: _Pending) -> Batch:
-        """Wait for a batch's rows and leave out the unreadable ones."""
-        images_BCHW, indices_B = pending.images_BCHW, pending.indices_B
-        bad = dict(entry for part in pending.parts for entry in part.result())
+    def _finish(self, pending: _Pending, parts: list[Part]) -> Batch:
+        """The batch whose rows are read, without the unreadable ones."""
+        buffer, indices_B = pending.buffer, pending.indices_B
+        images_BHWC = buffer.images_BHWC[: len(indices_B)]
+        bad = dict(entry for part in parts for entry in part.bad)
         if bad:
-            self._note({self._source.name(int(indices_B[row])): reason for row, reason in bad.items()})
+            self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
+            self.refuse_too_many(self.skipped)
             good = [row for row in range(len(indices_B)) if row not in bad]
-            images_BCHW[: len(good)] = images_BCHW[good]  # inside the same memory, which may be pinned
-            images_BCHW, indices_B = images_BCHW[: len(good)], indices_B[good]
-        return Batch(images_BCHW, self._tensor(self._source.labels_N[indices_B]), self._tensor(indices_B), pending.position)
+            images_BHWC[: len(good)] = images_BHWC[good]  # inside the same memory, which may be pinned
+            images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
+        labels_B, numbers_B = buffer.labels_B[: len(indices_B)], buffer.indices_B[: len(indices_B)]
+        labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
+        return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position)
 
-    def _note(self, bad: dict[str, str]) -> None:
-        self.skipped |= bad
-        limit = self._data.max_bad_images
-        if len(self.skipped) > limit:
-            first = [f"{name} ({reason})" for name, reason in list(self.skipped.items())[:_NAMED_IN_ERROR]]
+    def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
+        if line := auto.add(images, decode_s, wait_s, wall_s):
+            log.info("%s", line)
+            self.resize(auto.threads)
+
+    def refuse_too_many(self, skipped: Mapping[str, str]) -> None:
+        """Raises DataError where an epoch's unreadable images of this split, name → reason, are more than `max_bad`."""
+        if len(skipped) > self.max_bad:
+            first = [f"{name} ({reason})" for name, reason in list(skipped.items())[:_NAMED_IN_ERROR]]
             raise DataError(
-                f"{len(self.skipped)} unreadable images in one epoch, more than data.max_bad_images={limit}: "
-                f"{', '.join(first)}{', …' if len(self.skipped) > len(first) else ''}; mend or remove them, or raise the limit"
+                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
+                f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
+                "mend or remove them, or raise the limit"
             )
 
-    def _tensor(self, values_B: NDArray[np.int64]) -> torch.Tensor:
-        tensor_B = torch.from_numpy(values_B)
-        return tensor_B.pin_memory() if self._pin_memory else tensor_B
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="loader")

@@ -1,31 +1,143 @@
-"""Which sample comes when: a function of (seed, epoch) alone, and a rank's share of it.
+"""Which sample stands at which position of an epoch: a pure function of (seed, epoch, position), and a rank's share of it.
 
-Shapes: N samples of the split.
+Shapes: B positions asked for, N samples of the split, S blocks (shards, or runs of neighbours) of N samples in all.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Split = Literal["train", "val"]
 
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
+_SAMPLES, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for
+_BLOCK_SAMPLES = 256  # of a source without shards
 
-def epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    """The permutation (N,) in which an epoch reads `num_samples` samples; every index once.
 
-    Keyed by the counter-based Philox generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
-    so that no epoch needs the state of the one before. `seed` and `epoch` are in [0, 2**64).
+@runtime_checkable
+class Sharded(Protocol):
+    """A source whose samples lie in shards, one after the other."""
+
+    @property
+    def shard_sizes(self) -> Sequence[int]:
+        """Samples of each shard in stored order; their sum is the source's length."""
+
+
+def sample_at(seed: int, epoch: int, positions_B: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
+    """The samples (B,) at `positions_B` of an epoch that is shuffled as a whole; both lie in [0, `num_samples`).
+
+    A permutation for each (seed, epoch), found position by position: memory and time depend on B alone. `seed` and `epoch`
+    are in [0, 2**64). See `permuted`.
     """
-    key = np.array([seed, epoch], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).permutation(num_samples)
+    return permuted((_SAMPLES, seed, epoch), positions_B, num_samples)
 
 
-def split_order(split: Split, seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    """`epoch_order` for training, 0 … N-1 for validation."""
-    return epoch_order(seed, epoch, num_samples) if split == "train" else np.arange(num_samples)
+def permuted(key: tuple[int, ...], values_B: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The images (B,) of `values_B` under a permutation of [0, `size`) that `key` chooses.
+
+    The generalised Feistel cipher of Black & Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 5: a value
+    is a pair in [0, a) × [0, b) with a·b just above `size`, the halves take turns to be shifted by a keyed hash of the other,
+    and what falls outside [0, `size`) goes round again. Round r's hash of x is output x of a SplitMix64 stream of its own.
+    """
+    # With a and b odd every shift of a row would be an even permutation, and so would be all that follows from them.
+    a = 2 * math.ceil(math.sqrt(max(size, 1)) / 2)
+    b = max(1, -(-size // a))
+    keys_R = _stream(key, _ROUNDS)
+    found_B = _feistel(keys_R, values_B.astype(np.uint64), a, b)
+    while len(outside := np.flatnonzero(found_B >= size)):
+        found_B[outside] = _feistel(keys_R, found_B[outside], a, b)
+    return found_B.astype(np.int64)
+
+
+def _feistel(keys_R: NDArray[np.uint64], values_B: NDArray[np.uint64], a: int, b: int) -> NDArray[np.uint64]:
+    """One pass of the cipher over [0, a·b)."""
+    golden, one, rows, columns = (np.uint64(value) for value in (_GOLDEN, 1, a, b))
+    high_B, low_B = values_B // columns, values_B % columns
+    for number, key in enumerate(keys_R):
+        if number % 2:
+            low_B = (low_B + (mix64(high_B * golden + key) >> one)) % columns  # 63 bits, so that the sum does not wrap
+        else:
+            high_B = (high_B + (mix64(low_B * golden + key) >> one)) % rows
+    return high_B * columns + low_B
+
+
+def _stream(key: tuple[int, ...], count: int) -> NDArray[np.uint64]:
+    """The first `count` numbers of the SplitMix64 stream whose start is hashed from `key`, word by word."""
+    start = np.zeros(1, dtype=np.uint64)
+    for word in key:
+        start = mix64(start + np.uint64(word))
+    return mix64(start + np.arange(count, dtype=np.uint64) * np.uint64(_GOLDEN))
+
+
+def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's step and finalizer, elementwise: a bijection of 64 bits that spreads every input bit.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Stafford's mix 13.
+    """
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Order:
+    """The order of one split, by `data.shuffle`; validation is always read as stored.
+
+    `full`: `sample_at`. `none`: as stored. `window(n)`: blocks in random order one behind the other, and each stretch of n
+    samples of that row shuffled in itself; blocks are the source's shards, or else 256 neighbours. This is a pure function of
+    (seed, epoch, position) too, and holds 32 bytes a block.
+    """
+
+    def __init__(
+        self, split: Split, shuffle: str, *, seed: int, num_samples: int, shard_sizes: Sequence[int] | None = None
+    ) -> None:
+        self.num_samples, self._seed = num_samples, seed
+        self._shuffle = shuffle if split == "train" else "none"
+        self._window = int(shuffle.removeprefix("window(").removesuffix(")")) if self._shuffle.startswith("window") else 0
+        if self._window:
+            cuts = np.arange(0, num_samples + _BLOCK_SAMPLES, _BLOCK_SAMPLES).clip(max=num_samples)
+            self._sizes_S: NDArray[np.int64] = np.diff(cuts) if shard_sizes is None else np.array(shard_sizes, dtype=np.int64)
+            self._starts_S: NDArray[np.int64] = np.cumsum(self._sizes_S) - self._sizes_S
+            self._row = self._lay_out(epoch=0)
+
+    def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples (B,) at `positions_B` of an epoch, in [0, num_samples)."""
+        if self._window:
+            return self._in_blocks(epoch, self._in_windows(epoch, positions_B))
+        if self._shuffle == "none":
+            return positions_B.copy()
+        return sample_at(self._seed, epoch, positions_B, self.num_samples)
+
+    def _in_windows(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions in the row of blocks: each window is a permutation of its own."""
+        windows_B, found_B = positions_B // self._window, positions_B.copy()
+        for window in np.unique(windows_B).tolist():
+            here, first = windows_B == window, window * self._window
+            size = min(self._window, self.num_samples - first)
+            found_B[here] = first + permuted((_WINDOW, self._seed, epoch, window), positions_B[here] - first, size)
+        return found_B
+
+    def _in_blocks(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at positions in the row of blocks."""
+        if self._row[0] != epoch:
+            self._row = self._lay_out(epoch)
+        _, row_S, ends_S = self._row
+        places_B = np.searchsorted(ends_S, positions_B, side="right")
+        blocks_B = row_S[places_B]
+        samples_B: NDArray[np.int64] = self._starts_S[blocks_B] + positions_B - (ends_S[places_B] - self._sizes_S[blocks_B])
+        return samples_B
+
+    def _lay_out(self, epoch: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """The epoch, its blocks in the order of their row, and where in the row each ends."""
+        num_blocks = len(self._sizes_S)
+        row_S = permuted((_BLOCKS, self._seed, epoch), np.arange(num_blocks), num_blocks)
+        return epoch, row_S, np.cumsum(self._sizes_S[row_S])
 
 
 def rank_part(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:

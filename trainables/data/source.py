@@ -1,22 +1,28 @@
-"""Where images come from, by `data.path`: a name in SOURCES, or else a folder.
+"""Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder.
 
 Shapes: N samples of the split.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from trainables.config import DataConfig
+from trainables.data.cache import cached
+from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.order import Split
+from trainables.data.records import is_records, open_records
+from trainables.data.remote import RemoteRecords, is_remote, open_remote
+from trainables.data.stage import stage
 from trainables.data.synthetic import open_synthetic
+from trainables.errors import DataError
 
 
 class Source(Protocol):
@@ -35,8 +41,8 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """What a user recognises the sample by."""
 
-    def read(self, index: int) -> Image.Image:
-        """The sample as an RGB image of its own size. Raises UnreadableImageError where it holds none."""
+    def read(self, index: int) -> Sample:
+        """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
 
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
@@ -47,5 +53,37 @@ SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
 
 def open_source(data: DataConfig, split: Split) -> Source:
     """One split of what `data.path` names. Raises DataError where it is missing, empty or inconsistent."""
-    named = SOURCES.get(data.path)
-    return named(data, split) if named else FolderSource(data.path, split)
+    if named := SOURCES.get(data.path):
+        return named(data, split)
+    if is_remote(data.path):
+        return open_remote(data, split)
+    return open_records(data.path, split) if is_records(data.path) else FolderSource(data.path, split)
+
+
+def check_placement(data: DataConfig) -> None:
+    """Refuse a `data.stage` or `data.cache` that does not fit the source. Raises DataError."""
+    packed = is_remote(data.path) or (data.path not in SOURCES and is_records(data.path))
+    if data.stage != "none" and not packed:
+        raise DataError(f"data.stage: {data.path} is not a packed set; pack it with `distill pack`, or leave data.stage out")
+    if data.cache == "memory" and (packed or data.path in SOURCES):
+        instead = "write data.stage=ram" if packed else "it is in memory as it is"
+        raise DataError(f"data.cache: {data.path} is not a folder of image files: {instead}, and leave data.cache out")
+
+
+def open_on_node(data: DataConfig, split: Split) -> Source:
+    """`open_source` for a worker, which reads many epochs: from its node's copy or cache, as `data.stage` and `data.cache` say.
+
+    Raises DataError also where they do not fit the source or the node.
+    """
+    check_placement(data)
+    if data.cache == "memory":
+        return cached(data, split, open_source(data, split))
+    if data.stage == "none" or is_remote(data.path):
+        source = open_source(data, split)
+        if isinstance(source, RemoteRecords):
+            source.check_room(data.shuffle if split == "train" else "none")
+        return source
+    path, held = stage(data.path, data.stage)
+    source = open_source(data.model_copy(update={"path": path}), split)
+    weakref.finalize(source, held.close)
+    return source

@@ -24,5 +24,5 @@ def open_synthetic(split: Split, num_images: int, num_classes: int, image_size: 
         title=f"synthetic/{split}",
         classes=tuple(str(label) for label in range(num_classes)),
         labels_N=np.arange(num_samples) % num_classes,
-        images_MCHW=noise.integers(0, 256, (min(num_samples, _STORED_IMAGES), 3, image_size, image_size), dtype=np.uint8),
+        images_MHWC=noise.integers(0, 256, (min(num_samples, _STORED_IMAGES), image_size, image_size, 3), dtype=np.uint8),
     )

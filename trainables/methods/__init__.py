@@ -12,13 +12,15 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("kd"),
-        Method("dkd", own_terms=("tckd", "nckd"), function="trainables.methods.dkd:dkd_terms"),
+        Method("dkd", own_terms=("tckd", "nckd"), function="trainables.methods.dkd:dkd_terms", reads_labels=True),
     )
 }
 
 
-def check_method(distill: DistillConfig) -> None:
+def check_method(distill: DistillConfig, mixes: bool = False) -> None:
     """Refuse a method that does not exist, or weights that ask a method for what it does not have, or leave it unused.
+
+    `mixes`: images of several classes are mixed (MixUp, CutMix), so that a method that reads labels is refused too.
 
     Raises:
         ExperimentError: one line with what to write instead.
@@ -37,4 +39,9 @@ def check_method(distill: DistillConfig) -> None:
         raise ExperimentError(
             f"distill.method_weight is 0, so {method.name} would not be used:"
             f" set it to 1 (and distill.soft_weight to 0, as its paper does), or set distill.method to kd"
+        )
+    if mixes and method.reads_labels:
+        raise ExperimentError(
+            f"distill.method: {method.name} needs images of one class each: set data.device_augment.mixup and"
+            " data.device_augment.cutmix to 0, or set distill.method to kd"
         )

@@ -33,6 +33,9 @@ class Method:
     function: str = ""
     """Where the own terms are computed, as `package.module:name`: a string, so that a list of methods needs no torch."""
 
+    reads_labels: bool = False
+    """Whether its own terms need the one class of each image, which a mixed image does not have."""
+
     def terms(self, student_BK: Tensor, teacher_BK: Tensor, labels_B: Tensor, temperature: float) -> dict[str, Tensor]:
         """The method's own terms, each (B,) and at least float32, with the method's inner weights and T² in them.
 

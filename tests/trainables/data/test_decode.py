@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.trainables.data.photos import encoded, photo
-from trainables.data.decode import UnreadableImageError, decode_image, read_image
+from trainables.data.decode import UnreadableImageError, decode_image, read_file
 
 
 def _sixteen_bit() -> Image.Image:
@@ -54,7 +54,7 @@ def test_pixels_are_those_of_pil(kind: str, tmp_path: Path) -> None:
     path.write_bytes(FILES[kind])
     with Image.open(path) as image:
         expected = np.asarray(image.convert("RGB"))
-    for ours in (decode_image(FILES[kind]), read_image(str(path))):
+    for ours in (decode_image(FILES[kind]), decode_image(read_file(str(path)))):
         assert ours.mode == "RGB"
         assert (np.asarray(ours) == expected).all()
 
@@ -104,14 +104,14 @@ def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_that_is_missing_or_a_folder_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadableImageError, match="cannot be read: No such file"):
-        read_image(str(tmp_path / "absent.jpg"))
+        read_file(str(tmp_path / "absent.jpg"))
     with pytest.raises(UnreadableImageError, match="cannot be read: Is a directory"):
-        read_image(str(tmp_path))
+        read_file(str(tmp_path))
 
 
 def test_reading_leaves_no_file_open(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(FILES["png"])
-    read_image(str(path)).load()
+    decode_image(read_file(str(path))).load()
     assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]
     assert io.BytesIO(path.read_bytes()).getvalue() == FILES["png"]

@@ -1,27 +1,33 @@
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from PIL import Image
 
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
+from trainables.data.auto import Enough
+from trainables.data.decode import Sample
 from trainables.data.loader import Batch, Loader
-from trainables.data.order import Split, epoch_order
+from trainables.data.order import Split, sample_at
 from trainables.data.source import Source, open_source
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
+from trainables.inputs import normalizer
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
 
@@ -30,11 +36,21 @@ def _loader(source: Source, data: DataConfig, split: Split = "train", rank: int 
     return Loader(source, data, split=split, seed=11, rank=rank, world_size=world, loader_workers=workers)
 
 
+def _order(epoch: int, num_samples: int) -> list[int]:
+    """The training order that a loader of `_loader` follows."""
+    return sample_at(11, epoch, np.arange(num_samples), num_samples).tolist()
+
+
+def _kept(batches: Iterable[Batch]) -> list[Batch]:
+    """Batches that outlive the loader's own memory."""
+    return [Batch(*(tensor.clone() for tensor in batch[:3]), batch.position) for batch in batches]
+
+
 def _ranks(
     source: Source, data: DataConfig, world: int, split: Split = "train", epoch: int = 0, start: int = 0
 ) -> list[list[Batch]]:
     """Each rank's batches of an epoch."""
-    return [list(_loader(source, data, split, rank, world).epoch(epoch, start)) for rank in range(world)]
+    return [_kept(_loader(source, data, split, rank, world).epoch(epoch, start)) for rank in range(world)]
 
 
 def _global_order(ranks: list[list[Batch]]) -> list[list[int]]:
@@ -51,13 +67,13 @@ def _data(batch: int, **changes: object) -> DataConfig:
 
 
 class SlowSource:
-    """A real source whose reads take 2 ms and are counted; reading `broken` raises what no source should."""
+    """A real source whose reads take 2 ms and are counted."""
 
     classes = ("only",)
 
-    def __init__(self, num_samples: int, broken: int = -1) -> None:
+    def __init__(self, num_samples: int) -> None:
         self.labels_N = np.zeros(num_samples, dtype=np.int64)
-        self.num_reads, self._broken, self._lock = 0, broken, threading.Lock()
+        self.num_reads, self._lock = 0, threading.Lock()
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -65,13 +81,11 @@ class SlowSource:
     def name(self, index: int) -> str:
         return str(index)
 
-    def read(self, index: int) -> Image.Image:
+    def read(self, index: int) -> Sample:
         time.sleep(0.002)
         with self._lock:
             self.num_reads += 1
-        if index == self._broken:
-            raise ZeroDivisionError("a bug in a source")
-        return Image.new("RGB", (2, 2))
+        return np.zeros((2, 2, 3), dtype=np.uint8)
 
 
 def _loader_threads() -> list[str]:
@@ -100,7 +114,7 @@ def test_validation_reads_every_sample_once_for_any_world_size_and_length(world:
 @pytest.mark.parametrize("world", WORLD_SIZES)
 def test_training_reads_every_sample_once_in_an_order_that_no_world_size_changes(world: int) -> None:
     source, data = _tiny(45), _data(8, last_batch="short")
-    order = epoch_order(11, 3, 45).tolist()
+    order = _order(3, 45)
     ranks = _ranks(source, data, world, epoch=3)
     assert _global_order(ranks) == [order[begin : begin + 8] for begin in range(0, 45, 8)]
     for step in zip(*ranks, strict=True):
@@ -114,7 +128,7 @@ def test_batches_have_the_shapes_and_types_of_the_contract_even_when_empty() -> 
         for batch in batches:
             size = len(batch.labels_B)
             assert (batch.images_BCHW.dtype, batch.images_BCHW.shape) == (torch.uint8, (size, 3, 2, 2))
-            assert batch.images_BCHW.is_contiguous()
+            assert batch.images_BCHW.is_contiguous(memory_format=torch.channels_last)
             assert (batch.labels_B.dtype, batch.indices_B.dtype, batch.indices_B.shape) == (torch.int64, torch.int64, (size,))
             assert batch.labels_B.tolist() == [index % 3 for index in batch.indices_B.tolist()]
 
@@ -158,7 +172,7 @@ def test_resuming_with_another_batch_size_neither_repeats_nor_loses_a_sample() -
     source = _tiny(45)
     before = [batch.indices_B.tolist() for batch in _loader(source, _data(8)).epoch(0)][:2]
     after = [batch.indices_B.tolist() for batch in _loader(source, _data(5, last_batch="short")).epoch(0, start=16)]
-    assert [index for batch in before + after for index in batch] == epoch_order(11, 0, 45).tolist()
+    assert [index for batch in before + after for index in batch] == _order(0, 45)
 
 
 @pytest.mark.parametrize("augment", AUGMENTS)
@@ -191,7 +205,7 @@ def test_pixels_do_not_depend_on_threads_or_world_size_or_resuming(make_folder: 
 def test_batches_come_in_order_for_any_number_of_threads(workers: int) -> None:
     source, data = SlowSource(40), _data(6, last_batch="short", prefetch_batches=3)
     loader = _loader(source, data, "train", workers=workers)
-    assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == epoch_order(11, 0, 40).tolist()
+    assert [index for batch in loader.epoch(0) for index in batch.indices_B.tolist()] == _order(0, 40)
     assert source.num_reads == 40
     loader.close()
 
@@ -217,14 +231,14 @@ def _truncate(path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_folder: MakeFolder, workers: int) -> None:
     root = make_folder(train={"a": 5, "b": 5}, val={"a": 3, "b": 4})
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.3)
     source = open_source(data, "val")
-    whole = list(_loader(source, data, "val").epoch(0))
+    whole = _kept(_loader(source, data, "val").epoch(0))
     _truncate(root / "val" / "a" / "001.jpg")
     (root / "val" / "b" / "003.jpg").write_text("<html>")
     loader = _loader(source, data, "val", workers=workers)
     for epoch in (0, 1):
-        batches = list(loader.epoch(epoch))
+        batches = _kept(loader.epoch(epoch))
         assert [batch.indices_B.tolist() for batch in batches] == [[0, 2, 3], [4, 5]]
         assert [batch.labels_B.tolist() for batch in batches] == [[0, 0, 1], [1, 1]]
         assert [batch.position for batch in batches] == [4, 7]
@@ -237,38 +251,168 @@ def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_fo
 
 
 def test_a_batch_of_nothing_but_unreadable_images_is_empty(make_folder: MakeFolder) -> None:
-    root = make_folder(train={"a": 2}, val={"a": 2})
-    for path in (root / "val" / "a").iterdir():
-        _truncate(path)
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
-    (batch,) = _loader(open_source(data, "val"), data, "val").epoch(0)
-    assert batch.images_BCHW.shape == (0, 3, 16, 16)
-    assert batch.labels_B.tolist() == batch.indices_B.tolist() == []
+    root = make_folder(train={"a": 2}, val={"a": 8})
+    for number in range(2):
+        _truncate(root / "val" / "a" / f"{number:03}.jpg")
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=2, max_bad=0.25)
+    first, second, *_ = _kept(_loader(open_source(data, "val"), data, "val").epoch(0))
+    assert first.images_BCHW.shape == (0, 3, 16, 16)
+    assert first.labels_B.tolist() == first.indices_B.tolist() == []
+    assert second.indices_B.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_more_unreadable_images_than_the_limit_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
+def test_more_unreadable_images_than_the_share_are_an_error_that_names_the_first(make_folder: MakeFolder, workers: int) -> None:
     root = make_folder(train={"a": 20}, val={"a": 8})
     for number in range(4):
         _truncate(root / "val" / "a" / f"{number:03}.jpg")
-    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad_images=4)
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.5)
     loader = _loader(open_source(data, "val"), data, "val", workers=workers)
     assert sum(len(batch.labels_B) for batch in loader.epoch(0)) == 4
     loader.close()
-    strict = data.model_copy(update={"max_bad_images": 3})
+    strict = data.model_copy(update={"max_bad": 0.49})
     loader = _loader(open_source(strict, "val"), strict, "val", workers=workers)
-    with pytest.raises(DataError, match=r"4 unreadable images .* data.max_bad_images=3: val/a/000.jpg \(truncated") as caught:
+    with pytest.raises(
+        DataError, match=r"4 unreadable .* more than the 3 of 8 that data.max_bad=0.49 .* val/a/000.jpg \("
+    ) as caught:
         list(loader.epoch(0))
     assert "\n" not in str(caught.value)
     loader.close()
 
 
+@pytest.mark.parametrize(
+    ("max_bad", "num_samples", "allowed"),
+    [(0.001, 8, 1), (0.001, 1999, 1), (0.001, 2000, 2), (0.001, 1_281_167, 1281), (0.29, 100, 29), (0, 10**6, 0)],
+)
+def test_a_small_split_may_have_one_unreadable_image_unless_none_is_allowed(
+    max_bad: float, num_samples: int, allowed: int
+) -> None:
+    assert _loader(_tiny(num_samples), _data(1, max_bad=max_bad)).max_bad == allowed
+
+
+class FailingSource(SlowSource):
+    """A source that raises `error` at sample 13."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(4000)
+        self._error = error
+
+    def read(self, index: int) -> Sample:
+        if index == 13:
+            raise self._error
+        return super().read(index)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_exception_of_a_source_reaches_the_consumer(workers: int) -> None:
-    loader = _loader(SlowSource(40, broken=13), _data(8), "val", workers=workers)
-    with pytest.raises(ZeroDivisionError, match="a bug in a source"):
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            OSError(errno.EIO, os.strerror(errno.EIO)),
+            DataError,
+            r"data\.path: 13 cannot be read: Input/output error; see to the disk",
+        ),
+        (DataError("shard 3 was replaced"), DataError, "^shard 3 was replaced$"),
+        (ZeroDivisionError("a bug in a source"), RuntimeError, "reading 13: ZeroDivisionError: a bug in a source"),
+        (MemoryError("no room"), MemoryError, "^no room$"),
+    ],
+)
+def test_what_a_thread_dies_of_reaches_the_consumer_at_once(
+    workers: int, error: Exception, kind: type[Exception], said: str
+) -> None:
+    source = FailingSource(error)
+    loader = _loader(source, _data(8), "val", workers=workers)
+    with pytest.raises(kind, match=said) as caught:
         list(loader.epoch(0))
-    assert len(list(_loader(SlowSource(40), _data(8), "val").epoch(0))) == 5
+    assert "\n" not in str(caught.value)
+    assert source.num_reads < 60
+    loader.close()
+
+
+def test_a_thread_that_ends_itself_is_an_error_and_not_the_end_of_the_training_process() -> None:
+    loader = _loader(FailingSource(SystemExit(0)), _data(8), "val", workers=2)
+    with pytest.raises(RuntimeError, match="a loader thread died of SystemExit: 0"):
+        list(loader.epoch(0))
+    loader.close()
+
+
+class NumberedSource(SlowSource):
+    """The pixels of sample i are all i mod 251."""
+
+    def read(self, index: int) -> Sample:
+        return np.full((2, 2, 3), index % 251, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_holds_until_the_next_is_asked_for(workers: int) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=workers)
+    for step, batch in enumerate(loader.epoch(0)):
+        time.sleep(0.01 if step < 10 else 0)  # the threads read on meanwhile
+        assert batch.indices_B.tolist() == _order(0, 600)[10 * step : 10 * step + 10]
+        assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
+    loader.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> None:
+    prepare = normalizer((0.5, 0.5, 0.5), (0.2, 0.2, 0.2), torch.device("cpu"), dtype, torch.channels_last)
+    (batch,) = _loader(_tiny(8), _data(8)).epoch(0)
+    images_BCHW = prepare(batch.images_BCHW)
+    before = images_BCHW.clone()
+    batch.images_BCHW.zero_()
+    assert torch.equal(images_BCHW, before)
+
+
+def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
+    source = open_synthetic("train", 32 * 10_000, 3, 32)
+    data = DataConfig(image_size=32, global_batch_size=32, prefetch_batches=3)
+    loader = _loader(source, data, workers=2)
+    images_mib = 32 * 32 * 32 * 3 / 2**20
+    assert 4 * images_mib < loader.buffers_mib < 4 * images_mib * 1.01
+    places, process, before = set(), psutil.Process(), 0
+    for step, batch in enumerate(loader.epoch(0)):
+        places.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
+        before = process.memory_info().rss if step == 500 else before
+    assert step == 9_999
+    assert len(places) == 4
+    assert process.memory_info().rss - before < 4 * 2**20  # one batch kept in a hundred would be 9 MiB
+    loader.close()
+
+
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_a_ranks_buffers_are_as_large_as_its_share(world: int) -> None:
+    data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
+    loader = _loader(open_synthetic("train", 640, 3, 16), data, world=world, workers=1)
+    assert loader.buffers_mib * 2**20 == 3 * -(-64 // world) * (16 * 16 * 3 + 16)
+    loader.close()
+
+
+def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind() -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=4)
+    seen = []
+    for step, batch in enumerate(loader.epoch(0)):
+        seen += batch.indices_B.tolist()
+        assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
+        loader.resize(1 + step % 4)
+    assert seen == _order(0, 600)
+    loader.close()
+    assert not _loader_threads()
+
+
+def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
+    source, data = SlowSource(4000), _data(5)
+    loader = Loader(
+        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3)
+    )  # fmt: skip
+    seen = []
+    with caplog.at_level(logging.INFO, "raydistill"):
+        for batch in loader.epoch(0):
+            seen += batch.indices_B.tolist()
+            if caplog.records:
+                break
+            time.sleep(0.03)  # a step takes 5 images in 30 ms, a thread reads them in 10
+    assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
+    assert seen == _order(0, 4000)[: len(seen)]
     loader.close()
 
 
@@ -316,7 +460,7 @@ def test_a_new_epoch_ends_the_one_before() -> None:
     loader = _loader(SlowSource(400), _data(20, prefetch_batches=4), workers=2)
     old = loader.epoch(0)
     next(old)
-    assert next(loader.epoch(1)).indices_B.tolist() == epoch_order(11, 1, 400)[:20].tolist()
+    assert next(loader.epoch(1)).indices_B.tolist() == _order(1, 400)[:20]
     loader.close()
 
 
@@ -358,10 +502,30 @@ def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeF
     root = make_folder(train={"a": 2}, val={"a": 4})
     _truncate(root / "val" / "a" / "001.jpg")
     data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
-    loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=2, pin_memory=True)
+    loader = Loader(
+        open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=2, device=torch.device("cuda")
+    )
     (batch,) = loader.epoch(0)
     assert batch.images_BCHW.is_pinned()
     assert batch.labels_B.is_pinned()
     assert batch.indices_B.is_pinned()
     assert batch.indices_B.tolist() == [0, 2, 3]
+    loader.close()
+
+
+@pytest.mark.gpu
+def test_a_batch_is_not_written_over_while_a_gpu_fetches_it() -> None:
+    source = NumberedSource(4000)
+    data = _data(20, prefetch_batches=2)
+    device, side = torch.device("cuda"), torch.cuda.Stream()
+    loader = Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=2, device=device)
+    fetched = []
+    with torch.cuda.stream(side):
+        for batch in loader.epoch(0):
+            torch.cuda._sleep(2_000_000)  # the copy stands in a queue behind this
+            fetched.append((batch.images_BCHW.to(device, non_blocking=True), batch.indices_B.to(device, non_blocking=True)))
+    side.synchronize()
+    for images_BCHW, indices_B in fetched:
+        assert (images_BCHW == (indices_B % 251)[:, None, None, None]).all()
+    assert [index for _, indices_B in fetched for index in indices_B.tolist()] == _order(0, 4000)
     loader.close()

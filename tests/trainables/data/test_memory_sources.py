@@ -33,8 +33,8 @@ def test_digits_have_a_fifth_of_each_class_in_validation_and_three_equal_channel
     train, val = open_digits("train"), open_digits("val")
     share = np.bincount(val.labels_N) / (np.bincount(train.labels_N) + np.bincount(val.labels_N))
     assert share == pytest.approx(0.2, abs=0.01)
-    assert (train.images_MCHW == train.images_MCHW[:, :1]).all()
-    assert (train.images_MCHW.min(), train.images_MCHW.max()) == (0, 255)
+    assert (train.images_MHWC == train.images_MHWC[..., :1]).all()
+    assert (train.images_MHWC.min(), train.images_MHWC.max()) == (0, 255)
 
 
 def test_digits_do_not_import_scikit_learn() -> None:
@@ -44,9 +44,9 @@ def test_digits_do_not_import_scikit_learn() -> None:
 
 def test_synthetic_images_are_a_function_of_split_and_index() -> None:
     first, again = (open_synthetic("train", 300, 7, 13) for _ in range(2))
-    assert (first.images_MCHW == again.images_MCHW).all()
+    assert (first.images_MHWC == again.images_MHWC).all()
     assert first.labels_N.tolist() == [index % 7 for index in range(300)]
-    assert first.read(299).size == (13, 13)
+    assert first.read(299).shape == (13, 13, 3)
     assert first.read(3).tobytes() == again.read(3).tobytes() != first.read(4).tobytes()
     assert open_synthetic("val", 300, 7, 13).read(3).tobytes() != first.read(3).tobytes()
 
@@ -63,7 +63,7 @@ def test_synthetic_validation_is_a_fifth_and_at_least_one(num_images: int, num_v
 @pytest.mark.parametrize("source", [open_digits("val"), open_synthetic("train", 200, 3, 6)], ids=["digits", "synthetic"])
 def test_a_batch_holds_the_pixels_that_single_reads_give(source: MemorySource) -> None:
     indices_B = np.array([len(source) - 1, 0, 70, 70, 3])
-    out_BCHW = np.empty((5, 3, source.size, source.size), dtype=np.uint8)
-    source.read_batch(indices_B, out_BCHW)
-    for image_CHW, index in zip(out_BCHW, indices_B, strict=True):
-        assert (image_CHW == np.asarray(source.read(int(index))).transpose(2, 0, 1)).all()
+    out_BHWC = np.empty((5, source.size, source.size, 3), dtype=np.uint8)
+    source.read_batch(indices_B, out_BHWC)
+    for image_HWC, index in zip(out_BHWC, indices_B, strict=True):
+        assert (image_HWC == source.read(int(index))).all()

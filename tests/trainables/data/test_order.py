@@ -1,36 +1,191 @@
+"""An order is a permutation that no statistic here tells from a random one, the same however it is asked for."""
+
 from __future__ import annotations
+
+import itertools
+import math
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from trainables.data.order import epoch_order, rank_part, split_order
+from trainables.data.order import Order, permuted, rank_part, sample_at
 
-
-@pytest.mark.parametrize("num_samples", [0, 1, 2, 7, 1000])
-def test_an_order_holds_every_sample_once(num_samples: int) -> None:
-    order_N = epoch_order(seed=3, epoch=4, num_samples=num_samples)
-    assert order_N.dtype == np.int64
-    assert sorted(order_N.tolist()) == list(range(num_samples))
+Ints = NDArray[np.int64]
 
 
-def test_an_order_is_a_function_of_seed_and_epoch_alone() -> None:
-    first = epoch_order(1, 2, 500)
+def _epoch(seed: int, epoch: int, num_samples: int) -> Ints:
+    return sample_at(seed, epoch, np.arange(num_samples), num_samples)
+
+
+def _sigmas(counts: Ints, freedom: int) -> float:
+    """How many standard deviations a chi-square statistic over equally likely cells lies from its mean."""
+    expected = counts.mean()
+    return float((((counts - expected) ** 2).sum() / expected - freedom) / math.sqrt(2 * freedom))
+
+
+def _correlation(first: Ints, second: Ints) -> float:
+    """Pearson's, in standard deviations of its value for independent samples."""
+    return float(np.corrcoef(first, second)[0, 1] * math.sqrt(len(first)))
+
+
+def test_every_length_up_to_5000_is_a_permutation() -> None:
+    for num_samples in range(5001):
+        order_N = _epoch(3, 4, num_samples)
+        assert order_N.dtype == np.int64
+        assert (np.bincount(order_N, minlength=num_samples) == 1).all()
+        assert len(order_N) == num_samples
+
+
+@pytest.mark.parametrize("num_samples", [65_536, 99_991, 1_281_167])
+def test_a_large_order_holds_every_sample_once(num_samples: int) -> None:
+    assert (np.bincount(_epoch(0, 0, num_samples), minlength=num_samples) == 1).all()
+
+
+def test_an_order_is_a_function_of_seed_epoch_and_position_alone() -> None:
+    whole = _epoch(1, 2, 500)
     np.random.seed(99)
-    epoch_order(5, 5, 10)
-    assert (epoch_order(1, 2, 500) == first).all()
-    for other in (epoch_order(1, 3, 500), epoch_order(2, 2, 500), epoch_order(2, 1, 500), epoch_order(2**32 - 1, 2, 500)):
-        assert (other != first).mean() > 0.9
+    for positions in (np.arange(40, 90), np.array([499]), np.array([7, 7, 3]), np.array([], dtype=np.int64)):
+        assert (sample_at(1, 2, positions, 500) == whole[positions]).all()
+    # The order of a seed is a promise: a resumed run reads on where an older version stopped.
+    assert sample_at(11, 3, np.arange(6), 45).tolist() == [43, 14, 37, 25, 42, 1]
+    assert sample_at(2**32 - 1, 2**40, np.arange(3), 10**12).tolist() == [793226666390, 156265100982, 379102250664]
 
 
-def test_an_order_is_shuffled_evenly() -> None:
-    places = np.stack([epoch_order(0, epoch, 10) for epoch in range(2000)])
-    for column in places.T:
-        assert np.bincount(column, minlength=10) == pytest.approx(200, abs=70)
+@pytest.mark.parametrize("num_samples", [2, 3, 7, 10, 33])
+def test_every_sample_stands_at_every_position_equally_often(num_samples: int) -> None:
+    places = np.stack([_epoch(0, epoch, num_samples) for epoch in range(3000)])
+    cells = np.stack([np.bincount(column, minlength=num_samples) for column in places.T])
+    assert abs(_sigmas(cells.ravel(), (num_samples - 1) ** 2)) < 4
 
 
-def test_validation_is_read_in_the_stored_order() -> None:
-    assert split_order("val", 1, 2, 9).tolist() == list(range(9))
-    assert split_order("train", 1, 2, 9).tolist() == epoch_order(1, 2, 9).tolist()
+@pytest.mark.parametrize("num_samples", [3, 4, 5])
+def test_every_permutation_of_a_few_samples_is_equally_likely(num_samples: int) -> None:
+    permutations = list(itertools.permutations(range(num_samples)))
+    seen = [tuple(_epoch(0, epoch, num_samples).tolist()) for epoch in range(4000)]
+    counts = np.array([seen.count(permutation) for permutation in permutations])
+    assert abs(_sigmas(counts, len(permutations) - 1)) < 4
+
+
+@pytest.mark.parametrize("num_samples", [1000, 65_536, 99_991])
+@pytest.mark.parametrize("lag", [1, 2, 64, 256])
+def test_neighbours_and_batches_are_uncorrelated(num_samples: int, lag: int) -> None:
+    order_N = _epoch(5, 1, num_samples)
+    assert abs(_correlation(order_N[:-lag], order_N[lag:])) < 4
+    steps, counts = np.unique(np.abs(order_N[lag:] - order_N[:-lag]), return_counts=True)
+    assert counts[steps == 1].sum() < 2 + 4 * math.sqrt(2)  # of neighbours that stay neighbours, 2 are expected
+
+
+@pytest.mark.parametrize("seeds", [((1, 2), (1, 3)), ((1, 2), (2, 2)), ((1, 2), (2, 1)), ((0, 0), (0, 1)), ((0, 1), (2**32, 1))])
+def test_epochs_and_seeds_are_unrelated(seeds: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    first, second = (_epoch(*pair, 50_000) for pair in seeds)
+    assert abs(_correlation(first, second)) < 4
+    assert (first == second).sum() <= 5  # 1 is expected
+    follows = np.empty(50_000, dtype=np.int64)  # which sample follows sample i, in each of both
+    follows[first[:-1]] = first[1:]
+    assert (follows[second[:-1]] == second[1:]).sum() <= 5
+
+
+def test_positions_fill_a_batch_evenly_from_all_parts_of_the_data() -> None:
+    order_N = _epoch(7, 0, 256 * 200)
+    cells = np.stack([np.bincount(batch // 5120, minlength=10) for batch in order_N.reshape(200, 256)])
+    # Ten tenths of the data in 200 batches: both margins are fixed, and hypergeometric counts spread a little less.
+    assert abs(_sigmas(cells.ravel(), 199 * 9)) < 4
+
+
+def test_a_billion_samples_cost_no_memory() -> None:
+    positions_B = np.arange(987_654_321, 987_654_321 + 256)
+    tracemalloc.start()
+    order = Order("train", "full", seed=0, num_samples=10**9)
+    assert len(set(order.at(0, positions_B).tolist())) == 256
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_a_batch_of_256_from_a_billion_takes_under_a_millisecond() -> None:
+    positions_B, times = np.arange(987_654_321, 987_654_321 + 256), []
+    for epoch in range(200):
+        began = time.perf_counter()
+        sample_at(0, epoch, positions_B, 10**9)
+        times.append(time.perf_counter() - began)
+    assert np.median(times) < 1e-3
+
+
+def test_validation_and_none_are_read_in_the_stored_order() -> None:
+    for split, shuffle in (("val", "full"), ("val", "window(4)"), ("train", "none")):
+        assert Order(split, shuffle, seed=1, num_samples=9).at(2, np.arange(9)).tolist() == list(range(9))  # type: ignore[arg-type]
+
+
+def _windows(num_samples: int, window: int, shards: list[int] | None = None, epoch: int = 0) -> Ints:
+    order = Order("train", f"window({window})", seed=6, num_samples=num_samples, shard_sizes=shards)
+    return order.at(epoch, np.arange(num_samples))
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 100, 256, 1000, 5000])
+@pytest.mark.parametrize("shards", [None, [1, 500, 0, 37, 462], [1000]])
+def test_a_windowed_order_holds_every_sample_once_and_is_another_one_each_epoch(window: int, shards: list[int] | None) -> None:
+    epochs = [_windows(1000, window, shards, epoch) for epoch in range(3)]
+    for order_N in epochs:
+        assert sorted(order_N.tolist()) == list(range(1000))
+    if window > 1:
+        assert (epochs[0] != epochs[1]).mean() > 0.5
+
+
+def test_a_windowed_order_is_a_function_of_the_position() -> None:
+    whole = _windows(3000, 100)
+    order = Order("train", "window(100)", seed=6, num_samples=3000)
+    order.at(5, np.arange(10))
+    for positions in (np.arange(90, 210), np.array([2999, 0, 100]), np.array([], dtype=np.int64)):
+        assert (order.at(0, positions) == whole[positions]).all()
+
+
+def test_a_window_of_one_reads_whole_shards_in_random_order() -> None:
+    sizes = [5, 1, 0, 4, 7]
+    shard_N = np.repeat(np.arange(5), sizes)
+    orders = set()
+    for epoch in range(40):
+        order_N = _windows(17, 1, sizes, epoch)
+        row = [shard for shard, _ in itertools.groupby(shard_N[order_N].tolist())]
+        assert sorted(row) == [0, 1, 3, 4]
+        assert order_N.tolist() == [index for shard in row for index in np.flatnonzero(shard_N == shard)]
+        orders.add(tuple(row))
+    assert len(orders) > 12
+
+
+def test_a_shard_is_read_in_two_neighbouring_windows_at_most() -> None:
+    shard_N = np.repeat(np.arange(50), 100)
+    windows_N = np.arange(5000) // 130
+    for shard in range(50):
+        seen = np.unique(windows_N[shard_N[_windows(5000, 130, [100] * 50)] == shard])
+        assert len(seen) <= 2
+        assert np.ptp(seen) <= 1
+
+
+def mixing(groups_N: Ints, order_N: Ints, batch: int) -> float:
+    """From how many groups (shards, classes) the samples of a batch come: 1/Σ share², mean over the whole batches."""
+    whole = groups_N[order_N[: len(order_N) // batch * batch]].reshape(-1, batch)
+    return float(np.mean([1 / np.square(np.unique(row, return_counts=True)[1] / batch).sum() for row in whole]))
+
+
+def test_mixing_grows_with_the_window_as_the_documentation_says() -> None:
+    num_samples, shard, batch = 128_000, 2000, 256
+    shard_N = np.arange(num_samples) // shard
+    by_window = {
+        window: mixing(shard_N, _windows(num_samples, window, [shard] * 64), batch) for window in (256, 8000, 32_000, 10**6)
+    }
+    full = mixing(shard_N, _epoch(6, 0, num_samples), batch)
+    assert by_window[256] < 1.3
+    assert 3.5 < by_window[8000] < 5
+    assert 13 < by_window[32_000] < 17
+    assert by_window[10**6] == pytest.approx(full, rel=0.02)
+
+
+def test_a_permutation_of_another_key_is_another_one() -> None:
+    tables = {tuple(permuted((purpose, 0, 0), np.arange(50), 50).tolist()) for purpose in range(20)}
+    assert len(tables) == 20
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

@@ -1,0 +1,115 @@
+"""What `distill data` shows of a packed set: counts, sizes, shapes, and a sheet of its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from rich.table import Table
+
+from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.order import Split
+from trainables.data.records import Index, RecordsSource, open_records
+from trainables.rundir import replacing
+
+_BAR = 30
+_TITLE = 60  # a title is not broken where its table is narrow
+_TILE, _CAPTION, _PER_ROW, _ROWS = 128, 14, 8, 6
+_MOST_CLASSES = 20
+
+
+def describe(root: Path, index: Index) -> Iterator[str | Table]:
+    """Lines and tables, from the rows alone: no image is read. Raises DataError where the set is damaged."""
+    mode = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in index.mode.items()) or "as is"
+    yield f"{root}: {index.source.get('kind')} {index.source.get('name')}, {mode}, by raydistill {index.raydistill}"
+    yield (
+        f"images as {'RGB pixels' if index.image == 'pixels' else 'files'}; {index.num_unreadable} unreadable left out; "
+        f"{len(index.classes)} classes"
+    )
+    sources: dict[Split, RecordsSource] = {split: open_records(str(root), split) for split in ("train", "val")}
+    yield _splits(index, sources)
+    yield _classes(index.classes, sources)
+    train = sources["train"]
+    yield _histogram("bytes of a train image", train.sizes_N, "{:,.0f}")
+    yield _histogram("shorter side of a train image in pixels", np.minimum(train.widths_N, train.heights_N), "{:,.0f}")
+    yield _histogram("width / height of a train image", train.widths_N / np.maximum(train.heights_N, 1), "{:.2f}")
+
+
+def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
+    table = Table(title="splits", title_justify="left", min_width=_TITLE)
+    for column in ("split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"):
+        table.add_column(column, justify="left" if column == "split" else "right")
+    for split, source in sources.items():
+        counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
+        part = index.splits[split]
+        table.add_row(
+            split, f"{len(source):,}", f"{(counts_K > 0).sum():,}",
+            *(f"{count:,.0f}" for count in (counts_K.min(), np.median(counts_K), counts_K.max())),
+            str(len(part.shards)), f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> Table:
+    """The classes in their order; of many, those with the fewest training images and those with the most."""
+    counts = {split: np.bincount(source.labels_N, minlength=len(classes)) for split, source in sources.items()}
+    shown = np.arange(len(classes))
+    title = "classes"
+    if len(classes) > _MOST_CLASSES:
+        by_count = np.argsort(counts["train"], kind="stable")
+        shown = np.concatenate([by_count[: _MOST_CLASSES // 2], by_count[-_MOST_CLASSES // 2 :]])
+        title = f"classes with the fewest and the most train images, {_MOST_CLASSES} of {len(classes):,}"
+    table = Table(title=title, title_justify="left", min_width=_TITLE)
+    for column in ("label", "class", *sources):
+        table.add_column(column, justify="left" if column == "class" else "right")
+    for label in shown.tolist():
+        table.add_row(str(label), classes[label], *(f"{counts[split][label]:,}" for split in sources))
+    return table
+
+
+def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
+    """Ten bins of equal width between the 0.5th and the 99.5th percentile; what lies outside is in the first and the last."""
+    table = Table(title=title, title_justify="left", min_width=_TITLE)
+    for column, side in (("from", "right"), ("to", "right"), ("images", "right"), ("", "left")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    values = values_N.astype(np.float64)
+    low, high = np.percentile(values, (0.5, 99.5))
+    edges = np.linspace(low, high, 11) if high > low else np.array([low, high])
+    counts, _ = np.histogram(np.clip(values, low, high), edges) if high > low else (np.array([len(values)]), edges)
+    edges[0], edges[-1] = values.min(), values.max()
+    for begin, end, count in zip(edges, edges[1:], counts, strict=False):
+        table.add_row(number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / counts.max()))
+    return table
+
+
+def write_sheet(root: Path, path: Path) -> int:
+    """A PNG of pictures spread evenly over the training split, each with its class's name; how many of them could be read.
+
+    Raises DataError where the set is damaged, OSError where `path` cannot be written.
+    """
+    source = open_records(str(root), "train")
+    count = min(len(source), _PER_ROW * _ROWS)
+    indices = np.linspace(0, len(source) - 1, count).round().astype(int).tolist()
+    rows = -(-count // _PER_ROW)
+    sheet = Image.new("RGB", (_PER_ROW * _TILE, rows * (_TILE + _CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    shown = 0
+    for number, index in enumerate(indices):
+        x, y = number % _PER_ROW * _TILE, number // _PER_ROW * (_TILE + _CAPTION)
+        try:
+            image = decode_image(source.read(index))
+        except UnreadableImageError:
+            draw.line((x, y, x + _TILE, y + _TILE), "red")
+        else:
+            scale = (_TILE - 4) / max(image.size)
+            width, height = (max(1, round(side * scale)) for side in image.size)
+            resized = image.resize((width, height), Image.Resampling.BICUBIC if scale < 1 else Image.Resampling.NEAREST)
+            sheet.paste(resized, (x + (_TILE - width) // 2, y + (_TILE - height) // 2))
+            shown += 1
+        draw.text((x + 4, y + _TILE), source.classes[source.labels_N[index]][:20], "black")
+    with replacing(path) as beside:
+        sheet.save(beside, "PNG")
+    return shown

@@ -1,0 +1,247 @@
+"""`distill pack`: the same bytes by any number of processes, nothing done twice after a kill, mistakes in one line."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from service import cli, packing
+from tests.trainables.data.photos import photo
+from trainables.data.pack.modes import Mode
+from trainables.data.records import INDEX, UNFINISHED, open_records
+from trainables.errors import DataError
+
+SMALL_SHARDS = 4000
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """40 training photos and 11 for validation, of cats and dogs."""
+    root = tmp_path / "images"
+    for split, name, count in (("train", "cat", 20), ("train", "dog", 20), ("val", "dog", 3), ("val", "cat", 8)):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            photo(number).save(folder / f"{number:03}.jpg")
+    return root
+
+
+def pack(source: Path, dest: Path, mode: Mode | None = None, processes: int = 1, strict: bool = False) -> packing.Packing:
+    return packing.pack(source, dest, mode or Mode(), check=False, strict=strict, processes=processes, shard_bytes=SMALL_SHARDS)
+
+
+def refusal(source: Path, dest: Path, mode: Mode | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        pack(source, dest, mode)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def digest(dest: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(dest.rglob("*")) if path.is_file()}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        cli.main([str(argument) for argument in arguments])
+    signal.signal(signal.SIGTERM, before)
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+def test_any_number_of_processes_writes_the_same_bytes(images: Path, tmp_path: Path) -> None:
+    for processes in (1, 2, 5):
+        packed = pack(images, tmp_path / f"by{processes}", processes=processes)
+        assert packed.num_written == sum(len(split.shards) for split in packed.index.splits.values()) > 10
+    assert digest(tmp_path / "by1") == digest(tmp_path / "by2") == digest(tmp_path / "by5")
+
+
+def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    script = (
+        "import sys, time; from pathlib import Path; from service import packing; from trainables.data.pack import plan, shard;"
+        "from trainables.data.pack.modes import Mode; write = packing.write_shard;"
+        "packing.write_shard = lambda job: (write(job), time.sleep(0.2))[0];"
+        f"packing.pack(Path({str(images)!r}), Path({str(dest)!r}), Mode(), check=False, strict=False, processes=1, "
+        f"shard_bytes={SMALL_SHARDS})"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        deadline = time.monotonic() + 60
+        while len(list(dest.glob(f"{UNFINISHED}/*-*.json"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    torn = dest / ".train-00009.arrow.123.tmp"
+    torn.write_bytes(b"half a shard")
+    finished = {path.stem for path in dest.glob(f"{UNFINISHED}/*-*.json")}
+    stamps = {name: (dest / f"{name}.arrow").stat().st_mtime_ns for name in finished}
+    assert 3 <= len(finished) < 10
+    with pytest.raises(DataError, match="not packed to the end"):
+        open_records(str(dest), "train")
+    again = pack(images, dest)
+    assert {name: (dest / f"{name}.arrow").stat().st_mtime_ns for name in finished} == stamps
+    assert again.num_written == sum(len(split.shards) for split in again.index.splits.values()) - len(finished)
+    assert not torn.exists()
+    pack(images, tmp_path / "at once")
+    assert digest(dest) == digest(tmp_path / "at once")
+
+
+def unfinished(images: Path, dest: Path) -> None:
+    """What a kill before the end leaves: all shards but two, and no index."""
+    (images / "train" / "cat" / "bad.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match="leave out --strict"):
+        pack(images, dest, strict=True)
+    (dest / UNFINISHED / "train-00001.json").unlink()
+    (dest / "train-00002.arrow").write_bytes(b"half a shard")
+
+
+def test_a_shard_that_is_not_whole_is_written_again(images: Path, tmp_path: Path) -> None:
+    unfinished(images, tmp_path / "packed")
+    assert pack(images, tmp_path / "packed").num_written == 2
+    pack(images, tmp_path / "at once")
+    assert digest(tmp_path / "packed") == digest(tmp_path / "at once")
+
+
+def test_a_pack_with_other_arguments_leaves_the_folder_alone(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    unfinished(images, dest)
+    before = digest(dest)
+    other = tmp_path / "other"
+    shutil.copytree(images, other)
+    (other / "train" / "cat" / "bad.jpg").unlink()
+    for source, mode in ((images, Mode(raw=9)), (images, Mode(max_side=9)), (other, Mode())):
+        assert f"{dest} holds an unfinished set from other images or in another mode" in refusal(source, dest, mode)
+    assert digest(dest) == before
+    pack(images, dest)
+    before = digest(dest)
+    for source, mode in ((images, Mode(raw=9)), (other, Mode())):
+        assert f"{dest} holds a set packed from other images or in another mode" in refusal(source, dest, mode)
+    assert digest(dest) == before
+
+
+def test_a_second_pack_of_a_finished_set_only_verifies_it(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    pack(images, dest)
+    before = {path: path.stat().st_mtime_ns for path in dest.iterdir()}
+    assert pack(images, dest).num_written == 0
+    assert {path: path.stat().st_mtime_ns for path in dest.iterdir()} == before
+    shard = dest / "train-00003.arrow"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    assert f"{shard} has another checksum than its index says: copy the set again, or remove it and pack it again" in refusal(
+        images, dest
+    )
+
+
+def test_a_folder_that_holds_other_things_is_not_touched(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "is a file; give a folder" in refusal(images, tmp_path / "file")
+    assert "holds other things than a packed set" in refusal(images, images)
+    assert "does not exist" in refusal(tmp_path / "none", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    (dest / UNFINISHED).mkdir(parents=True)
+    with open(dest / UNFINISHED / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another `distill pack` works on it; wait for its end" in refusal(images, dest)
+    pack(images, dest)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    assert "MiB are still to be written, and its disk has 0 MiB free" in refusal(images, tmp_path / "packed")
+
+
+def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from service import cli; from trainables.data.pack import shard;"
+        "shard._packed = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "import trainables.data.pack.plan as plan; plan.SHARD_ROWS = 5;"
+        "cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script, "pack", str(images), str(tmp_path / "packed"), "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: a process was killed, most likely for want of memory; the same command with fewer --processes goes on\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: signal.Signals) -> None:
+    script = (
+        "import sys, time; from service import cli; from trainables.data.pack import shard;"
+        "shard._packed = lambda *_: time.sleep(60);"
+        "import trainables.data.pack.plan as plan; plan.SHARD_ROWS = 5;"
+        "cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script, "pack", str(images), str(tmp_path / "packed"), "--processes", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        children: list[int] = []
+        deadline = time.monotonic() + 60
+        while len(children) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        time.sleep(0.3)
+        process.send_signal(end)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in said
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+# The commands
+
+
+def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (images / "train" / "cat" / "bad.jpg").write_bytes(b"no image")
+    dest = tmp_path / "packed"
+    code, out, err = run(capsys, "pack", images, dest)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{dest}: 40 train, 11 val images of 2 classes in 2 shards (2 written now), 0 MiB, verified, ")
+    assert out.endswith(f"1 unreadable images left out, listed in {dest}/unreadable.jsonl\n")
+    assert run(capsys, "pack", images, dest, "--strict")[0] == 0  # it is complete
+
+
+def test_mistakes_in_the_command_are_told_in_one_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "pack", images, tmp_path / "packed", "--raw", "9", "--max-side", "9")
+    assert code == 2
+    assert "--max-side and --raw: give one of them" in err
+    code, _, err = run(capsys, "pack", tmp_path / "none", tmp_path / "packed")
+    assert code == 2
+    assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give CIFAR binary files, image folder")
+
+
+def test_an_index_tells_how_it_was_made(images: Path, tmp_path: Path) -> None:
+    pack(images, tmp_path / "packed", Mode(max_side=20, quality=80))
+    index = json.loads((tmp_path / "packed" / INDEX).read_bytes())
+    assert index["mode"] == {"max_side": 20, "quality": 80}
+    assert index["source"]["kind"] == "image folder"
+    assert index["source"]["name"] == "images"
+    assert str(tmp_path) not in json.dumps(index)
+    assert os.listdir(tmp_path / "packed").count(UNFINISHED) == 0

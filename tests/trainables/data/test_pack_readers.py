@@ -1,0 +1,464 @@
+"""Every layout that can be packed gives the same images, names and labels as the library that it was made with."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import lmdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.trainables.data.packed import pack_here
+from tests.trainables.data.photos import MakeFolder, encoded, photo
+from trainables.data.pack.modes import Mode
+from trainables.data.pack.readers import READERS, find_reader
+from trainables.data.pack.readers.protobuf import WireError, example_features, parse_datum
+from trainables.data.records import RecordsSource, open_records
+from trainables.errors import DataError
+
+JPEGS = [encoded(photo(seed), "JPEG") for seed in range(6)]
+
+
+def packed(source: Path, mode: Mode | None = None) -> tuple[RecordsSource, RecordsSource]:
+    """Train and val of the packed set of `source`."""
+    dest = source.with_name(source.name + "-packed")
+    pack_here(source, dest, mode)
+    return open_records(str(dest), "train"), open_records(str(dest), "val")
+
+
+def refusal(source: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        pack_here(source, source.with_name("refused"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def contents(source: RecordsSource) -> list[bytes]:
+    return [bytes(source.read(index)) for index in range(len(source))]
+
+
+def names(source: RecordsSource) -> list[str]:
+    return [source.name(index) for index in range(len(source))]
+
+
+def test_a_path_without_a_known_layout_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    assert "does not exist; give CIFAR binary files, image folder, LMDB, Parquet, TFRecord, WebDataset" in refusal(
+        tmp_path / "no"
+    )
+    (tmp_path / "text").write_text("")
+    for path in (tmp_path, tmp_path / "text"):
+        assert "is of no layout that can be packed" in refusal(path)
+
+
+def test_a_split_without_files_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "tars"
+    root.mkdir()
+    write_tar(root / "restraint.tar", [("0.jpg", JPEGS[0]), ("0.cls", b"0")])
+    assert "no tars of training; its files' names hold the word train" in refusal(root)
+    (root / "restraint.tar").rename(root / "train.tar")
+    assert "no tars of validation; its files' names hold the word val, validation or test" in refusal(root)
+
+
+# Image folders
+
+
+def test_an_image_folder_keeps_unreadable_files_out_and_lists_them(make_folder: MakeFolder, tmp_path: Path) -> None:
+    root = make_folder(train={"a": 3, "b": 2}, val={"a": 1})
+    (root / "train" / "a" / "001.jpg").write_bytes(b"no image")
+    (root / "train" / "b" / "gone.jpg").symlink_to(tmp_path / "nowhere")
+    train, _ = packed(root)
+    assert find_reader(root) == "image folder"
+    assert names(train) == ["train/a/000.jpg", "train/a/002.jpg", "train/b/000.jpg", "train/b/001.jpg"]
+    assert train.labels_N.tolist() == [0, 0, 1, 1]
+    report = (tmp_path / "images-packed" / "unreadable.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in report] == [
+        {"split": "train", "name": "train/a/001.jpg", "reason": "not an image"},
+        {"split": "train", "name": "train/b/gone.jpg", "reason": "cannot be read: No such file or directory"},
+    ]
+
+
+def test_a_large_file_is_read_whole(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 1}, val={"a": 1})
+    large = encoded(photo(1, 900, 900), "BMP")
+    assert len(large) > 2 * 2**20
+    (root / "train" / "a" / "large.bmp").write_bytes(large)
+    assert contents(packed(root)[0])[1] == large
+
+
+# CIFAR
+
+
+def write_cifar10(root: Path, size: int = 4) -> np.ndarray:
+    """A tiny CIFAR-10; returns the training images (5·size, 32, 32, 3)."""
+    root.mkdir()
+    noise = np.random.default_rng(0)
+    images = noise.integers(0, 256, (6 * size, 32, 32, 3), dtype=np.uint8)
+    labels = noise.integers(0, 10, 6 * size)
+    for number, file in enumerate([*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]):
+        part = range(number * size, number * size + size)
+        (root / file).write_bytes(b"".join(bytes([labels[i]]) + images[i].transpose(2, 0, 1).tobytes() for i in part))
+    (root / "batches.meta.txt").write_text("\n".join(f"class{n}" for n in range(10)) + "\n\n")
+    return images[: 5 * size]
+
+
+def test_cifar_10s_binary_files_become_pixels(tmp_path: Path) -> None:
+    images = write_cifar10(tmp_path / "cifar")
+    train, val = packed(tmp_path / "cifar")
+    assert (len(train), len(val)) == (20, 4)
+    assert train.classes == tuple(f"class{n}" for n in range(10))
+    assert all((train.read(index) == images[index]).all() for index in range(20))
+    assert train.name(5) == "data_batch_2.bin[1]"
+    raw = (tmp_path / "cifar" / "data_batch_2.bin").read_bytes()
+    assert train.labels_N[5] == raw[3073]
+
+
+def test_cifar_100_has_its_fine_labels(tmp_path: Path) -> None:
+    root = tmp_path / "cifar100"
+    root.mkdir()
+    for file in ("train.bin", "test.bin"):
+        (root / file).write_bytes(b"".join(bytes([7, fine]) + bytes(3072) for fine in (3, 99)))
+    (root / "fine_label_names.txt").write_text("\n".join(f"fine{n}" for n in range(100)))
+    train, _ = packed(root)
+    assert train.labels_N.tolist() == [3, 99]
+    assert train.classes[99] == "fine99"
+
+
+def test_a_damaged_cifar_file_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "cifar"
+    write_cifar10(root)
+    file = root / "data_batch_3.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert "has 12,291 bytes, not a multiple of 3073; download it again" in refusal(root)
+    file.write_bytes(bytes([10]) + whole[1:])
+    assert "data_batch_3.bin: there are labels without a class's name: 10" in refusal(root)
+    file.unlink()
+    assert "cannot be read: No such file" in refusal(root)
+
+
+def test_cifars_pixels_can_become_jpegs(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "cifar")
+    train, _ = packed(tmp_path / "cifar", Mode(max_side=24))
+    assert contents(train)[0].startswith(b"\xff\xd8")
+    assert (train.widths_N == 24).all()
+
+
+# WebDataset
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def write_webdataset(root: Path, labels: Callable[[int], str] = str) -> None:
+    root.mkdir()
+    for number, file in enumerate(("imagenet-train-000.tar", "imagenet-train-001.tar", "imagenet-val-000.tar")):
+        members = []
+        for key in range(2):
+            members += [
+                (f"n0/{number}{key}.cls", labels(key).encode() + b"\n"),
+                (f"n0/{number}{key}.jpg", JPEGS[2 * number + key]),
+            ]
+            members += [(f"n0/{number}{key}.json", b"{}")]
+        write_tar(root / file, [("n0/" + "long" * 60 + ".txt", b""), *members])
+
+
+def test_webdataset_tars_are_read_by_their_members_names(tmp_path: Path) -> None:
+    write_webdataset(tmp_path / "wds")
+    train, val = packed(tmp_path / "wds")
+    assert contents(train) == JPEGS[:4]
+    assert contents(val) == JPEGS[4:]
+    assert train.labels_N.tolist() == [0, 1, 0, 1]
+    assert train.classes == ("0", "1")
+    assert names(train)[2] == "imagenet-train-001.tar/n0/10.jpg"
+
+
+def test_webdatasets_classes_may_be_names_and_numbers_need_not_begin_at_0(tmp_path: Path) -> None:
+    write_webdataset(tmp_path / "names", lambda key: ("zebra", "ant")[key])
+    assert packed(tmp_path / "names")[0].classes == ("ant", "zebra")
+    write_webdataset(tmp_path / "numbers", lambda key: ("10", "9")[key])
+    train, _ = packed(tmp_path / "numbers")
+    assert train.classes == ("9", "10")
+    assert train.labels_N.tolist() == [1, 0, 1, 0]
+
+
+def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "wds"
+    write_webdataset(root)
+    file = root / "imagenet-train-001.tar"
+    whole = file.read_bytes()
+    for length in (0, 100, 512, 1300, len(JPEGS[0]) + 2000):
+        file.write_bytes(whole[:length])
+        assert f"{file} is no whole tar" in refusal(root)
+    file.write_bytes(whole[: 512 * 3] + b"x" * 512 + whole[512 * 4 :])
+    assert f"{file} is no whole tar" in refusal(root)
+    write_tar(file, [("a/1.jpg", JPEGS[0]), ("a/2.jpg", JPEGS[0]), ("a/2.cls", b"1")])
+    assert "the sample a/1 has no .cls with its class" in refusal(root)
+    write_tar(file, [("2.cls", b"1")])
+    assert "the sample 2 has no image" in refusal(root)
+    write_tar(file, [("2.cls", b"7"), ("2.jpg", JPEGS[0])])
+    file.rename(root / "x-val.tar")
+    assert "validation has labels that train has not: 7" in refusal(root)
+    (root / "x-val.tar").rename(root / "x-val.tar.gz")
+    assert "is compressed, so that its images cannot be reached one by one" in refusal(root)
+
+
+# TFRecord
+
+
+def varint(value: int) -> bytes:
+    value &= 2**64 - 1
+    parts = bytearray()
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def message(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def example(features: dict[str, bytes | int | float]) -> bytes:
+    """A serialized tf.Example, written from the specification."""
+
+    def feature(value: bytes | int | float) -> bytes:
+        if isinstance(value, bytes):
+            return message(1, message(1, value))
+        return (
+            message(3, message(1, varint(value))) if isinstance(value, int) else message(2, message(1, struct.pack("<f", value)))
+        )
+
+    entries = (message(1, message(1, name.encode()) + message(2, feature(value))) for name, value in features.items())
+    return message(1, b"".join(entries))
+
+
+def tfrecord(records: list[bytes]) -> bytes:
+    def masked(content: bytes) -> bytes:
+        crc = google_crc32c.value(content)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    heads = [struct.pack("<Q", len(record)) for record in records]
+    return b"".join(head + masked(head) + record + masked(record) for head, record in zip(heads, records, strict=True))
+
+
+def imagenet_example(label: int, jpeg: bytes) -> bytes:
+    synset = f"n{label:08}".encode()
+    return example({"image/height": 32, "image/encoded": jpeg, "image/class/label": label, "image/class/synset": synset,
+                    "image/object/bbox/xmin": 0.5, "image/filename": synset + b"_1.JPEG"})  # fmt: skip
+
+
+def write_tfrecords(root: Path) -> None:
+    root.mkdir()
+    for number, file in enumerate(("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001")):
+        (root / file).write_bytes(tfrecord([imagenet_example(label, JPEGS[2 * number + label - 1]) for label in (1, 2)]))
+
+
+def test_imagenets_tfrecords_are_read_without_tensorflow(tmp_path: Path) -> None:
+    write_tfrecords(tmp_path / "tf")
+    train, val = packed(tmp_path / "tf")
+    assert contents(train) == JPEGS[:4]
+    assert contents(val) == JPEGS[4:]
+    assert train.classes == ("n00000001", "n00000002")
+    assert train.labels_N.tolist() == [0, 1, 0, 1]
+    assert val.name(1) == "n00000002_1.JPEG"
+
+
+def test_tfds_names_of_features_are_known_too(tmp_path: Path) -> None:
+    root = tmp_path / "tfds"
+    root.mkdir()
+    for file in ("x-train.tfrecord-00000-of-00001", "x-test.tfrecord-00000-of-00001"):
+        (root / file).write_bytes(tfrecord([example({"image": JPEGS[0], "label": 0})]))
+    train, _ = packed(root)
+    assert contents(train) == JPEGS[:1]
+    assert train.name(0) == "x-train.tfrecord-00000-of-00001@12"
+
+
+def test_a_damaged_tfrecord_is_refused_or_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "tf"
+    write_tfrecords(root)
+    file = root / "train-00000-of-00002"
+    whole = file.read_bytes()
+    for length in (5, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert str(file) in refusal(root)
+    file.write_bytes(b"x" + whole[1:])
+    assert "is no TFRecord file, or damaged, from byte 0 on" in refusal(root)
+    file.write_bytes(tfrecord([b"\x07"]))
+    assert "the record at byte 12 is no tf.Example" in refusal(root)
+    file.write_bytes(tfrecord([example({"image/encoded": JPEGS[0]})]))
+    assert "has no image/class/label or label" in refusal(root)
+    inside = whole.index(JPEGS[0]) + 200
+    file.write_bytes(whole[:inside] + bytes([whole[inside] ^ 1]) + whole[inside + 1 :])
+    train, _ = packed(root)
+    assert contents(train) == JPEGS[1:4]
+    assert "a damaged record: its checksum is another" in (tmp_path / "tf-packed" / "unreadable.jsonl").read_text()
+
+
+def test_the_parser_agrees_with_protobufs_own() -> None:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="datum.proto", package="t", syntax="proto2")
+    datum = file.message_type.add(name="Datum")
+    kinds = {"channels": 5, "height": 5, "width": 5, "data": 12, "label": 5, "encoded": 8}
+    for number, name in ((1, "channels"), (2, "height"), (3, "width"), (4, "data"), (5, "label"), (7, "encoded")):
+        datum.field.add(name=name, number=number, type=kinds[name], label=1)
+    floats = datum.field.add(name="float_data", number=6, type=2, label=3)
+    floats.options.packed = False
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Datum"))(
+        channels=3, height=2, width=300, data=b"x" * 1800, label=-5, encoded=False, float_data=[1.0, 2.0]
+    )
+    parsed = parse_datum(memoryview(made.SerializeToString()))
+    assert (parsed.channels, parsed.height, parsed.width, parsed.label, parsed.encoded) == (3, 2, 300, -5, False)
+    assert bytes(parsed.data) == b"x" * 1800
+
+
+def test_mutated_messages_give_features_or_an_error_and_nothing_else() -> None:
+    noise = np.random.default_rng(0)
+    whole = imagenet_example(3, JPEGS[0][:200])
+    assert example_features(memoryview(whole))["image/class/label"] == [3]
+    assert example_features(memoryview(example({"n": -1})))["n"] == [-1]
+    for _ in range(3000):
+        mutated = bytearray(whole[: noise.integers(1, len(whole) + 1)])
+        for place in noise.integers(0, len(mutated), 3):
+            mutated[place] = noise.integers(0, 256)
+        for parse in (example_features, parse_datum):
+            try:
+                parse(memoryview(mutated))
+            except WireError:
+                continue
+
+
+# Parquet
+
+
+def write_parquet(root: Path, class_names: list[str] | None = None, labels: tuple[int | str | None, ...] = (0, 1)) -> None:
+    (root / "data").mkdir(parents=True, exist_ok=True)
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    kind = pa.string() if isinstance(labels[0], str) else pa.int64()
+    schema = pa.schema([("id", pa.int64()), ("img", image), ("label", kind)])
+    if class_names:
+        features = {"img": {"_type": "Image"}, "id": {"_type": "Value"}, "label": {"names": class_names, "_type": "ClassLabel"}}
+        schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    files = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
+    for number, file in enumerate(files):
+        images = [{"bytes": JPEGS[2 * number + i], "path": None if number else f"{i}.jpg"} for i in range(2)]
+        table = pa.table({"id": [1, 2], "img": pa.array(images, image), "label": pa.array(labels, kind)}, schema=schema)
+        pq.write_table(table, root / "data" / f"{file}.parquet", row_group_size=1)
+
+
+def test_hugging_faces_parquet_files_keep_their_class_names(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "hf", ["zebra", "ant"])
+    train, val = packed(tmp_path / "hf")
+    assert contents(train) == JPEGS[:4]
+    assert contents(val) == JPEGS[4:]
+    assert train.classes == ("zebra", "ant")
+    assert train.labels_N.tolist() == [0, 1, 0, 1]
+    assert names(train)[1:3] == ["data/train-00000-of-00002.parquet[1] 1.jpg", "data/train-00001-of-00002.parquet[0]"]
+
+
+def test_parquet_without_names_has_its_labels_as_classes(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "numbers", labels=(7, 3))
+    assert packed(tmp_path / "numbers")[0].classes == ("3", "7")
+    write_parquet(tmp_path / "texts", labels=("zebra", "ant"))
+    assert packed(tmp_path / "texts")[0].labels_N.tolist() == [1, 0, 1, 0]
+
+
+def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "hf"
+    write_parquet(root, ["zebra", "ant"], labels=(0, -1))
+    assert "there are labels without a class's name: -1" in refusal(root)
+    write_parquet(root, labels=(0, None))
+    assert "the column label is not a class for each row" in refusal(root)
+    write_parquet(root)
+    pq.write_table(pa.table({"label": [0]}), root / "data" / "train-00001-of-00002.parquet")
+    assert "no column of images" in refusal(root)
+    pq.write_table(pa.table({"img": [b""]}), root / "data" / "train-00001-of-00002.parquet")
+    assert "no column of classes" in refusal(root)
+    (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
+    assert "is no whole Parquet file" in refusal(root)
+
+
+# LMDB
+
+
+def write_lmdb(root: Path, train: dict[bytes, bytes], val: dict[bytes, bytes]) -> Path:
+    for name, items in (("ilsvrc12_train_lmdb", train), ("ilsvrc12_val_lmdb", val)):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        with lmdb.open(str(root / name), map_size=2**24) as environment, environment.begin(write=True) as transaction:
+            for key, value in items.items():
+                transaction.put(key, value)
+    return root
+
+
+def datum(label: int, data: bytes, *shape: int) -> bytes:
+    """A serialized Caffe Datum of pixels of this shape, or of an encoded image."""
+    sizes = b"".join(varint(number << 3) + varint(size) for number, size in enumerate(shape, 1))
+    return sizes + message(4, data) + varint(5 << 3) + varint(label) + (b"" if shape else varint(7 << 3) + b"\x01")
+
+
+def test_caffes_encoded_datums_keep_their_files(tmp_path: Path) -> None:
+    items = {f"{n:08}_{n}.jpg".encode(): datum(n % 2, JPEGS[n]) for n in range(6)}
+    train, val = packed(write_lmdb(tmp_path / "caffe", items, dict(list(items.items())[:2])))
+    assert contents(train) == JPEGS
+    assert train.labels_N.tolist() == [0, 1] * 3
+    assert names(val) == ["ilsvrc12_val_lmdb/00000000_0.jpg", "ilsvrc12_val_lmdb/00000001_1.jpg"]
+
+
+def test_caffes_planes_of_blue_green_red_become_pixels(tmp_path: Path) -> None:
+    pixels_HWC = np.asarray(photo(1, 20, 10))
+    gray_HW = np.asarray(photo(2, 20, 10).convert("L"))
+    bgr = np.ascontiguousarray(pixels_HWC[..., ::-1].transpose(2, 0, 1)).tobytes()
+    items = {b"0": datum(0, bgr, 3, 10, 20), b"1": datum(0, gray_HW.tobytes(), 1, 10, 20), b"2": datum(0, bytes(800), 4, 10, 20)}
+    train, _ = packed(write_lmdb(tmp_path / "caffe", items, items))
+    assert len(train) == 2
+    assert (train.read(0) == pixels_HWC).all()
+    assert (train.read(1) == gray_HW[..., None]).all()
+    assert "4 × 10 × 20 pixels are no image" in (tmp_path / "caffe-packed" / "unreadable.jsonl").read_text()
+
+
+def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> None:
+    by_class = {b"zebra/1.jpg": JPEGS[0], b"ant/2.jpg": JPEGS[1], b"__len__": b"2"}
+    train, _ = packed(write_lmdb(tmp_path / "classes", by_class, by_class))
+    assert (train.classes, train.labels_N.tolist(), contents(train)) == (("ant", "zebra"), [0, 1], [JPEGS[1], JPEGS[0]])
+    beside = {b"image-000000001": JPEGS[0], b"label-000000001": b"5", b"image-000000002": JPEGS[1], b"label-000000002": b"3",
+              b"num-samples": b"2"}  # fmt: skip
+    train, _ = packed(write_lmdb(tmp_path / "beside", beside, beside))
+    assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
+
+
+def test_pickled_values_are_refused_because_a_pickle_runs_code(tmp_path: Path) -> None:
+    import pickle
+
+    items = {b"0": pickle.dumps((JPEGS[0], 3))}
+    said = refusal(write_lmdb(tmp_path / "pickles", items, items))
+    assert "its values are Python pickles, and reading a pickle runs whatever code it names" in said
+
+
+def test_an_lmdb_of_no_known_layout_or_damaged_is_refused(tmp_path: Path) -> None:
+    root = write_lmdb(tmp_path / "other", {b"0": b"\x01\x02\x03"}, {b"0": b"x"})
+    assert "b'0' is of no known layout" in refusal(root)
+    root = write_lmdb(tmp_path / "unlabelled", {b"0": JPEGS[0]}, {b"0": JPEGS[0]})
+    assert "the label of b'0' is not to be found" in refusal(root)
+    root = write_lmdb(tmp_path / "empty", {}, {})
+    assert "holds no train images" in refusal(root)
+    (root / "ilsvrc12_train_lmdb" / "data.mdb").write_bytes(b"no environment" * 1000)
+    assert "is no whole LMDB environment" in refusal(root)
+
+
+def test_every_reader_is_named_once() -> None:
+    assert len(set(READERS.values())) == len(READERS)

@@ -1,0 +1,343 @@
+"""A packed set is read as its source was; whatever is damaged is told in one line, and never ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.trainables.data.packed import pack_here
+from tests.trainables.data.photos import MakeFolder
+from trainables.config import DataConfig
+from trainables.data.decode import decode_image
+from trainables.data.folder import FolderSource
+from trainables.data.loader import Loader
+from trainables.data.pack.modes import Mode
+from trainables.data.records import INDEX, UNFINISHED, RecordsSource, check_file, open_records, read_index
+from trainables.data.source import open_source
+from trainables.errors import DataError
+
+SMALL_SHARDS = 4000  # bytes: about three photos
+
+
+@pytest.fixture
+def images(make_folder: MakeFolder) -> Path:
+    return make_folder(train={"cat": 7, "dog": 5, "emu": 1}, val={"dog": 3, "cat": 2})
+
+
+@pytest.fixture
+def packed(images: Path, tmp_path: Path) -> Path:
+    pack_here(images, tmp_path / "packed", shard_bytes=SMALL_SHARDS)
+    return tmp_path / "packed"
+
+
+def message(path: Path, act: Callable[[RecordsSource], object] = len) -> str:
+    """The one line with which a damaged set is refused, when it is opened or at `act`."""
+    with pytest.raises(DataError) as caught:
+        act(open_records(str(path), "train"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What is read
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_packed_folder_is_read_as_the_folder_is(images: Path, packed: Path, split: str) -> None:
+    ours, folder = (open_source(DataConfig(path=str(path)), split) for path in (packed, images))  # type: ignore[arg-type]
+    assert isinstance(ours, RecordsSource)
+    assert isinstance(folder, FolderSource)
+    assert ours.classes == folder.classes == ("cat", "dog", "emu")
+    assert ours.labels_N.tolist() == folder.labels_N.tolist()
+    assert ours.labels_N.dtype == np.int64
+    for index in range(len(folder)):
+        assert bytes(ours.read(index)) == folder.read(index)
+        assert ours.name(index) == folder.name(index)
+        assert decode_image(ours.read(index)).size == (ours.widths_N[index], ours.heights_N[index])
+    assert len(ours) == len(folder)
+
+
+def test_samples_lie_in_several_shards_of_about_the_size_that_was_asked_for(packed: Path) -> None:
+    shards = read_index(packed).splits["train"].shards
+    assert len(shards) > 2
+    assert max(shard.bytes for shard in shards) < 2 * SMALL_SHARDS
+    source = open_records(str(packed), "train")
+    places = [source.place(index) for index in range(len(source))]
+    assert places == [(number, row) for number, shard in enumerate(shards) for row in range(shard.rows)]
+
+
+def test_pixels_are_read_as_height_width_and_colour(images: Path, tmp_path: Path) -> None:
+    pack_here(images, tmp_path / "raw", Mode(raw=20))
+    source = open_records(str(tmp_path / "raw"), "train")
+    pixels_HWC = source.read(0)
+    assert isinstance(pixels_HWC, np.ndarray)
+    assert pixels_HWC.shape == (source.heights_N[0], source.widths_N[0], 3)
+    assert min(pixels_HWC.shape[:2]) == 20
+
+
+def test_several_threads_read_at_once(images: Path, packed: Path) -> None:
+    folder, source = FolderSource(str(images), "train"), open_records(str(packed), "train")
+    wrong: list[int] = []
+
+    def read_all() -> None:
+        wrong.extend(index for index in range(len(source)) if source.read(index) != folder.read(index))
+
+    threads = [threading.Thread(target=read_all) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_source_goes_on_in_another_process(packed: Path, method: str) -> None:
+    source = open_records(str(packed), "train")
+    first = source.read(0)
+    with get_context(method).Pool(1) as pool:
+        assert pool.apply(source.read, (0,)) == first
+        assert pool.apply(source.name, (12,)) == "train/emu/000.jpg"
+    assert source.read(0) == first
+
+
+def test_a_source_that_travels_is_small_beside_what_it_reads(packed: Path) -> None:
+    source = open_records(str(packed), "train")
+    source.read(0)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(3) == source.read(3)
+
+
+def test_files_are_closed_with_their_source(packed: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    source = open_records(str(packed), "train")
+    for index in range(len(source)):
+        source.read(index)
+    assert len(os.listdir("/dev/fd")) > before
+    del source
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_low_limit_on_open_files_is_raised(packed: Path) -> None:
+    code = (
+        "import resource, sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard));"
+        "print(sum(len(source.read(index)) > 0 for index in range(len(source))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(packed)], capture_output=True, text=True, check=True)
+    assert done.stdout == "13\n"
+
+
+# What is damaged
+
+
+def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
+    index = packed / INDEX
+    whole = json.loads(index.read_bytes())
+
+    def said(**changes: object) -> str:
+        index.write_text(json.dumps({**whole, **changes}))
+        return message(packed)
+
+    assert "is of version 2, and this raydistill reads 1: update it" in said(version=2)
+    assert "not the index of a packed set (format: " in said(format="other")
+    assert "(classes: " in said(classes=7)
+    assert "has no split val" in said(splits={"train": whole["splits"]["train"]})
+    outside = {**whole["splits"]["train"], "rows": {**whole["splits"]["train"]["rows"], "file": "../rows.arrow"}}
+    assert "splits.train.rows.file" in said(splits={"train": outside, "val": whole["splits"]["val"]})
+    assert "does not agree with its index" in said(classes=["cat"])
+    for content in (b"", b"{", b"[]", b"\xff\xfe", b"null"):
+        index.write_bytes(content)
+        assert "is not the index of a packed set" in message(packed)
+    index.unlink()
+    (packed / UNFINISHED).mkdir()
+    assert "not packed to the end: the same `distill pack` once more goes on" in message(packed)
+    shutil.rmtree(packed)
+    assert "index.json cannot be read: No such file" in message(packed)
+
+
+def test_an_image_folder_with_a_file_of_the_indexs_name_stays_an_image_folder(images: Path) -> None:
+    (images / INDEX).write_text("{}")
+    assert isinstance(open_source(DataConfig(path=str(images)), "train"), FolderSource)
+
+
+def test_a_shard_of_another_size_or_none_is_refused(packed: Path) -> None:
+    shard = packed / "train-00001.arrow"
+    size = shard.stat().st_size
+    for length in (0, 8, size - 1, size + 8):
+        os.truncate(shard, length)
+        assert f"{shard} has {length:,} bytes, and its index says {size:,}; copy or pack it again" in message(packed)
+    shard.unlink()
+    assert f"{shard} cannot be read: No such file" in message(packed)
+    shard.mkdir()
+    message(packed)
+
+
+def test_rows_that_are_not_those_of_the_index_are_refused(packed: Path) -> None:
+    rows = packed / "train.rows.arrow"
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[:-1])
+    assert f"{rows} is not the file that its index tells of" in message(packed)
+    rows.write_bytes(whole.replace(b"label", b"lebal"))
+    assert f"{rows} is not the file that its index tells of" in message(packed)
+    rows.unlink()
+    assert f"{rows} cannot be read" in message(packed)
+
+
+def _with_rows(packed: Path, content: bytes) -> None:
+    """Write rows together with their checksum: what only an adversary, or a mistake of ours, would do."""
+    (packed / "train.rows.arrow").write_bytes(content)
+    index = json.loads((packed / INDEX).read_bytes())
+    index["splits"]["train"]["rows"] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (packed / INDEX).write_text(json.dumps(index))
+
+
+def test_rows_that_point_outside_their_shard_are_refused(packed: Path) -> None:
+    batch = pa.ipc.open_file(packed / "train.rows.arrow").get_batch(0)
+    for column, values in (
+        ("offset", [-1, 2**62, 10**6]), ("size", [-1, 2**62, 10**6]), ("label", [-1, 3]), ("width", [-1]), ("height", [-1])
+    ):  # fmt: skip
+        for value in values:
+            changed = batch.column(column).to_numpy().copy()
+            changed[4] = value
+            place = batch.schema.get_field_index(column)
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, batch.schema) as writer:
+                writer.write_batch(batch.set_column(place, batch.schema.field(place), pa.array(changed)))
+            _with_rows(packed, sink.getvalue().to_pybytes())
+            assert "does not agree with its index" in message(packed), (column, value)
+
+
+def _read_everything(source: RecordsSource) -> None:
+    for index in range(len(source)):
+        source.read(index)
+        source.name(index)
+
+
+def test_mutated_files_give_samples_or_one_line_and_never_end_the_process(packed: Path) -> None:
+    noise = np.random.default_rng(0)
+    for file in ("train-00001.arrow", "train.rows.arrow", INDEX):
+        path = packed / file
+        whole = path.read_bytes()
+        for turn in range(60):
+            mutated = bytearray(whole)
+            for place in noise.integers(0, len(whole), 1 + turn % 5):
+                mutated[place] ^= 1 << int(noise.integers(0, 8))
+            if file != INDEX and turn % 2:  # where Arrow keeps its structure
+                zeroed = int(noise.integers(1, 800))
+                mutated[-zeroed:] = bytes(zeroed)
+            if file == "train.rows.arrow" and turn % 3:
+                _with_rows(packed, bytes(mutated))
+            else:
+                path.write_bytes(mutated)
+            with contextlib.suppress(DataError):
+                _read_everything(open_records(str(packed), "train"))
+        if file == "train.rows.arrow":
+            _with_rows(packed, whole)
+        path.write_bytes(whole)
+    _read_everything(open_records(str(packed), "train"))
+
+
+def test_a_shard_that_is_cut_off_while_it_is_read_is_an_error_and_not_a_crash(packed: Path) -> None:
+    source = open_records(str(packed), "train")
+    source.read(0)
+    os.truncate(packed / "train-00000.arrow", 100)
+    with pytest.raises(DataError, match=r"train-00000.arrow was cut off while it was in use"):
+        source.read(0)
+    os.truncate(packed / "train-00001.arrow", 100)  # not opened before
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"train-00001.arrow has 100 bytes, and its index says"):
+            source.read(5)
+
+
+def test_a_shard_that_is_replaced_under_a_running_job_does_not_disturb_it(images: Path, packed: Path) -> None:
+    source = open_records(str(packed), "train")
+    before = source.read(0)
+    other = packed / "other"
+    other.write_bytes(b"x" * 10)
+    other.replace(packed / "train-00000.arrow")
+    assert source.read(0) == before
+
+
+def test_the_name_of_a_sample_in_a_damaged_shard_is_its_place(packed: Path) -> None:
+    source = open_records(str(packed), "train")
+    shard = packed / "train-00000.arrow"
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    assert source.name(1) == "train-00000.arrow[1]"
+
+
+def test_every_files_checksum_finds_a_single_bit(packed: Path) -> None:
+    for file in read_index(packed).files():
+        assert check_file(packed, file) is None
+        path = packed / file.file
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        assert check_file(packed, file) == f"{path} has another checksum than its index says"
+        path.write_bytes(content[:-1])
+        assert "bytes, and its index says" in str(check_file(packed, file))
+        path.unlink()
+        assert "cannot be read: No such file" in str(check_file(packed, file))
+
+
+# The format
+
+
+def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path, packed: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "records.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 12
+    command = [sys.executable, "-c", code, str(packed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+    folder = FolderSource(str(images), "train")
+    expected = [
+        f"{folder.name(index)} {folder.classes[folder.labels_N[index]]} {len(folder.read(index))}" for index in range(len(folder))
+    ]
+    assert done.stdout.splitlines() == expected
+
+
+def test_opening_and_reading_imports_no_pandas(packed: Path) -> None:
+    code = (
+        "import sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"
+        "source.read(0); source.name(0); assert 'pandas' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(packed)], check=True)
+
+
+# In training
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_loader_gives_the_same_batches_of_a_packed_set_as_of_its_folder(images: Path, packed: Path, split: str) -> None:
+    def batches(path: Path) -> list[tuple[object, ...]]:
+        data = DataConfig(path=str(path), global_batch_size=4, image_size=16, augment="crop_flip", last_batch="short")
+        source = open_source(data, split)  # type: ignore[arg-type]
+        loader = Loader(source, data, split=split, seed=3, rank=0, world_size=1, loader_workers=2)  # type: ignore[arg-type]
+        found = [
+            tuple(part.tolist() for part in (batch.images_BCHW, batch.labels_B, batch.indices_B)) for batch in loader.epoch(1)
+        ]
+        loader.close()
+        return found
+
+    assert batches(packed) == batches(images)
+
+
+def test_a_shard_that_fails_while_a_loader_reads_it_ends_the_epoch_with_its_name(packed: Path) -> None:
+    data = DataConfig(path=str(packed), global_batch_size=4, image_size=16)
+    loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=2)
+    os.truncate(packed / "train-00000.arrow", 10)
+    with pytest.raises(DataError, match=r"train-00000.arrow has 10 bytes"):
+        list(loader.epoch(0))
+    loader.close()

@@ -1,0 +1,132 @@
+"""The whole way from bytes to the models' input, and that it depends on nothing but (seed, epoch, sample)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.experiment import load
+from tests.trainables.device.pictures import pictures
+from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
+from tests.trainables.ranks import Ranks
+from trainables.config import DataConfig, DeviceAugmentConfig
+from trainables.device.augment import Inputs, TrainInputs
+from trainables.device.feed import DeviceBatch
+from trainables.errors import ExperimentError
+from trainables.inputs import normalizer
+
+ALL: dict[str, Any] = {
+    "randaugment": {"num_ops": 2, "magnitude": 9},
+    "color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    "random_erasing": 0.25,
+    "mixup": 0.2,
+    "cutmix": 1.0,
+}
+IMAGES = pictures(8, 16)
+
+
+def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> Inputs:
+    """What the models see of these rows of IMAGES, as one batch; their labels and dataset-wide indices are the rows."""
+    device, data = torch.device("cpu"), DataConfig()
+    normalize = normalizer(data.mean, data.std, device, torch.float64, torch.contiguous_format)
+    prepare = TrainInputs(DeviceAugmentConfig.model_validate(sections), normalize, seed=seed, image_size=16, device=device)
+    rows_B = torch.tensor(rows, dtype=torch.int64)
+    return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, epoch, len(rows), None))
+
+
+def test_without_augmentation_the_input_is_the_normalised_image() -> None:
+    data = DataConfig()
+    seen = inputs([3, 1])
+    expected = (IMAGES[[3, 1]].double() / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
+    assert torch.allclose(seen.images_BCHW, expected.double(), atol=1e-6)
+    assert seen.labels_B.tolist() == [3, 1]
+    assert seen.mix is None
+
+
+def test_what_a_pair_becomes_does_not_depend_on_the_rest_of_the_batch() -> None:
+    whole, pair = inputs(list(range(8)), **ALL), inputs([4, 5], **ALL)
+    assert whole.mix is not None
+    assert pair.mix is not None
+    assert torch.equal(whole.images_BCHW[4:6], pair.images_BCHW)
+    assert torch.equal(whole.mix.labels_B[4:6], pair.mix.labels_B)
+    assert torch.equal(whole.mix.share_B[4:6], pair.mix.share_B)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("mixup", "cutmix")])
+def test_what_an_image_becomes_does_not_depend_on_its_batch(name: str) -> None:
+    whole = inputs(list(range(8)), **{name: ALL[name]})
+    assert all(torch.equal(whole.images_BCHW[row], inputs([row], **{name: ALL[name]}).images_BCHW[0]) for row in range(8))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_epoch_and_seed_shows_another_picture(name: str) -> None:
+    section = {name: 1.0 if name == "random_erasing" else ALL[name]}
+    first = inputs(list(range(8)), **section).images_BCHW
+    assert torch.equal(first, inputs(list(range(8)), **section).images_BCHW)
+    assert not torch.equal(first, inputs(list(range(8)), epoch=1, **section).images_BCHW)
+    assert not torch.equal(first, inputs(list(range(8)), seed=1, **section).images_BCHW)
+
+
+def test_switching_one_augmentation_on_leaves_what_the_others_draw() -> None:
+    erased = inputs(list(range(8)), random_erasing=1.0).images_BCHW == 0
+    both = inputs(list(range(8)), random_erasing=1.0, randaugment={}, color_jitter={"hue": 0.5}).images_BCHW == 0
+    assert bool((both | ~erased).all())
+
+
+def test_a_rank_without_samples_augments_nothing() -> None:
+    assert inputs([], **ALL).images_BCHW.shape == (0, 3, 16, 16)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_path: Path, accumulate: int) -> None:
+    teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
+    data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL}
+    settings = {"data": data, "teacher": teacher, "optim": {"epochs": 2, "accumulate": accumulate}}
+    states = {n: ranks.run(n, train, config(tmp_path / str(n), **settings))[0]["state"] for n in (1, 2, 3)}
+    assert relative_difference(states[1], states[2]) < 1e-9
+    assert relative_difference(states[1], states[3]) < 1e-9
+
+
+def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+    settings = {"teacher": None, "data": {"last_batch": "drop", "device_augment": ALL}, "train": {"checkpoint_every": 3},
+                "optim": {"epochs": 2}}  # fmt: skip
+    whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
+    pieces = ranks.run(1, train, config(tmp_path / "pieces", **settings), 3)[0]
+    assert pieces["died"]
+    pieces = ranks.run(1, train, config(tmp_path / "pieces", **settings))[0]
+    assert equal(whole["state"], pieces["state"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.device_augment.mixpu=0.2"], "data.device_augment.mixpu: no such key; did you mean data.device_augment.mixup?"),
+        (["data.device_augment.randaugment.num_op=2"], "did you mean data.device_augment.randaugment.num_ops?"),
+        (["data.device_augment.random_erasing=1.5"], "data.device_augment.random_erasing: must be at most 1, not 1.5"),
+        (["data.device_augment.randaugment.magnitude=31"], "magnitude: must be at most 30, not 31"),
+        (["data.device_augment.color_jitter.hue=0.6"], "hue: must be at most 0.5, not 0.6"),
+        (
+            ["data.device_augment.mixup=0.2", "data.global_batch_size=66", "scale.num_workers=2"],
+            "each of 2 workers has 33 of data.global_batch_size 66: write 68, or set both to 0",
+        ),
+        (["data.device_augment.cutmix=1", "data.last_batch=short"], "set data.last_batch to drop, or both to 0"),
+        (
+            ["data.device_augment.mixup=0.2", "distill.method=dkd", "distill.method_weight=1"],
+            "distill.method: dkd needs images of one class each: set data.device_augment.mixup",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(overrides: list[str], says: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        load("digits", overrides)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_fits_is_taken() -> None:
+    sections = [f"data.device_augment.{key}={value}".replace("'", "") for key, value in ALL.items()]
+    resolved = load("digits", sections)
+    assert resolved.experiment.data.device_augment == DeviceAugmentConfig.model_validate(ALL)

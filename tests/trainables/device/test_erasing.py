@@ -1,0 +1,48 @@
+"""Random erasing against torchvision's own way to choose a rectangle, and what is erased."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as TF
+
+from tests.trainables.device.pictures import pictures
+from trainables.device.draws import Draws
+from trainables.device.erasing import RandomErasing
+
+
+def torchvisions(row: list[float], probability: float, height: int, width: int) -> tuple[int, int, int, int] | None:
+    """(top, left, height, width) by torchvision's RandomErasing.make_params, with these random numbers."""
+    chance, down, right, *tries = row
+    if chance >= probability:
+        return None
+    for area_at, ratio_at in zip(tries[0::2], tries[1::2], strict=True):
+        area = height * width * (0.02 + (0.33 - 0.02) * area_at)
+        ratio = math.exp(math.log(0.3) + (math.log(3.3) - math.log(0.3)) * ratio_at)
+        high, wide = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if high < height and wide < width:
+            return int(down * (height - high + 1)), int(right * (width - wide + 1)), high, wide
+    return None
+
+
+@pytest.mark.parametrize(("height", "width"), [(224, 224), (32, 20), (3, 60), (1, 1)])
+def test_the_rectangles_are_torchvisions(height: int, width: int) -> None:
+    uniforms = Draws(5, 0, torch.arange(400)).columns(0, RandomErasing.num_uniforms)
+    boxes = RandomErasing(0.6).boxes(uniforms, height, width)
+    for row, (top, left, bottom, right) in zip(uniforms.tolist(), boxes.tolist(), strict=True):
+        expected = torchvisions(row, 0.6, height, width)
+        assert (top, left, bottom - top, right - left) == expected if expected else (bottom, right) == (top, left)
+
+
+def test_what_is_inside_becomes_0_and_the_rest_stays() -> None:
+    images = pictures(64, 24).double() + 1
+    draws = Draws(1, 1, torch.arange(64))
+    erasing = RandomErasing(0.5)
+    erased = erasing(images, draws, 4)
+    boxes = erasing.boxes(draws.columns(4, erasing.num_uniforms), 24, 24).long().tolist()
+    for image, mine, (top, left, bottom, right) in zip(images, erased, boxes, strict=True):
+        assert torch.equal(mine, TF.erase(image, top, left, bottom - top, right - left, torch.zeros(3, 1, 1)))
+    changed = int((erased != images).flatten(1).any(1).sum())
+    assert 20 < changed < 44

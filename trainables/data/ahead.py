@@ -1,0 +1,74 @@
+"""Which shards an order needs next, found a stretch of positions at a time.
+
+Shapes: B positions asked for, S shards of the split.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.records import File
+
+_STRETCH = 4096  # positions: their samples are found in milliseconds, and a shard holds about as many
+
+
+class Positions(Protocol):
+    """An epoch's order; see `order.Order`."""
+
+    num_samples: int
+
+    def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+
+class _Stretch(NamedTuple):
+    epoch: int
+    begin: int  # positions
+    end: int
+    shards: tuple[int, ...]  # in the order of their first use
+
+
+class Ahead:
+    """The shards that are needed from a position on, in the order of their first use. Callers lock."""
+
+    def __init__(self, shards: Sequence[File]) -> None:
+        self._bytes_S = [shard.bytes for shard in shards]
+        self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
+        self._order: Positions | None = None
+        self._given: Positions | None = None
+        self._stretches: deque[_Stretch] = deque()
+        self._at = (0, 0)  # where the next stretch begins
+
+    def move(self, order: Positions, epoch: int, position: int) -> None:
+        """What comes before this position is needed no more."""
+        while self._stretches and (self._stretches[0].epoch, self._stretches[0].end) <= (epoch, position):
+            self._stretches.popleft()
+        known = self._stretches and (self._stretches[0].epoch, self._stretches[0].begin) <= (epoch, position)
+        if order is not self._given or not known:
+            self._given, self._order = order, copy.copy(order)  # an order remembers its last epoch: this one goes ahead of it
+            self._stretches.clear()
+            self._at = (epoch, position)
+
+    def upcoming(self, max_bytes: int) -> list[int]:
+        """The shards needed next: those of the present stretch, and of later ones up to about `max_bytes` in all.
+
+        The next epoch follows on the present one.
+        """
+        found = dict.fromkeys(shard for stretch in self._stretches for shard in stretch.shards)
+        while self._order and len(found) < len(self._bytes_S) and sum(self._bytes_S[shard] for shard in found) < max_bytes:
+            self._extend(self._order)
+            found |= dict.fromkeys(self._stretches[-1].shards)
+        return list(found)
+
+    def _extend(self, order: Positions) -> None:
+        epoch, begin = self._at
+        end = min(begin + _STRETCH, order.num_samples)
+        shards_B = np.searchsorted(self._ends_S, order.at(epoch, np.arange(begin, end)), side="right")
+        shards, first_use = np.unique(shards_B, return_index=True)
+        self._stretches.append(_Stretch(epoch, begin, end, tuple(shards[np.argsort(first_use)].tolist())))
+        self._at = (epoch, end) if end < order.num_samples else (epoch + 1, 0)

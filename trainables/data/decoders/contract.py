@@ -1,0 +1,93 @@
+"""What a JPEG decoder is told and gives. Shapes: H W pixels of the part that was decoded."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Box = tuple[int, int, int, int]
+"""(left, top, right, bottom) in pixels of the whole image; right and bottom lie just outside."""
+
+_START, _END = b"\xff\xd8", b"\xff\xd9"
+_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive: Huffman-coded, in blocks
+_OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic
+_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
+_SCAN, _END_MARKER = 0xDA, 0xD9
+_BYTE_SIZED, _MOST_SAMPLES = 8, 4
+
+
+class JpegHeader(NamedTuple):
+    """What is known of a JPEG file before it is decoded. `mcu_width`: a region can begin at multiples of it."""
+
+    width: int
+    height: int
+    mcu_width: int
+
+
+class Decoded(NamedTuple):
+    """A part of an image that was shrunk by `shrink`, whose first pixel is at (left, top) of the shrunk image."""
+
+    rgb_HWC: NDArray[np.uint8]
+    left: int
+    top: int
+    shrink: int
+
+    def part(self, box: Box) -> NDArray[np.uint8]:
+        """The pixels in `box`, where nothing was shrunk."""
+        left, top, right, bottom = box
+        return self.rgb_HWC[top - self.top : bottom - self.top, left - self.left : right - self.left]
+
+
+class Decoder(Protocol):
+    """Decodes JPEG files, from any number of threads at once, without the GIL."""
+
+    @property
+    def name(self) -> str:
+        """As in DECODERS."""
+
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
+        """At least the pixels in `box`, of the image shrunk by 1, 2, 4 or 8 in the frequency domain.
+
+        A decoder that cannot shrink, or not choose a part, gives more pixels; `shrink` of its answer says so. Where that is
+        1, pixels in the box are those of PIL. None where the file is damaged or strange, so that they may not be: PIL is
+        asked then, and its word is final.
+        """
+
+
+def read_header(data: bytes | memoryview) -> JpegHeader | None:
+    """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colours. None for all others.
+
+    So CMYK, lossless and 12-bit JPEG, other formats and damaged headers are left to PIL, and so is a file that does not end
+    as a JPEG file does: decoders that stop below a crop would not see that it is truncated. Markers: ITU-T T.81, annex B.
+    """
+    if data[:2] != _START or data[-2:] != _END:
+        return None
+    at, end = 2, len(data) - 9
+    while at < end:
+        if data[at] != 0xFF:
+            return None
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif marker in _FRAMES:
+            return _read_frame(data, at + 4)
+        elif marker in _OTHER_FRAMES or marker in (_SCAN, _END_MARKER):
+            return None
+        elif marker in _WITHOUT_LENGTH:
+            at += 2
+        else:
+            at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return None
+
+
+def _read_frame(data: bytes | memoryview, at: int) -> JpegHeader | None:
+    bits, height, width, components = struct.unpack_from(">BHHB", data, at)
+    if bits != _BYTE_SIZED or not width or not height or components not in (1, 3) or at + 6 + 3 * components > len(data):
+        return None
+    widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
+    if not 1 <= widest <= _MOST_SAMPLES:
+        return None
+    return JpegHeader(width, height, 8 * widest if components == 3 else 8)

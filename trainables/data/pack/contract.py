@@ -1,0 +1,113 @@
+"""What a reader of some layout of images gives to the packing.
+
+Shapes: N samples of a split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.order import Split
+from trainables.errors import DataError
+
+_WORD = re.compile(r"[a-z]+")
+
+Place = Any
+"""Where a reader finds a sample: a path, or a file and a position in it. JSON-like, since it travels and is compared."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One split of a source in its order: where each sample lies, and its label."""
+
+    places: Sequence[Place]
+    labels_N: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A whole source. Labels are indices into `classes`; `pixels`: samples come as pixels, not as image files."""
+
+    classes: tuple[str, ...]
+    splits: Mapping[Split, Listed]
+    pixels: bool = False
+
+
+class Reader(Protocol):
+    """One layout of labelled images on disk. Making a reader reads nothing."""
+
+    def __init__(self, root: Path) -> None: ...
+
+    @staticmethod
+    def knows(root: Path) -> bool:
+        """Whether `root` looks like this layout; decided by names, or by a few bytes."""
+
+    def listing(self) -> Listing:
+        """Every sample of both splits. Raises DataError where there is none, or labels do not agree."""
+
+    def read(self, places: Sequence[Place]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
+        """For each place the sample's name, and what it holds or why that cannot be read."""
+
+
+def number_labels(
+    root: Path, train: Sequence[int | str], val: Sequence[int | str], names: Mapping[int | str, str] | None = None
+) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
+    """Classes and labels 0 … K−1 of both splits, from whatever a source calls its labels: the sorted values that train has.
+
+    A class's name is what `names` calls it, or else the value itself. Raises DataError for a value that only validation has.
+    """
+    values = sorted(set(train), key=lambda value: (isinstance(value, str), value))
+    place = {value: index for index, value in enumerate(values)}
+    if unknown := sorted(set(val) - set(place), key=str):
+        raise unknown_labels(root, [str(value) for value in unknown])
+    classes = tuple((names or {}).get(value, str(value)) for value in values)
+    if len(set(classes)) < len(classes):  # two numbers under one name
+        classes = tuple(str(value) for value in values)
+    return classes, *(np.array([place[value] for value in part], dtype=np.int64) for part in (train, val))  # type: ignore[return-value]
+
+
+def unknown_labels(root: Path, labels: Sequence[str]) -> DataError:
+    """The refusal of labels that validation has and train has not."""
+    return DataError(f"{root}: validation has labels that train has not: {_some(labels)}; give the two splits of one data set")
+
+
+def unnamed_labels(root: Path, labels: Sequence[str]) -> DataError:
+    """The refusal of labels for which a source that names its classes has no name."""
+    return DataError(f"{root}: there are labels without a class's name: {_some(labels)}; give labelled images of one data set")
+
+
+def _some(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+
+
+def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:
+    """Files by the split that their path below `root` names, sorted: train; and val, or else validation, or else test.
+
+    A word counts where it stands alone: `data/train-00000-of-00010.parquet`, `imagenet_val.tar`, `test/0.tar`.
+    Raises DataError where a split has no files.
+    """
+    words = {path: set(_WORD.findall(str(path.relative_to(root)).lower())) for path in sorted(files)}
+    train = [path for path in words if "train" in words[path] or "training" in words[path]]
+    for name in ("val", "validation", "test"):
+        if val := [path for path in words if name in words[path] and path not in train]:
+            break
+    if not train or not val:
+        raise DataError(
+            f"{root}: no {what} of {'validation' if train else 'training'}; its files' names hold the word "
+            f"{'val, validation or test' if train else 'train'}"
+        )
+    return {"train": train, "val": val}
+
+
+def files_below(root: Path, pattern: str) -> list[Path]:
+    """Files in `root` and in its folders, not deeper, whose names match the regular expression, sorted."""
+    known = re.compile(pattern)
+    return sorted(path for level in ("*", "*/*") for path in root.glob(level) if known.fullmatch(path.name) and path.is_file())

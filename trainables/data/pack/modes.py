@@ -1,0 +1,88 @@
+"""What becomes of an image as it is packed: nothing, a smaller JPEG, or pixels."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from trainables.data.decode import Sample, decode_image
+from trainables.data.pack.look import quick_look
+
+
+class Packed(NamedTuple):
+    """An image as the record keeps it: a file, or height · width · 3 bytes of RGB."""
+
+    content: bytes | memoryview
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    """At most one of `max_side` and `raw` is set; none: the image stays as it is.
+
+    max_side: a JPEG of `quality` whose longer side has at most so many pixels (bicubic, antialiased). A gray or RGB JPEG that is
+    no larger keeps its bytes: another round of compression would only harm it.
+    raw: pixels, the shorter side at most so many (bilinear, antialiased, as validation resizes: so that its view of the
+    record equals its view of the original). Smaller images are not enlarged.
+    """
+
+    max_side: int | None = None
+    quality: int = 90
+    raw: int | None = None
+
+    def stores_pixels(self, source_has_pixels: bool) -> bool:
+        """Whether the set holds pixels: as asked, or as the source has them."""
+        return self.raw is not None or (source_has_pixels and self.max_side is None)
+
+    def described(self) -> dict[str, int]:
+        """For the index; nothing where images stay as they are."""
+        if self.raw is not None:
+            return {"raw": self.raw}
+        return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
+
+    def __str__(self) -> str:
+        if self.raw is not None:
+            return f"--raw {self.raw}"
+        return f"--max-side {self.max_side} --quality {self.quality}" if self.max_side is not None else "as is"
+
+    def apply(self, sample: Sample, pixels: bool) -> Packed:
+        """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""
+        if pixels:
+            return _pixels(sample, self.raw)
+        if isinstance(sample, np.ndarray):
+            return _encoded(decode_image(sample), self.max_side, self.quality)
+        look = quick_look(bytes(sample))
+        if self.max_side is None:
+            width, height = (look.width, look.height) if look else decode_image(sample).size
+            return Packed(sample, width, height)
+        if look and look.format == "JPEG" and look.channels != 4 and max(look.width, look.height) <= self.max_side:
+            return Packed(sample, look.width, look.height)
+        return _encoded(decode_image(sample), self.max_side, self.quality)
+
+
+def _encoded(image: Image.Image, max_side: int | None, quality: int) -> Packed:
+    """A JPEG whose longer side has at most `max_side` pixels; without that, a PNG, which loses nothing."""
+    buffer = io.BytesIO()
+    if max_side is None:
+        image.save(buffer, "PNG")
+    else:
+        if max(image.size) > max_side:
+            width, height = (max(1, round(side * max_side / max(image.size))) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        image.save(buffer, "JPEG", quality=quality)
+    return Packed(buffer.getvalue(), *image.size)
+
+
+def _pixels(sample: Sample, shorter_side: int | None) -> Packed:
+    """RGB pixels, the shorter side at most `shorter_side`."""
+    image = decode_image(sample)
+    width, height = image.size
+    if shorter_side is not None and min(width, height) > shorter_side:
+        longer = int(shorter_side * max(width, height) / min(width, height))
+        image = image.resize((shorter_side, longer) if width <= height else (longer, shorter_side), Image.Resampling.BILINEAR)
+    return Packed(image.tobytes(), *image.size)

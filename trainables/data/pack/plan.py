@@ -1,0 +1,103 @@
+"""Which samples go into which shard: decided before the first is written, by the source and the mode alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainables.data.decode import UnreadableImageError
+from trainables.data.order import Split
+from trainables.data.pack.contract import Listed, Listing
+from trainables.data.pack.modes import Mode
+from trainables.data.pack.readers import READERS, find_reader
+from trainables.data.pack.shard import ShardJob
+from trainables.errors import DataError
+
+SHARD_BYTES = 256 * 2**20
+SHARD_ROWS = 8192
+"""Sets of tiny images have more than one shard too: what cores share is shards."""
+_PROBES = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides what a packed set will hold, byte by byte."""
+
+    source: Path
+    kind: str
+    mode: Mode
+    classes: tuple[str, ...]
+    pixels: bool
+    jobs: tuple[ShardJob, ...]
+    expected_bytes: int
+    fingerprint: str
+    """Of the arguments, the samples' places and their labels: two plans with the same make the same set."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(job.listed.places) for job in self.jobs)
+
+
+def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes: int = SHARD_BYTES) -> Plan:
+    """List the source and cut it into shards of about `shard_bytes`, with the same number of samples but a split's last.
+
+    Sizes are estimated from a few samples spread over each split: to ask a million files for theirs takes minutes on a network.
+
+    Raises DataError where the source is of no known layout, or its labels do not agree.
+    """
+    kind = find_reader(source)
+    listing = READERS[kind](source).listing()
+    pixels = mode.stores_pixels(listing.pixels)
+    jobs: list[ShardJob] = []
+    expected = 0
+    for split in ("train", "val"):
+        listed = listing.splits[split]
+        if not len(listed.places):
+            raise DataError(f"{source}: its {kind} holds no {split} images; give both splits")
+        mean = _mean_bytes(source, kind, mode, pixels, listed, split)
+        expected += round(mean * len(listed.places))
+        num_shards = math.ceil(len(listed.places) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))
+        rows = math.ceil(len(listed.places) / num_shards)
+        for number, first in enumerate(range(0, len(listed.places), rows)):
+            part = Listed(listed.places[first : first + rows], listed.labels_N[first : first + rows])
+            jobs.append(ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
+    fingerprint = _fingerprint(kind, mode, listing, jobs)
+    return Plan(source, kind, mode, listing.classes, pixels, tuple(jobs), expected, fingerprint)
+
+
+def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, listed: Listed, split: Split) -> float:
+    """Mean bytes of a packed image, from a few that are spread over the split."""
+    probes = listed.places[:: -(-len(listed.places) // _PROBES)]
+    sizes: list[int] = []
+    reasons: list[str] = []
+    for name, sample in READERS[kind](source).read(probes):
+        try:
+            if isinstance(sample, UnreadableImageError):
+                raise sample
+            sizes.append(len(mode.apply(sample, pixels).content))
+        except UnreadableImageError as error:
+            reasons.append(f"{name} ({error})")
+    if not sizes:
+        raise DataError(
+            f"{source}: not one of {len(reasons)} {split} images looked at can be read, such as {reasons[0]}; give whole images"
+        )
+    return sum(sizes) / len(sizes)
+
+
+def _fingerprint(kind: str, mode: Mode, listing: Listing, jobs: list[ShardJob]) -> str:
+    """A hash over what the shards are made of."""
+    sha = hashlib.sha256(json.dumps([kind, mode.described(), listing.classes, listing.pixels]).encode())
+    for job in jobs:
+        sha.update(f"{job.file} {job.check} {len(job.listed.places)}\n".encode())
+        sha.update(_places_text(job.listed.places))
+        sha.update(job.listed.labels_N.tobytes())
+    return sha.hexdigest()
+
+
+def _places_text(places: Any) -> bytes:
+    text = "\n".join(places) if isinstance(places[0], str) else json.dumps(places)
+    return text.encode(errors="surrogateescape")

@@ -1,0 +1,37 @@
+"""The layouts that can be packed, by name, in the order in which a path is asked about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainables.data.pack.contract import Reader
+from trainables.data.pack.readers.cifar import CifarReader
+from trainables.data.pack.readers.folder import FolderReader
+from trainables.data.pack.readers.lmdb import LmdbReader
+from trainables.data.pack.readers.parquet import ParquetReader
+from trainables.data.pack.readers.tfrecord import TfrecordReader
+from trainables.data.pack.readers.webdataset import WebdatasetReader
+from trainables.errors import DataError
+
+READERS: dict[str, type[Reader]] = {
+    "CIFAR binary files": CifarReader,
+    "image folder": FolderReader,
+    "LMDB": LmdbReader,
+    "Parquet": ParquetReader,
+    "TFRecord": TfrecordReader,
+    "WebDataset": WebdatasetReader,
+}
+
+
+def find_reader(root: Path) -> str:
+    """The layout of a source. Raises DataError where it has none that is known."""
+    if not root.exists():
+        raise DataError(f"{root} does not exist; give {_known()}")
+    for name, reader in READERS.items():
+        if reader.knows(root):
+            return name
+    raise DataError(f"{root} is of no layout that can be packed: {_known()}; docs/records.md shows each")
+
+
+def _known() -> str:
+    return ", ".join(READERS)

@@ -1,0 +1,123 @@
+"""LMDB environments: Caffe's Datum; image files under keys CLASS/NAME; or image files beside labels, image-N and label-N.
+
+Values that Python has pickled, the most common layout of all, are refused: to read a pickle is to run what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.order import Split
+from trainables.data.pack.contract import Listed, Listing, number_labels, split_files
+from trainables.data.pack.readers.protobuf import WireError, parse_datum
+from trainables.errors import DataError
+
+_FILE = "data.mdb"
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"P5", b"P6")
+_LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files under image-N with label-N beside them"
+
+
+class LmdbReader:
+    """A place is an environment below the root and a key, its bytes as Latin-1."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @staticmethod
+    def knows(root: Path) -> bool:
+        return any(root.glob(f"*/{_FILE}"))
+
+    def listing(self) -> Listing:
+        places: dict[Split, list[tuple[str, str]]] = {"train": [], "val": []}
+        labels: dict[Split, list[int | str]] = {"train": [], "val": []}
+        pixels = False
+        for split, files in split_files(self._root, sorted(self._root.glob(f"*/{_FILE}")), "LMDB environments").items():
+            for file in files:
+                folder = file.parent.name
+                for key, label, is_pixels in _samples(file.parent):
+                    places[split].append((folder, key.decode("latin-1")))
+                    labels[split].append(label)
+                    pixels = is_pixels
+        classes, train, val = number_labels(self._root, labels["train"], labels["val"])
+        return Listing(classes, {"train": Listed(places["train"], train), "val": Listed(places["val"], val)}, pixels)
+
+    def read(self, places: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
+        with contextlib.ExitStack() as opened:
+            open_now: dict[str, Any] = {}
+            for folder, key in places:
+                if folder not in open_now:
+                    open_now[folder] = opened.enter_context(_reading(self._root / folder))
+                value = open_now[folder].get(key.encode("latin-1"))
+                yield f"{folder}/{key}", UnreadableImageError("no such key") if value is None else _sample(value)
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[Any]:
+    """A read transaction. Raises DataError where there is no environment, or it is damaged."""
+    import lmdb
+
+    try:
+        with (
+            lmdb.open(str(folder), readonly=True, lock=False, readahead=False) as environment,
+            environment.begin() as transaction,
+        ):
+            yield transaction
+    except lmdb.Error as error:
+        raise DataError(f"{folder} is no whole LMDB environment ({error}); copy it again") from None
+
+
+def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
+    """Each image's key, its label, and whether it is pixels. Raises DataError for a layout that is not known."""
+    with _reading(folder) as transaction:
+        for key, value in transaction.cursor():
+            if key.startswith((b"__", b"label-", b"num-")):
+                continue
+            if value.startswith(_MAGIC):
+                yield key, _label_beside(folder, transaction, key), False
+            elif len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value.endswith(b"."):
+                raise DataError(
+                    f"{folder}: its values are Python pickles, and reading a pickle runs whatever code it names; "
+                    f"write it again as {_LAYOUTS}, or pack the images that it was made from"
+                )
+            else:
+                try:
+                    datum = parse_datum(memoryview(value))
+                except WireError as error:
+                    raise DataError(f"{folder}: {key!r} is of no known layout ({error}); give {_LAYOUTS}") from None
+                yield key, datum.label, not datum.encoded
+
+
+def _label_beside(folder: Path, transaction: Any, key: bytes) -> int | str:
+    """The label of an image file: the value of label-N for image-N, or the first part of the key CLASS/NAME."""
+    if key.startswith(b"image-"):
+        value = transaction.get(b"label-" + key.removeprefix(b"image-"))
+        if value is not None:
+            text = bytes(value).decode(errors="replace").strip()
+            return int(text) if text.isdecimal() else text
+    name, slash, _ = key.decode(errors="replace").lstrip("/").partition("/")
+    if not slash:
+        raise DataError(f"{folder}: the label of {key!r} is not to be found; give {_LAYOUTS}")
+    return name
+
+
+def _sample(value: bytes) -> Sample | UnreadableImageError:
+    """An image file's bytes, or the RGB pixels of a Datum, which Caffe keeps as planes of blue, green and red."""
+    if value.startswith(_MAGIC):
+        return value
+    try:
+        datum = parse_datum(memoryview(value))
+    except WireError as error:
+        return UnreadableImageError(str(error))
+    if datum.encoded:
+        return bytes(datum.data)
+    if datum.channels not in (1, 3) or not datum.height or not datum.width:
+        return UnreadableImageError(f"{datum.channels} × {datum.height} × {datum.width} pixels are no image")
+    pixels_CHW: NDArray[np.uint8] = np.frombuffer(datum.data, dtype=np.uint8).reshape(datum.channels, datum.height, datum.width)
+    return np.ascontiguousarray(np.repeat(pixels_CHW, 3 // datum.channels, axis=0)[::-1].transpose(1, 2, 0))

@@ -1,0 +1,93 @@
+"""WebDataset tars: members of one name make a sample, `000017.jpg` the image and `000017.cls` its class, a number or a name."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainables.data.decode import UnreadableImageError
+from trainables.data.folder import EXTENSIONS
+from trainables.data.order import Split
+from trainables.data.pack.contract import Listed, Listing, files_below, number_labels, split_files
+from trainables.errors import DataError
+
+_BLOCK = 512
+
+
+class WebdatasetReader:
+    """A place is a tar below the root, offset and size of an image in it, and the member's name."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @staticmethod
+    def knows(root: Path) -> bool:
+        return bool(files_below(root, r".+\.tar(\.gz|\.bz2|\.xz|\.zst)?"))
+
+    def listing(self) -> Listing:
+        if packed := files_below(self._root, r".+\.tar\.(gz|bz2|xz|zst)"):
+            raise DataError(
+                f"{packed[0]} is compressed, so that its images cannot be reached one by one; unpack it to a plain .tar"
+            )
+        places: dict[Split, list[tuple[str, int, int, str]]] = {"train": [], "val": []}
+        labels: dict[Split, list[str]] = {"train": [], "val": []}
+        for split, paths in split_files(self._root, files_below(self._root, r".+\.tar"), "tars").items():
+            for path in paths:
+                for name, offset, size, label in _samples(path):
+                    places[split].append((str(path.relative_to(self._root)), offset, size, name))
+                    labels[split].append(label)
+        train, val = labels["train"], labels["val"]
+        if all(label.isdecimal() for label in (*train, *val)):
+            classes, train_N, val_N = number_labels(self._root, [int(label) for label in train], [int(label) for label in val])
+        else:
+            classes, train_N, val_N = number_labels(self._root, train, val)
+        return Listing(classes, {"train": Listed(places["train"], train_N), "val": Listed(places["val"], val_N)})
+
+    def read(self, places: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
+        for file, offset, size, member in places:
+            name = f"{file}/{member}"
+            try:
+                with open(self._root / file, "rb") as tar:
+                    tar.seek(offset)
+                    yield name, tar.read(size)
+            except OSError as error:
+                yield name, UnreadableImageError(f"cannot be read: {error.strerror}")
+
+
+def _samples(path: Path) -> Iterator[tuple[str, int, int, str]]:
+    """Of each sample the image's member name, offset and size, and the label. Raises DataError where a tar is damaged."""
+    key, image, label = "", None, None
+    try:
+        with open(path, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+            for member in tar:
+                if not member.isfile():
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                if (member_key := f"{folder}/{stem}") != key:
+                    yield from _whole(path, key, image, label)
+                    key, image, label = member_key, None, None
+                if extension.lower() == "cls":
+                    content = tar.extractfile(member)
+                    label = content.read().decode(errors="replace").strip() if content else None
+                elif f".{extension.lower()}" in EXTENSIONS:
+                    image = (member.name, member.offset_data, member.size)
+            raw.seek(tar.offset)
+            if raw.read(_BLOCK).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise tarfile.ReadError(f"damaged at byte {tar.offset}")
+            raw.seek(0, 2)
+            if raw.tell() < tar.offset:
+                raise tarfile.ReadError("cut off")
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path} is no whole tar ({error}); download it again") from None
+    yield from _whole(path, key, image, label)
+
+
+def _whole(path: Path, key: str, image: tuple[str, int, int] | None, label: str | None) -> Iterator[tuple[str, int, int, str]]:
+    """The sample, if there is one. Raises DataError where one half of it is missing."""
+    if image and label:
+        yield *image, label
+    elif image or label:
+        missing = ".cls with its class" if image else "image"
+        raise DataError(f"{path}: the sample {key.lstrip('/')} has no {missing}; give tars with KEY.jpg and KEY.cls")

@@ -1,0 +1,179 @@
+"""One shard of a packed set: read its samples, change them as the mode says, write an Arrow file.
+
+A shard is a function of the plan alone, so that it does not matter which process writes it, or when.
+Shapes: n samples of the shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.order import Split
+from trainables.data.pack.contract import Listed
+from trainables.data.pack.modes import Mode, Packed
+from trainables.data.pack.readers import READERS
+from trainables.data.records import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
+from trainables.errors import DataError
+from trainables.rundir import replacing, write_json
+
+Unreadable = dict[str, str]
+"""{"split", "name", "reason"}: a line of the report."""
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What a process needs to write one shard of `dest`."""
+
+    dest: Path
+    split: Split
+    number: int
+    source: Path
+    kind: str
+    mode: Mode
+    pixels: bool
+    check: bool
+    """Decode every image, also one that looks whole."""
+    listed: Listed
+
+    @property
+    def file(self) -> str:
+        return f"{self.split}-{self.number:05}.arrow"
+
+    @property
+    def done(self) -> Path:
+        """Says that the shard is finished, and what it holds."""
+        return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
+
+    @property
+    def rows(self) -> Path:
+        return self.done.with_suffix(".npy")
+
+    def finished(self) -> tuple[File, list[Unreadable]] | None:
+        """What an earlier process has written of this shard; None where it has not come to its end."""
+        try:
+            said = json.loads(self.done.read_bytes())
+            file = File.model_validate(said["file"])
+            whole = (self.dest / file.file).stat().st_size == file.bytes and self.rows.exists()
+            return (file, said["unreadable"]) if whole else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def write_shard(job: ShardJob) -> int:
+    """Write one shard and what tells that it is finished; the number of samples that it was to hold.
+
+    Raises DataError where this machine does not see the source; OSError where the disk is full.
+    """
+    if not job.source.exists():
+        raise DataError(f"{job.source} is not seen by {socket.gethostname()}: give a source that all nodes share")
+    data, ends, labels, names, widths, heights = bytearray(), [0], [], [], [], []
+    unreadable: list[Unreadable] = []
+    samples = READERS[job.kind](job.source).read(job.listed.places)
+    for label, (name, sample) in zip(job.listed.labels_N.tolist(), samples, strict=True):
+        try:
+            packed = _packed(job, sample)
+        except UnreadableImageError as error:
+            unreadable.append({"split": job.split, "name": name, "reason": str(error)})
+            continue
+        data += packed.content
+        ends.append(len(data))
+        labels.append(label)
+        names.append(name)
+        widths.append(packed.width)
+        heights.append(packed.height)
+    sizes = np.array([widths, heights], dtype=np.int32)
+    file = _write(job.dest / job.file, data, ends, labels, names, sizes)
+    starts = np.array(ends[:-1], dtype=np.int64) + _image_offset(job.dest / job.file)
+    with replacing(job.rows) as beside, open(beside, "wb") as rows:
+        np.save(rows, np.stack([np.array(labels, dtype=np.int64), starts, np.diff(ends), *sizes.astype(np.int64)]))
+    write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable})
+    return len(job.listed.places)
+
+
+def _packed(job: ShardJob, sample: Any) -> Packed:
+    if isinstance(sample, UnreadableImageError):
+        raise sample
+    if job.check:
+        decode_image(sample)
+    return job.mode.apply(sample, job.pixels)
+
+
+def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], names: list[str], sizes: NDArray[np.int32]) -> File:
+    """An Arrow file of one record batch, uncompressed, so that every image's bytes lie in it as they are."""
+    import pyarrow as pa
+
+    encoded = [name.encode() for name in names]
+    name_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    count = len(names)
+    columns = [
+        pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]),
+        _column(np.array(labels, dtype=np.int64)),
+        pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]),
+        *map(_column, sizes),
+    ]
+    batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
+    return write_batch(path, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
+
+
+def _column(values_n: NDArray[Any]) -> Any:
+    """An Arrow array; `pyarrow.array` would import pandas, for half a second and 40 MiB."""
+    import pyarrow as pa
+
+    kind = {"int32": pa.int32(), "int64": pa.int64()}[values_n.dtype.name]
+    return pa.Array.from_buffers(kind, len(values_n), [None, pa.py_buffer(np.ascontiguousarray(values_n))])
+
+
+def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
+    """The rows of a split from those of its shards, each (5, n)."""
+    import pyarrow as pa
+
+    joined = np.concatenate(rows, axis=1)
+    columns = [_column(column.astype(kind)) for column, kind in zip(joined, ROW_COLUMNS.values(), strict=True)]
+    return write_batch(path, pa.record_batch(columns, names=list(ROW_COLUMNS)))
+
+
+def write_batch(path: Path, batch: Any) -> File:
+    """Write one record batch as an Arrow file, hashed on its way."""
+    import pyarrow as pa
+
+    with replacing(path) as beside, open(beside, "wb") as file:
+        sink = _Hashed(file)
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        size = file.tell()
+    return File(file=path.name, rows=len(batch), bytes=size, sha256=sink.hash.hexdigest())
+
+
+class _Hashed:
+    """A file that is hashed while it is written."""
+
+    closed = False
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.hash = file, hashlib.sha256()
+
+    def write(self, content: Any) -> int:
+        self.hash.update(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _image_offset(path: Path) -> int:
+    """Where in a shard the bytes of its first image begin."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as mapped:
+        whole = mapped.read_buffer()
+        data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
+        return int(data.address - whole.address) if data is not None else 0

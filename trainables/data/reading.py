@@ -1,0 +1,76 @@
+"""What a loader thread does: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError, Future
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.augment import uniforms
+from trainables.data.decode import UnreadableImageError
+from trainables.data.memory import MemorySource
+from trainables.data.records import RecordsSource
+from trainables.data.source import Source
+from trainables.data.view import View
+from trainables.errors import DataError, DistillError
+
+
+class Part(NamedTuple):
+    """What a thread did for a batch."""
+
+    bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
+    took_s: float
+
+
+class Reader:
+    """Reads samples of one split for several threads at once."""
+
+    def __init__(self, source: Source, view: View, seed: int) -> None:
+        self._source, self._view, self._seed = source, view, seed
+
+    def fill(self, first_row: int, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8], epoch: int, stop: Event) -> Part:
+        """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; the undefined rows are named as bad.
+
+        Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
+        names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
+        """
+        began_s, bad = time.perf_counter(), list[tuple[int, str]]()
+        source, view = self._source, self._view
+        if isinstance(source, MemorySource) and view.leaves(source.size):
+            source.read_batch(indices_R, out_RHWC)
+            return Part(bad, time.perf_counter() - began_s)
+        if isinstance(source, RecordsSource):
+            source.expect(indices_R)
+        uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
+        for row, index in enumerate(indices_R.tolist()):
+            if stop.is_set():
+                raise CancelledError
+            try:
+                view.into(source.read(index), uniforms_RU[row], out_RHWC[row])
+            except UnreadableImageError as error:
+                bad.append((first_row + row, str(error)))
+            except (DistillError, MemoryError):
+                raise
+            except OSError as error:
+                raise DataError(
+                    f"data.path: {source.name(index)} cannot be read: {error.strerror or error}; see to the disk or the network "
+                    "that it lies on, then resume"
+                ) from error
+            except Exception as error:
+                raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
+        return Part(bad, time.perf_counter() - began_s)
+
+
+def outcome(part: Future[Part]) -> Part:
+    """What a thread did, once it has. A SystemExit that a library raised there must not end this thread as if it were its own.
+
+    Raises what the thread died of, as an Exception.
+    """
+    error = part.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise RuntimeError(f"a loader thread died of {type(error).__name__}: {error}") from error
+    return part.result()

@@ -1,0 +1,1 @@
+"""What happens to a batch on its way into the models: the copy to the device, augmentation and normalisation there."""

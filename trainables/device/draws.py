@@ -1,0 +1,59 @@
+"""The random numbers of `trainables.data.augment.uniforms`, drawn on the device, bit for bit the same.
+
+Shapes: B samples, U random numbers a sample. 64-bit words are held in int64, which adds and multiplies modulo 2^64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_DEVICE_STREAM = 2**32  # an experiment's seeds are smaller
+
+
+class Draws:
+    """The random numbers of a batch: any column of a sample's stream, without those before it.
+
+    A sample's stream is a function of (seed, epoch, index), and another one than the loader's, which cuts and flips.
+    """
+
+    def __init__(self, seed: int, epoch: int, indices_B: Tensor) -> None:
+        self._starts_B = _starts(seed + _DEVICE_STREAM, epoch, indices_B)
+
+    def columns(self, first: int, count: int) -> Tensor:
+        """Columns [first, first + count) of the batch's random numbers: (B, count) in [0, 1), float64."""
+        return _numbers(self._starts_B, first, count)
+
+
+def uniforms(seed: int, epoch: int, indices_B: Tensor, count: int) -> Tensor:
+    """Random numbers (B, `count`) in [0, 1), float64: `trainables.data.augment.uniforms` on the device of `indices_B`."""
+    return _numbers(_starts(seed, epoch, indices_B), 0, count)
+
+
+def _starts(seed: int, epoch: int, indices_B: Tensor) -> Tensor:
+    epoch_start = int(_mix(_mix(torch.tensor(seed)) + epoch))  # on the CPU: nothing waits
+    return _mix(indices_B + epoch_start)
+
+
+def _numbers(starts_B: Tensor, first: int, count: int) -> Tensor:
+    steps_U = torch.arange(first + 1, first + count + 1, device=starts_B.device) * _signed(_GOLDEN)
+    return _right(_mix(starts_B[:, None] + steps_U), 11).double() * 2.0**-53
+
+
+def _mix(values: Tensor) -> Tensor:
+    """SplitMix64's step and finalizer, elementwise."""
+    values = values + _signed(_GOLDEN)
+    values = (values ^ _right(values, 30)) * _signed(0xBF58476D1CE4E5B9)
+    values = (values ^ _right(values, 27)) * _signed(0x94D049BB133111EB)
+    return values ^ _right(values, 31)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same bits as an unsigned word."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _right(values: Tensor, bits: int) -> Tensor:
+    """A logical shift: int64's own fills with the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
