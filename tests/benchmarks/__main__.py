@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
-    os.environ["OMP_NUM_THREADS"] = "1"  # here and in everything started from here
+    # Here and in everything started from here. By default Ray's workers give way to all other processes, a plain script's do not.
+    os.environ.update({"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"})
 
     from tests.benchmarks.rounds import Result, run
 

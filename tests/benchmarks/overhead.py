@@ -1,8 +1,9 @@
 """What watching costs: phase times, telemetry, records and tracking on, beside all of them off; images per second.
 
-One job in one process goes on through stretches of a few seconds, watched and unwatched in turn, so that whatever else the
+One job in one process goes on through stretches of ten seconds, watched and unwatched in turn, so that whatever else the
 machine does meets both. As in a run, a process of its own sends the records to an SQLite store; while the job is unwatched
-that process stands still.
+that process stands still. It looks for records every five seconds, and at once when it may go on: shorter stretches would count
+that too often.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ PATIENCE_S = 120.0
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     """Two jobs: one whose steps take a fifth of a second, and the digits recipe's, whose steps take a hundredth."""
     torch.set_num_threads(1)
-    resnets = Pair("resnet20", "resnet8", 32, 64, warmup_steps=0, steps=4 if short else 15)
-    convnets = Pair("convnet_large", "convnet_small", 8, 64, warmup_steps=0, steps=50 if short else 250)
-    num_stretches = 4 if short else 12
-    with in_stretches(resnets, 20, num_stretches) as of_resnets, in_stretches(convnets, 5, num_stretches) as of_convnets:
+    resnets = Pair("resnet20", "resnet8", 32, 64, warmup_steps=0, steps=4 if short else 60)
+    convnets = Pair("convnet_large", "convnet_small", 8, 64, warmup_steps=0, steps=50 if short else 1000)
+    with in_stretches(resnets, 20) as of_resnets, in_stretches(convnets, 5) as of_convnets:
         yield [
             Comparison(f"overhead, {pair.teacher} → {pair.student}: watched / unwatched", "images/s", measure, Bar("≥", 0.99))
             for pair, measure in ((resnets, of_resnets), (convnets, of_convnets))
@@ -49,7 +49,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 
 
 @contextlib.contextmanager
-def in_stretches(pair: Pair, log_every: int, num_stretches: int) -> Iterator[Callable[[int], tuple[float, float]]]:
+def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator[Callable[[int], tuple[float, float]]]:
     """A job that lives through all rounds; a round trains it on by `num_stretches` of `pair.steps` steps each."""
     with tempfile.TemporaryDirectory() as name:
         run_dir = RunDir(Path(name) / "run")
