@@ -47,7 +47,7 @@ def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
         part = index.splits[split]
         table.add_row(
             split, f"{len(source):,}", f"{(counts_K > 0).sum():,}",
-            *(f"{count:,.0f}" for count in (counts_K.min(), np.median(counts_K), counts_K.max())),
+            *(f"{count:,.0f}" for count in (np.min(counts_K), np.median(counts_K), np.max(counts_K))),
             str(len(part.shards)), f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
         )  # fmt: skip
     return table
@@ -79,9 +79,9 @@ def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
     low, high = np.percentile(values, (0.5, 99.5))
     edges = np.linspace(low, high, 11) if high > low else np.array([low, high])
     counts, _ = np.histogram(np.clip(values, low, high), edges) if high > low else (np.array([len(values)]), edges)
-    edges[0], edges[-1] = values.min(), values.max()
+    edges[0], edges[-1] = np.min(values), np.max(values)
     for begin, end, count in zip(edges, edges[1:], counts, strict=False):
-        table.add_row(number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / counts.max()))
+        table.add_row(number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / np.max(counts)))
     return table
 
 
