@@ -33,7 +33,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 # Universal over Python 3.11–3.13; needs uv on the PATH or in the environment.
 lock:
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra timm --group dev --generate-hashes \
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra timm --extra turbojpeg --group dev --generate-hashes \
 	  --no-emit-index-url --no-header --quiet --output-file requirements.lock
 
 clean:

@@ -305,10 +305,15 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     return now.result
 
 
+def written_ms(path: Path) -> int | None:
+    """When a result was written, in unix ms: what a resumed driver says of it again is then the same record, and counts once."""
+    return int(path.stat().st_mtime * 1000) if path.exists() else None
+
+
 def record_student(now: Session, key: str, stage: StageDir, metrics: dict[str, float]) -> None:
     """The student's final numbers under plain names, and the student itself, in MLflow."""
     if now.tracker is None:
         return
-    now.tracker.metrics(key, int(metrics.get("steps", 0)), metrics)
+    now.tracker.metrics(key, int(metrics.get("steps", 0)), metrics, written_ms(stage.result))
     if stage.best.exists() and now.experiment.tracking.log_model:
         now.tracker.model(key, stage.best)

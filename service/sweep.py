@@ -15,7 +15,7 @@ from service.cluster import Cluster
 from service.experiment import Resolved, SweepConfig, flatten
 from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
-from service.run import Session, record_student, session, start_tracking, train_teacher
+from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
 from service.search.space import SpaceError, points
 from service.trial import Assignment, Outcome, run_trial
 from trainables.errors import ExperimentError, TrainingError
@@ -294,7 +294,7 @@ def end_trial(now: Session, trial: Trial) -> None:
             },
         )
         if m:
-            now.tracker.metrics(key, int(m.get("steps", 0)), m)
+            now.tracker.metrics(key, int(m.get("steps", 0)), m, written_ms(now.run_dir.trial(trial.id).result))
         if (written := now.run_dir.trial(trial.id).experiment).exists():
             now.tracker.artifact(key, written)
         now.tracker.end_run(key, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")
