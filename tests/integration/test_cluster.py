@@ -90,7 +90,6 @@ def test_an_address_where_no_ray_listens_is_refused_in_time(distill: Distill) ->
     assert "error: no Ray at 127.0.0.1:1: Connection refused" in said
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
 def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: Distill, cluster: RayCluster) -> None:
     distill.runs.mkdir()
