@@ -174,6 +174,24 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     assert "MiB are still to be written, and its disk has 0 MiB free" in refusal(images, tmp_path / "packed")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processes: int) -> None:
+    dest = tmp_path / "packed"
+    bad = images / "train" / "dog" / "015.jpg"
+    content = bad.read_bytes()
+    bad.unlink()
+    bad.symlink_to("/proc/self/mem")
+    with pytest.raises(DataError) as caught:
+        pack(images, dest, processes=processes)
+    assert str(caught.value) == f"{bad}: Input/output error; mend that, and the same command goes on"
+    bad.unlink()
+    bad.write_bytes(content)
+    assert pack(images, dest).index.num_unreadable == 0
+    pack(images, tmp_path / "at once")
+    assert digest(dest) == digest(tmp_path / "at once")
+
+
 def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from service import cli; from trainables.data.pack import shard;"

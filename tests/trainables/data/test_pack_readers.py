@@ -215,6 +215,19 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     assert "is compressed, so that its images cannot be reached one by one" in refusal(root)
 
 
+@pytest.mark.parametrize(("kind", "write"), [("WebDataset", write_webdataset), ("TFRecord", lambda root: write_tfrecords(root))])
+def test_a_file_of_many_samples_that_has_gone_is_an_error_and_drops_none(
+    tmp_path: Path, kind: str, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / "set")
+    reader = READERS[kind](tmp_path / "set")
+    places = reader.listing().splits["train"].places
+    for path in (tmp_path / "set").iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(reader.read(places))
+
+
 # TFRecord
 
 
@@ -391,6 +404,18 @@ def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> 
     assert "no column of classes" in refusal(root)
     (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
     assert "is no whole Parquet file" in refusal(root)
+
+
+def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "hf"
+    write_parquet(root, ["zebra", "ant"])
+    file = root / "data" / "train-00000-of-00002.parquet"
+    whole = file.read_bytes()
+    column = pq.ParquetFile(file).metadata.row_group(0).column(1)
+    at = column.data_page_offset
+    file.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
+    assert contents(packed(root)[0]) == JPEGS[1:4]
+    assert "a damaged row group: " in (tmp_path / "hf-packed" / "unreadable.jsonl").read_text()
 
 
 # LMDB

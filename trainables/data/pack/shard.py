@@ -71,7 +71,7 @@ class ShardJob:
 def write_shard(job: ShardJob) -> int:
     """Write one shard and what tells that it is finished; the number of samples that it was to hold.
 
-    Raises DataError where this machine does not see the source; OSError where the disk is full.
+    Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not seen by {socket.gethostname()}: give a source that all nodes share")

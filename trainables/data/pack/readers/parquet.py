@@ -119,6 +119,9 @@ def _images(path: Path, file: str, rows: list[int]) -> Iterator[tuple[str, bytes
         try:
             images = parquet.read_row_group(number, columns=[column], use_threads=False).column(0)
         except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # the system's; pyarrow's own, of damaged pages, have none
+                error.filename = str(path)
+                raise
             reason = UnreadableImageError(f"a damaged row group: {str(error).splitlines()[0]}")
             yield from ((f"{file}[{row}]", reason) for row in group)
             continue
