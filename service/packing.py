@@ -52,11 +52,16 @@ def pack(
         if (dest / INDEX).exists():
             index = read_index(dest)
             _refuse_other(dest, plan, index.source.get("plan"), "a set packed")
+            if strict and index.num_unreadable:
+                raise DataError(
+                    f"{dest} is finished without {index.num_unreadable} unreadable images, all in {dest / UNREADABLE}; "
+                    "mend or remove them and pack into another folder, or leave out --strict"
+                )
             verify(dest, index, processes)
             return Packing(index, 0, time.monotonic() - began)
         with _alone(dest):
             _begin(dest, plan)
-            missing = [job for job in plan.jobs if job.finished() is None]
+            missing = [job for job in plan.jobs if not job.is_whole()]
             num_missing = sum(len(job.listed.places) for job in missing)
             _refuse_small(dest, plan, num_missing)
             with bar("packing", "images", plan.num_samples) as advance:

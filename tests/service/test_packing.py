@@ -112,9 +112,27 @@ def unfinished(images: Path, dest: Path) -> None:
 
 def test_a_shard_that_is_not_whole_is_written_again(images: Path, tmp_path: Path) -> None:
     unfinished(images, tmp_path / "packed")
-    assert pack(images, tmp_path / "packed").num_written == 2
+    assert pack(images, tmp_path / "packed").num_written == 3  # and the one with the bad image, which may be mended by now
     pack(images, tmp_path / "at once")
     assert digest(tmp_path / "packed") == digest(tmp_path / "at once")
+
+
+def test_strict_goes_on_once_the_image_is_mended(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    bad = images / "train" / "cat" / "007.jpg"
+    whole = bad.read_bytes()
+    bad.write_bytes(b"x" * len(whole))
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match=rf"1 unreadable .* train/cat/007.jpg .* if you remove them, remove {dest}"
+        ):
+            pack(images, dest, strict=True)
+    bad.write_bytes(whole)
+    packed = pack(images, dest, strict=True)
+    assert (packed.num_written, packed.index.num_unreadable) == (1, 0)
+    pack(images, tmp_path / "at once")
+    assert digest(dest) == digest(tmp_path / "at once")
+    assert pack(images, dest, strict=True).num_written == 0
 
 
 def test_a_pack_with_other_arguments_leaves_the_folder_alone(images: Path, tmp_path: Path) -> None:
@@ -243,7 +261,13 @@ def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pyt
     assert (code, err) == (0, "")
     assert out.startswith(f"{dest}: 40 train, 11 val images of 2 classes in 2 shards (2 written now), 0 MiB, verified, ")
     assert out.endswith(f"1 unreadable images left out, listed in {dest}/unreadable.jsonl\n")
-    assert run(capsys, "pack", images, dest, "--strict")[0] == 0  # it is complete
+    code, out, err = run(capsys, "pack", images, dest, "--strict")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {dest} is finished without 1 unreadable images, all in {dest}/unreadable.jsonl; "
+        "mend or remove them and pack into another folder, or leave out --strict\n"
+    )
+    assert run(capsys, "pack", images, dest)[0] == 0
 
 
 def test_mistakes_in_the_command_are_told_in_one_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
