@@ -136,7 +136,7 @@ def report(directory: Path) -> None:
     _, run_dir, result = reopen(directory)
     console = output()
     for part in report_of(result, run_dir):
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -206,7 +206,7 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
     index = read_index(directory)
     console = output()
     for part in describe(directory, index):
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str))
     if sheet:
         click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
     if verify:

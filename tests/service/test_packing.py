@@ -123,9 +123,7 @@ def test_strict_goes_on_once_the_image_is_mended(images: Path, tmp_path: Path) -
     whole = bad.read_bytes()
     bad.write_bytes(b"x" * len(whole))
     for _ in range(2):
-        with pytest.raises(
-            DataError, match=rf"1 unreadable .* train/cat/007.jpg .* if you remove them, remove {dest}"
-        ):
+        with pytest.raises(DataError, match=rf"1 unreadable .* train/cat/007.jpg .* if you remove them, remove {dest}"):
             pack(images, dest, strict=True)
     bad.write_bytes(whole)
     packed = pack(images, dest, strict=True)
