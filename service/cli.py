@@ -289,7 +289,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; mend that, then `distill resume` goes on", file=sys.stderr)
+        command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+        then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
+        print(f"error: {where}{error.strerror or error}; mend that, {then}", file=sys.stderr)
         code = 2
     except Exception as error:
         print(f"error: unexpected {type(error).__name__}; its stack trace is in {keep_trace(error)}", file=sys.stderr)

@@ -143,6 +143,11 @@ def _alone(dest: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"{dest}: another `distill pack` works on it; wait for its end") from None
+        except OSError as error:
+            raise DataError(
+                f"{dest}: its file system cannot lock files ({error.strerror}), which holds two packs apart; "
+                "pack into a folder on another disk, then copy it"
+            ) from None
         yield
 
 

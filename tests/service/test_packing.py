@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -180,6 +181,17 @@ def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> N
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another `distill pack` works on it; wait for its end" in refusal(images, dest)
     pack(images, dest)
+
+
+@pytest.mark.parametrize("kind", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = refusal(images, tmp_path / "packed")
+    assert said.startswith(f"{tmp_path / 'packed'}: its file system cannot lock files ({os.strerror(kind)})")
+    assert said.endswith("pack into a folder on another disk, then copy it")
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
