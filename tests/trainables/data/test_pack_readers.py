@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -464,6 +465,25 @@ def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> 
               b"num-samples": b"2"}  # fmt: skip
     train, _ = packed(write_lmdb(tmp_path / "beside", beside, beside))
     assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
+
+
+def test_classes_whose_names_begin_as_labels_do_are_kept(tmp_path: Path) -> None:
+    items = {f"{name}/1.jpg".encode(): JPEGS[0] for name in ("label-maker", "num-pad", "__init__", "label-7")}
+    train, _ = packed(write_lmdb(tmp_path / "classes", {**items, b"__keys__": b"[]", b"num-samples": b"4"}, items))
+    assert train.classes == ("__init__", "label-7", "label-maker", "num-pad")
+
+
+def test_an_lmdb_is_listed_without_copying_its_images(tmp_path: Path) -> None:
+    large = datum(0, JPEGS[0] + bytes(4 * 2**20))
+    root = write_lmdb(tmp_path / "caffe", {b"0": large}, {b"0": large, b"1": datum(0, JPEGS[1])})
+    tracemalloc.start()
+    try:
+        listing = READERS["LMDB"](root).listing()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(listing.splits["val"].places) == 2
+    assert most < 2**20
 
 
 def test_pickled_values_are_refused_because_a_pickle_runs_code(tmp_path: Path) -> None:
