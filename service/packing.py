@@ -58,6 +58,7 @@ def pack(
                     "mend or remove them and pack into another folder, or leave out --strict"
                 )
             verify(dest, index, processes)
+            shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
             return Packing(index, 0, time.monotonic() - began)
         with _alone(dest):
             _begin(dest, plan)

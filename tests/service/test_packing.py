@@ -166,6 +166,17 @@ def test_a_second_pack_of_a_finished_set_only_verifies_it(images: Path, tmp_path
     )
 
 
+def test_what_a_kill_after_the_index_leaves_is_removed(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    pack(images, dest)
+    before = digest(dest)
+    (dest / UNFINISHED).mkdir()
+    (dest / UNFINISHED / "train-00000.json").write_text("{}")
+    assert pack(images, dest).num_written == 0
+    assert digest(dest) == before
+    assert not (dest / UNFINISHED).exists()
+
+
 def test_a_folder_that_holds_other_things_is_not_touched(images: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "is a file; give a folder" in refusal(images, tmp_path / "file")

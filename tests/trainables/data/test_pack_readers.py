@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import tarfile
 import tracemalloc
@@ -405,6 +406,17 @@ def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> 
     assert "no column of classes" in refusal(root)
     (root / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
     assert "is no whole Parquet file" in refusal(root)
+
+
+@pytest.mark.parametrize("other", ["train-00001-of-00002", "test-00000-of-00001"])
+@pytest.mark.parametrize("names", [["ant", "zebra"], None])
+def test_parquet_files_that_name_their_classes_otherwise_are_refused(tmp_path: Path, other: str, names: list[str] | None) -> None:
+    write_parquet(tmp_path / "elsewhere", names)
+    write_parquet(tmp_path / "hf", ["zebra", "ant"])
+    file = tmp_path / "hf" / "data" / f"{other}.parquet"
+    shutil.copy(tmp_path / "elsewhere" / "data" / file.name, file)
+    first = tmp_path / "hf" / "data" / "train-00000-of-00002.parquet"
+    assert f"{file} has other class names than {first}; give the files of one data set" in refusal(tmp_path / "hf")
 
 
 def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:

@@ -57,5 +57,5 @@ def join(plan: Plan, dest: Path, version: str, *, strict: bool) -> Index:
         splits=splits,
     )
     write_json(dest / INDEX, index.model_dump(mode="json"))
-    shutil.rmtree(dest / UNFINISHED)
+    shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # the set is complete; NFS keeps the lock's file while it is open
     return index
