@@ -136,7 +136,7 @@ def report(directory: Path) -> None:
     _, run_dir, result = reopen(directory)
     console = output()
     for part in report_of(result, run_dir):
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -206,7 +206,7 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
     index = read_index(directory)
     console = output()
     for part in describe(directory, index):
-        console.print(part, markup=False, soft_wrap=True) if isinstance(part, str) else console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str))
     if sheet:
         click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
     if verify:
@@ -289,7 +289,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; mend that, then `distill resume` goes on", file=sys.stderr)
+        command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+        then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
+        print(f"error: {where}{error.strerror or error}; mend that, {then}", file=sys.stderr)
         code = 2
     except Exception as error:
         print(f"error: unexpected {type(error).__name__}; its stack trace is in {keep_trace(error)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from service.experiment import load, recipes
 from service.plan import absolute
 from trainables.errors import ClusterError, ExperimentError
 
-SUBMITTABLE = ("train", "sweep", "resume", "evaluate", "report", "sync")
+SUBMITTABLE = ("train", "sweep", "resume", "evaluate", "report", "sync", "pack", "data")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
@@ -40,6 +40,8 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         )
     # A job runs elsewhere: what exists here by a relative path is named by its absolute one.
     arguments = [absolute(argument) for argument in command]
+    if command[0] in ("pack", "data"):  # every argument that is no option and no number is a path, which need not exist yet
+        arguments = [each if each.startswith("-") or each.isdecimal() else _from_here(each) for each in command]
     arguments[0] = command[0]
     for place, argument in enumerate(command[:-1], start=1):
         if argument in ("--out", "--runs"):
@@ -60,6 +62,10 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         else:
             arguments[1] = command[1]
     return arguments
+
+
+def _from_here(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:

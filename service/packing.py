@@ -40,32 +40,48 @@ def pack(
     """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
 
     Raises:
-        DataError: see `plan_pack` and `join`; `dest` holds something else, another command works on it, or its disk is too small.
+        DataError: see `plan_pack` and `join`; a disk or a network fails; `dest` holds something else, another command works
+            on it, or its disk is too small.
         ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
     """
     began = time.monotonic()
     source, dest = source.expanduser().resolve(), dest.expanduser().resolve()
     _refuse_foreign(dest)
-    plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
-    if (dest / INDEX).exists():
-        index = read_index(dest)
-        _refuse_other(dest, plan, index.source.get("plan"), "a set packed")
-        verify(dest, index, processes)
-        return Packing(index, 0, time.monotonic() - began)
-    with _alone(dest):
-        _begin(dest, plan)
-        missing = [job for job in plan.jobs if job.finished() is None]
-        _refuse_small(dest, plan, sum(len(job.listed.places) for job in missing))
-        with bar("packing", "images", plan.num_samples) as advance:
-            advance(plan.num_samples - sum(len(job.listed.places) for job in missing))
-            try:
+    with _told(source, dest):
+        plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
+        if (dest / INDEX).exists():
+            index = read_index(dest)
+            _refuse_other(dest, plan, index.source.get("plan"), "a set packed")
+            if strict and index.num_unreadable:
+                raise DataError(
+                    f"{dest} is finished without {index.num_unreadable} unreadable images, all in {dest / UNREADABLE}; "
+                    "mend or remove them and pack into another folder, or leave out --strict"
+                )
+            verify(dest, index, processes)
+            shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
+            return Packing(index, 0, time.monotonic() - began)
+        with _alone(dest):
+            _begin(dest, plan)
+            missing = [job for job in plan.jobs if not job.is_whole()]
+            num_missing = sum(len(job.listed.places) for job in missing)
+            _refuse_small(dest, plan, num_missing)
+            with bar("packing", "images", plan.num_samples) as advance:
+                advance(plan.num_samples - num_missing)
                 for count in spread(write_shard, [(job,) for job in missing], processes, dest):
                     advance(count)
-            except OSError as error:
-                raise DataError(f"{dest}: {error.strerror or error}; mend that, and the same command goes on") from None
-        index = join(plan, dest, version("raydistill"), strict=strict)
-    verify(dest, index, processes)
-    return Packing(index, len(missing), time.monotonic() - began)
+            index = join(plan, dest, version("raydistill"), strict=strict)
+        verify(dest, index, processes)
+        return Packing(index, len(missing), time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _told(source: Path, dest: Path) -> Iterator[None]:
+    """An error of disk or network ends the command in one line; nothing that was finished is lost."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or f"packing {source} into {dest}"
+        raise DataError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
 
 
 def verify(dest: Path, index: Index, threads: int) -> None:
@@ -128,6 +144,11 @@ def _alone(dest: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"{dest}: another `distill pack` works on it; wait for its end") from None
+        except OSError as error:
+            raise DataError(
+                f"{dest}: its file system cannot lock files ({error.strerror}), which holds two packs apart; "
+                "pack into a folder on another disk, then copy it"
+            ) from None
         yield
 
 

@@ -19,8 +19,11 @@ from trainables.rundir import StageDir
 
 
 def output() -> Console:
-    """Standard output; in a file or a job, where nobody has a width, tables may be as wide as they are."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    """Standard output, text as it is: names of classes and reasons of failures may hold brackets and colons.
+
+    In a file or a job, where nobody has a width, tables may be as wide as they are.
+    """
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass

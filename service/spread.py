@@ -41,7 +41,8 @@ def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
 def spread(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path) -> Iterator[Result]:
     """`work` of each arguments, in their order, done by `processes` processes here, or by the cluster's CPUs.
 
-    Where `work` raises, so does this, and the others' work ends. `shared` is a folder that all nodes have to see.
+    Where `work` raises, so does this, and the others' work ends; DistillError where a process or a node dies. `shared` is a
+    folder that all nodes have to see.
     """
     if not clusters.is_local():
         yield from _over_cluster(work, arguments, shared)
@@ -96,3 +97,8 @@ def _over_cluster(work: Callable[..., Result], arguments: Sequence[tuple[Any, ..
                 if isinstance(error.cause, DistillError | OSError):
                     raise error.cause from None
                 raise
+            except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
+                raise DistillError(
+                    f"a process or a node of the cluster was lost ({type(error).__name__}), most likely for want of memory; "
+                    "the same command goes on"
+                ) from None

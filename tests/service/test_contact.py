@@ -69,6 +69,21 @@ def test_of_many_classes_the_rarest_and_the_commonest_are_shown(tmp_path: Path, 
     assert cells(out, "23") == ["23", "c23", "3", "3"]
 
 
+def test_names_of_classes_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["[bold]", "[cat]", "dog[1]", "[", "a]:smile:", "x\\"]
+    for split in ("train", "val"):
+        for name in names:
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            photo(1).save(tmp_path / "images" / split / name / "0.jpg")
+    (tmp_path / "images").rename(tmp_path / "[red]")
+    pack_here(tmp_path / "[red]", tmp_path / "packed")
+    code, out, _ = run(capsys, "data", tmp_path / "packed")
+    assert code == 0
+    assert "image folder [red], as is" in out
+    for label, name in enumerate(sorted(names)):
+        assert cells(out, str(label)) == [str(label), name, "1", "1"]
+
+
 def test_a_sheet_shows_pictures_of_the_whole_split_with_their_classes(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sheet = packed.parent / "sheet.png"
     code, out, _ = run(capsys, "data", packed, "--sheet", sheet)

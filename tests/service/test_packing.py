@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -112,9 +113,25 @@ def unfinished(images: Path, dest: Path) -> None:
 
 def test_a_shard_that_is_not_whole_is_written_again(images: Path, tmp_path: Path) -> None:
     unfinished(images, tmp_path / "packed")
-    assert pack(images, tmp_path / "packed").num_written == 2
+    assert pack(images, tmp_path / "packed").num_written == 3  # and the one with the bad image, which may be mended by now
     pack(images, tmp_path / "at once")
     assert digest(tmp_path / "packed") == digest(tmp_path / "at once")
+
+
+def test_strict_goes_on_once_the_image_is_mended(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    bad = images / "train" / "cat" / "007.jpg"
+    whole = bad.read_bytes()
+    bad.write_bytes(b"x" * len(whole))
+    for _ in range(2):
+        with pytest.raises(DataError, match=rf"1 unreadable .* train/cat/007.jpg .* if you remove them, remove {dest}"):
+            pack(images, dest, strict=True)
+    bad.write_bytes(whole)
+    packed = pack(images, dest, strict=True)
+    assert (packed.num_written, packed.index.num_unreadable) == (1, 0)
+    pack(images, tmp_path / "at once")
+    assert digest(dest) == digest(tmp_path / "at once")
+    assert pack(images, dest, strict=True).num_written == 0
 
 
 def test_a_pack_with_other_arguments_leaves_the_folder_alone(images: Path, tmp_path: Path) -> None:
@@ -149,6 +166,17 @@ def test_a_second_pack_of_a_finished_set_only_verifies_it(images: Path, tmp_path
     )
 
 
+def test_what_a_kill_after_the_index_leaves_is_removed(images: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed"
+    pack(images, dest)
+    before = digest(dest)
+    (dest / UNFINISHED).mkdir()
+    (dest / UNFINISHED / "train-00000.json").write_text("{}")
+    assert pack(images, dest).num_written == 0
+    assert digest(dest) == before
+    assert not (dest / UNFINISHED).exists()
+
+
 def test_a_folder_that_holds_other_things_is_not_touched(images: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert "is a file; give a folder" in refusal(images, tmp_path / "file")
@@ -166,12 +194,41 @@ def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> N
     pack(images, dest)
 
 
+@pytest.mark.parametrize("kind", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = refusal(images, tmp_path / "packed")
+    assert said.startswith(f"{tmp_path / 'packed'}: its file system cannot lock files ({os.strerror(kind)})")
+    assert said.endswith("pack into a folder on another disk, then copy it")
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert "MiB are still to be written, and its disk has 0 MiB free" in refusal(images, tmp_path / "packed")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processes: int) -> None:
+    dest = tmp_path / "packed"
+    bad = images / "train" / "dog" / "015.jpg"
+    content = bad.read_bytes()
+    bad.unlink()
+    bad.symlink_to("/proc/self/mem")
+    with pytest.raises(DataError) as caught:
+        pack(images, dest, processes=processes)
+    assert str(caught.value) == f"{bad}: Input/output error; mend that, and the same command goes on"
+    bad.unlink()
+    bad.write_bytes(content)
+    assert pack(images, dest).index.num_unreadable == 0
+    pack(images, tmp_path / "at once")
+    assert digest(dest) == digest(tmp_path / "at once")
 
 
 def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
@@ -225,7 +282,13 @@ def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pyt
     assert (code, err) == (0, "")
     assert out.startswith(f"{dest}: 40 train, 11 val images of 2 classes in 2 shards (2 written now), 0 MiB, verified, ")
     assert out.endswith(f"1 unreadable images left out, listed in {dest}/unreadable.jsonl\n")
-    assert run(capsys, "pack", images, dest, "--strict")[0] == 0  # it is complete
+    code, out, err = run(capsys, "pack", images, dest, "--strict")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {dest} is finished without 1 unreadable images, all in {dest}/unreadable.jsonl; "
+        "mend or remove them and pack into another folder, or leave out --strict\n"
+    )
+    assert run(capsys, "pack", images, dest)[0] == 0
 
 
 def test_mistakes_in_the_command_are_told_in_one_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

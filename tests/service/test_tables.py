@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from service.progress import output
 from service.report.tables import node_table, number, phase_table, report_of, sweep_table, verdict
 from trainables.rundir import RunDir, append_line
 
@@ -44,6 +46,14 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
     for part in ("GPUs", "batch", "0.1000", "0.0250 (0.0010–0.0500)", "1,280.0", "12.50*", "97.25", "← best"):
         assert part in text
     assert "oom: rank 0: CUDA out of memory" in text
+
+
+def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = trial("003", "failed", reason="no key [/data] in x[0] :cat:")
+    output().print(sweep_table({**result(), "name": "[demo]", "trials": [failed]}))
+    said = capsys.readouterr().out
+    assert "failed: no key [/data] in x[0] :cat:" in said
+    assert said.startswith("[demo]: 1 trials")
 
 
 def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
+import socket
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +110,30 @@ def test_a_file_that_is_missing_or_a_folder_is_unreadable(tmp_path: Path) -> Non
         read_file(str(tmp_path / "absent.jpg"))
     with pytest.raises(UnreadableImageError, match="cannot be read: Is a directory"):
         read_file(str(tmp_path))
+
+
+def test_a_name_that_is_no_file_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket.jpg")
+        for name in ("loop.jpg", "socket.jpg", "x" * 300, "socket.jpg/under"):
+            with pytest.raises(UnreadableImageError, match="cannot be read: "):
+                read_file(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
+def test_a_disk_that_fails_is_no_unreadable_image() -> None:
+    with pytest.raises(OSError, match="/proc/self/mem") as caught:
+        read_file("/proc/self/mem")
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 3 * 2**20])
+def test_a_file_of_any_size_is_read_whole(tmp_path: Path, size: int) -> None:
+    content = np.random.default_rng(0).bytes(size)
+    (tmp_path / "file").write_bytes(content)
+    assert read_file(str(tmp_path / "file")) == content
 
 
 def test_reading_leaves_no_file_open(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

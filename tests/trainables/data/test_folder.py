@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
 from trainables.data.decode import decode_image
 from trainables.data.folder import EXTENSIONS, FolderSource
+from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.errors import DataError
 
@@ -102,6 +104,19 @@ def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:
     photo(1).save(root / "train" / "flat.jpg")
     assert "no class folders" in message("train")
     assert "no folder train" in message("val", root / "train")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_disk_that_fails_ends_the_epoch_with_the_samples_name(make_folder: MakeFolder, workers: int) -> None:
+    root = make_folder(train={"a": 1}, val={"a": 3})
+    (root / "val" / "a" / "001.jpg").unlink()
+    (root / "val" / "a" / "001.jpg").symlink_to("/proc/self/mem")
+    config = DataConfig(path=str(root), image_size=32, global_batch_size=2, max_bad=0.9)
+    loader = Loader(open_source(config, "val"), config, split="val", seed=0, rank=0, world_size=1, loader_workers=workers)
+    with pytest.raises(DataError, match=r"^data.path: val/a/001.jpg cannot be read: Input/output error; see to the disk"):
+        list(loader.epoch(0))
+    loader.close()
 
 
 def test_a_name_that_is_not_text_can_be_read_and_printed(make_folder: MakeFolder) -> None:

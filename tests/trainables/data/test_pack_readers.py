@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,6 +217,19 @@ def test_tars_that_are_damaged_or_incomplete_are_refused(tmp_path: Path) -> None
     assert "is compressed, so that its images cannot be reached one by one" in refusal(root)
 
 
+@pytest.mark.parametrize(("kind", "write"), [("WebDataset", write_webdataset), ("TFRecord", lambda root: write_tfrecords(root))])
+def test_a_file_of_many_samples_that_has_gone_is_an_error_and_drops_none(
+    tmp_path: Path, kind: str, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / "set")
+    reader = READERS[kind](tmp_path / "set")
+    places = reader.listing().splits["train"].places
+    for path in (tmp_path / "set").iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(reader.read(places))
+
+
 # TFRecord
 
 
@@ -393,6 +408,29 @@ def test_parquet_that_has_no_labels_or_other_ones_is_refused(tmp_path: Path) -> 
     assert "is no whole Parquet file" in refusal(root)
 
 
+@pytest.mark.parametrize("other", ["train-00001-of-00002", "test-00000-of-00001"])
+@pytest.mark.parametrize("names", [["ant", "zebra"], None])
+def test_parquet_files_that_name_their_classes_otherwise_are_refused(tmp_path: Path, other: str, names: list[str] | None) -> None:
+    write_parquet(tmp_path / "elsewhere", names)
+    write_parquet(tmp_path / "hf", ["zebra", "ant"])
+    file = tmp_path / "hf" / "data" / f"{other}.parquet"
+    shutil.copy(tmp_path / "elsewhere" / "data" / file.name, file)
+    first = tmp_path / "hf" / "data" / "train-00000-of-00002.parquet"
+    assert f"{file} has other class names than {first}; give the files of one data set" in refusal(tmp_path / "hf")
+
+
+def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
+    root = tmp_path / "hf"
+    write_parquet(root, ["zebra", "ant"])
+    file = root / "data" / "train-00000-of-00002.parquet"
+    whole = file.read_bytes()
+    column = pq.ParquetFile(file).metadata.row_group(0).column(1)
+    at = column.data_page_offset
+    file.write_bytes(whole[:at] + b"\xff" * 40 + whole[at + 40 :])
+    assert contents(packed(root)[0]) == JPEGS[1:4]
+    assert "a damaged row group: " in (tmp_path / "hf-packed" / "unreadable.jsonl").read_text()
+
+
 # LMDB
 
 
@@ -439,6 +477,25 @@ def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> 
               b"num-samples": b"2"}  # fmt: skip
     train, _ = packed(write_lmdb(tmp_path / "beside", beside, beside))
     assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
+
+
+def test_classes_whose_names_begin_as_labels_do_are_kept(tmp_path: Path) -> None:
+    items = {f"{name}/1.jpg".encode(): JPEGS[0] for name in ("label-maker", "num-pad", "__init__", "label-7")}
+    train, _ = packed(write_lmdb(tmp_path / "classes", {**items, b"__keys__": b"[]", b"num-samples": b"4"}, items))
+    assert train.classes == ("__init__", "label-7", "label-maker", "num-pad")
+
+
+def test_an_lmdb_is_listed_without_copying_its_images(tmp_path: Path) -> None:
+    large = datum(0, JPEGS[0] + bytes(4 * 2**20))
+    root = write_lmdb(tmp_path / "caffe", {b"0": large}, {b"0": large, b"1": datum(0, JPEGS[1])})
+    tracemalloc.start()
+    try:
+        listing = READERS["LMDB"](root).listing()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(listing.splits["val"].places) == 2
+    assert most < 2**20
 
 
 def test_pickled_values_are_refused_because_a_pickle_runs_code(tmp_path: Path) -> None:

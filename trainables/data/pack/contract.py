@@ -54,7 +54,10 @@ class Reader(Protocol):
         """Every sample of both splits. Raises DataError where there is none, or labels do not agree."""
 
     def read(self, places: Sequence[Place]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
-        """For each place the sample's name, and what it holds or why that cannot be read."""
+        """For each place the sample's name, and what it holds or why that cannot be read.
+
+        Raises OSError where disk or network fail, or a file of many samples has gone: that says nothing of the samples.
+        """
 
 
 def number_labels(

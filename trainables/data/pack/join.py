@@ -39,7 +39,7 @@ def join(plan: Plan, dest: Path, version: str, *, strict: bool) -> Index:
         first = unreadable[0]
         raise DataError(
             f"{plan.source}: {len(unreadable)} unreadable images, such as {first['name']} ({first['reason']}), all in {report}; "
-            "mend or remove them, or leave out --strict"
+            f"mend them or leave out --strict, and the same command goes on; if you remove them, remove {dest} too"
         )
     splits: dict[Literal["train", "val"], SplitIndex] = {}
     for split in ("train", "val"):
@@ -57,5 +57,5 @@ def join(plan: Plan, dest: Path, version: str, *, strict: bool) -> Index:
         splits=splits,
     )
     write_json(dest / INDEX, index.model_dump(mode="json"))
-    shutil.rmtree(dest / UNFINISHED)
+    shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # the set is complete; NFS keeps the lock's file while it is open
     return index

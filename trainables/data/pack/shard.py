@@ -67,11 +67,16 @@ class ShardJob:
         except (OSError, ValueError, KeyError):
             return None
 
+    def is_whole(self) -> bool:
+        """Whether an earlier process has finished it and left nothing out; who calls again may have mended what it left out."""
+        finished = self.finished()
+        return finished is not None and not finished[1]
+
 
 def write_shard(job: ShardJob) -> int:
     """Write one shard and what tells that it is finished; the number of samples that it was to hold.
 
-    Raises DataError where this machine does not see the source; OSError where the disk is full.
+    Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
     """
     if not job.source.exists():
         raise DataError(f"{job.source} is not seen by {socket.gethostname()}: give a source that all nodes share")

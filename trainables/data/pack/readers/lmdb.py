@@ -6,6 +6,7 @@ Values that Python has pickled, the most common layout of all, are refused: to r
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from trainables.errors import DataError
 
 _FILE = "data.mdb"
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"P5", b"P6")
+_NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
+"""Keys beside the images: their labels, their number, and what tools of PyTorch users keep, such as __len__ and __keys__."""
 _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files under image-N with label-N beside them"
 
 
@@ -60,13 +63,16 @@ class LmdbReader:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[Any]:
-    """A read transaction. Raises DataError where there is no environment, or it is damaged."""
+    """A read transaction, which gives views of the mapped file: they hold as long as it does.
+
+    Raises DataError where there is no environment, or it is damaged.
+    """
     import lmdb
 
     try:
         with (
             lmdb.open(str(folder), readonly=True, lock=False, readahead=False) as environment,
-            environment.begin() as transaction,
+            environment.begin(buffers=True) as transaction,
         ):
             yield transaction
     except lmdb.Error as error:
@@ -76,19 +82,20 @@ def _reading(folder: Path) -> Iterator[Any]:
 def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
     """Each image's key, its label, and whether it is pixels. Raises DataError for a layout that is not known."""
     with _reading(folder) as transaction:
-        for key, value in transaction.cursor():
-            if key.startswith((b"__", b"label-", b"num-")):
+        for key_view, value in transaction.cursor():
+            key = bytes(key_view)
+            if _NO_IMAGE.fullmatch(key):
                 continue
-            if value.startswith(_MAGIC):
+            if bytes(value[:4]).startswith(_MAGIC):
                 yield key, _label_beside(folder, transaction, key), False
-            elif len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value.endswith(b"."):
+            elif len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value[-1] == ord("."):
                 raise DataError(
                     f"{folder}: its values are Python pickles, and reading a pickle runs whatever code it names; "
                     f"write it again as {_LAYOUTS}, or pack the images that it was made from"
                 )
             else:
                 try:
-                    datum = parse_datum(memoryview(value))
+                    datum = parse_datum(value)
                 except WireError as error:
                     raise DataError(f"{folder}: {key!r} is of no known layout ({error}); give {_LAYOUTS}") from None
                 yield key, datum.label, not datum.encoded
@@ -107,12 +114,12 @@ def _label_beside(folder: Path, transaction: Any, key: bytes) -> int | str:
     return name
 
 
-def _sample(value: bytes) -> Sample | UnreadableImageError:
+def _sample(value: memoryview) -> Sample | UnreadableImageError:
     """An image file's bytes, or the RGB pixels of a Datum, which Caffe keeps as planes of blue, green and red."""
-    if value.startswith(_MAGIC):
-        return value
+    if bytes(value[:4]).startswith(_MAGIC):
+        return bytes(value)
     try:
-        datum = parse_datum(memoryview(value))
+        datum = parse_datum(value)
     except WireError as error:
         return UnreadableImageError(str(error))
     if datum.encoded:

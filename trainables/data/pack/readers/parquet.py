@@ -31,15 +31,16 @@ class ParquetReader:
     def listing(self) -> Listing:
         places: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
         labels: dict[Split, list[int | str]] = {"train": [], "val": []}
-        names: dict[Split, tuple[str, ...]] = {}
+        names: dict[Path, tuple[str, ...]] = {}
         for split, paths in split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files").items():
             for path in paths:
-                part, names[split] = _labels(path)
+                part, names[path] = _labels(path)
                 labels[split] += part
                 places[split] += [(str(path.relative_to(self._root)), row) for row in range(len(part))]
-        if names.get("train", ()) != names.get("val", ()):
-            raise DataError(f"{self._root}: train and validation have other class names; give the two splits of one data set")
-        if classes := names.get("train", ()):
+        first, classes = next(iter(names.items()))
+        if other := next((path for path in names if names[path] != classes), None):
+            raise DataError(f"{other} has other class names than {first}; give the files of one data set")
+        if classes:
             for split in places:
                 if unknown := sorted({str(label) for label in labels[split]} - {str(n) for n in range(len(classes))}):
                     raise unnamed_labels(self._root, unknown)
@@ -119,6 +120,9 @@ def _images(path: Path, file: str, rows: list[int]) -> Iterator[tuple[str, bytes
         try:
             images = parquet.read_row_group(number, columns=[column], use_threads=False).column(0)
         except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # the system's; pyarrow's own, of damaged pages, have none
+                error.filename = str(path)
+                raise
             reason = UnreadableImageError(f"a damaged row group: {str(error).splitlines()[0]}")
             yield from ((f"{file}[{row}]", reason) for row in group)
             continue

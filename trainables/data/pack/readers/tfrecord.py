@@ -57,7 +57,7 @@ class TfrecordReader:
         for place in places:
             try:
                 yield self._read(*place)
-            except (OSError, WireError) as error:
+            except WireError as error:
                 yield f"{place[0]}@{place[1]}", UnreadableImageError(f"a damaged record: {error}")
 
     def _read(self, file: str, offset: int, size: int) -> tuple[str, bytes]:

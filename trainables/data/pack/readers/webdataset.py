@@ -6,7 +6,6 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainables.data.decode import UnreadableImageError
 from trainables.data.folder import EXTENSIONS
 from trainables.data.order import Split
 from trainables.data.pack.contract import Listed, Listing, files_below, number_labels, split_files
@@ -44,15 +43,11 @@ class WebdatasetReader:
             classes, train_N, val_N = number_labels(self._root, train, val)
         return Listing(classes, {"train": Listed(places["train"], train_N), "val": Listed(places["val"], val_N)})
 
-    def read(self, places: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
+    def read(self, places: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes]]:
         for file, offset, size, member in places:
-            name = f"{file}/{member}"
-            try:
-                with open(self._root / file, "rb") as tar:
-                    tar.seek(offset)
-                    yield name, tar.read(size)
-            except OSError as error:
-                yield name, UnreadableImageError(f"cannot be read: {error.strerror}")
+            with open(self._root / file, "rb") as tar:
+                tar.seek(offset)
+                yield f"{file}/{member}", tar.read(size)
 
 
 def _samples(path: Path) -> Iterator[tuple[str, int, int, str]]:
