@@ -114,6 +114,16 @@ def free_bytes(folder: Path) -> int:
     return free
 
 
+def folder_bytes(folder: Path) -> int:
+    """The size of the files in `folder`, from which others may be renamed or removed meanwhile."""
+    num_bytes = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += entry.stat().st_size
+    return num_bytes
+
+
 def _container_bytes() -> float:
     """Memory that the control group of this process (version 2) may still take; what the kernel can reclaim counts as free."""
     group = Path("/sys/fs/cgroup")

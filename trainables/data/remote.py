@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from trainables.config import DataConfig
 from trainables.data.ahead import Positions
 from trainables.data.fetching import RemoteShards
-from trainables.data.hold import alone, free_bytes, hold, human
+from trainables.data.hold import alone, folder_bytes, free_bytes, hold, human
 from trainables.data.order import Split
 from trainables.data.records import INDEX, RecordsSource, parse_index
 from trainables.data.stage import base_folder, is_whole
@@ -122,8 +122,7 @@ def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) 
         with alone(held.folder / "rows"):
             if not is_whole(folder, rows):
                 fetch(server, rows, folder)
-        there = sum(file.stat().st_size for file in folder.iterdir())
-        limit = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * (free_bytes(folder) + there))
+        limit = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * (free_bytes(folder) + folder_bytes(folder)))
     except (OSError, NoRoomError) as error:
         held.close()
         reason = error.strerror if isinstance(error, OSError) else "it is full"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from trainables.data.hold import GRACE_S, RAM, Hold, alone, free_bytes, hold, human, remove_others
+from trainables.data.hold import GRACE_S, RAM, Hold, alone, folder_bytes, free_bytes, hold, human, remove_others
 from trainables.data.records import INDEX, File, Index, read_index
 from trainables.data.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
@@ -75,9 +75,7 @@ class Progress:
         if now - self._said_at < _PROGRESS_S:
             return
         self._said_at = now
-        with os.scandir(self._folder) as entries:
-            done = sum(entry.stat().st_size for entry in entries)
-        _log.info("%s: %s of %s", self._what, human(done), human(self._total))
+        _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total))
 
 
 def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -7,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
 from trainables.data import keeper
 from trainables.data import stage as staging
-from trainables.data.hold import hold, remove_others
+from trainables.data.hold import folder_bytes, hold, remove_others
 from trainables.data.records import INDEX, open_records, read_index
 from trainables.data.source import open_on_node
 from trainables.data.stage import stage
@@ -235,6 +237,29 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
         _, held = stage(str(root), str(to), grace_s=GRACE_S)
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
     held.close()
+
+
+def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / f"{number}").write_bytes(b"x" * 10)
+    stop = threading.Event()
+
+    def rename_all() -> None:
+        for path in itertools.cycle([tmp_path / f"{number}" for number in range(50)]):
+            if stop.is_set():
+                return
+            path.rename(path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+
+    renaming = threading.Thread(target=rename_all)
+    renaming.start()
+    try:
+        measured = [folder_bytes(tmp_path) for _ in range(500)]
+    finally:
+        stop.set()
+        renaming.join()
+    assert min(measured) > 0
+    assert folder_bytes(tmp_path) == 500
 
 
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
