@@ -56,6 +56,9 @@ class Samples:
         with alone(folder / "making"):
             self._data = _open_sized(folder / "samples", limit_bytes)
             self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
+            # It is written through its mapping, where memory that is not there kills the process: all of it is taken now.
+            # The samples are written by `pwritev`, and no place points to what did not find room.
+            os.posix_fallocate(self._places, 0, (num_samples + 1) * 8)
         self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, _close, (self._data, self._places, self._room))
         self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
