@@ -36,9 +36,10 @@ class RemoteShards:
     def __init__(self, server: Place, held: Hold, index: Index, split: Split, *, limit_bytes: int) -> None:
         self.server, self.limit_bytes, self.shards = server, limit_bytes, index.splits[split].shards
         self.folder, self._held = held.folder / "data", held
+        self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
         self._files = {file.file: file for part in index.splits.values() for file in part.shards}
         self._touched_at = [0.0] * len(self.shards)
-        self._ahead = Ahead(self.shards)
+        self._ahead = Ahead(self.shards, repeats=split == "train")
         self._changed = threading.Condition()
         self._there: set[int] = set()  # or on its way; what was removed since is found when it is read
         self._failed: dict[int, DataError] = {}

@@ -84,17 +84,22 @@ class RemoteRecords(RecordsSource):
         Raises:
             DataError: what it needs at hand, and what the cache holds.
         """
-        shards, limit = self._shards.shards, self._shards.limit_bytes
-        total, largest = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
-        needs = {"full": total, "none": largest}.get(shuffle)
-        if needs is None:  # a window may begin and end in the middle of a shard
+        shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
+        total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
+        needed_bytes = {"full": total_bytes, "none": largest_bytes}.get(shuffle)
+        if needed_bytes is None:  # a window may begin and end in the middle of a shard
             window = int(shuffle.removeprefix("window(").removesuffix(")"))
-            needs = min(total, total * window // len(self) + 2 * largest)
-        if needs <= limit:
+            needed_bytes = min(total_bytes, total_bytes * window // len(self) + 2 * largest_bytes)
+        # Validation reads between epochs, and training goes on with what it had.
+        val_bytes = self._shards.largest_val_bytes if self.opened_with[1] == "train" else 0
+        needed_bytes += val_bytes
+        if needed_bytes <= limit_bytes:
             return
-        room = f"{human(limit)} of the cache in {self._shards.folder}"
-        what = f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needs)} at hand, more than the {room}"
-        samples = (limit - 2 * largest) * len(self) // total
+        what = (
+            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needed_bytes)} at hand, "
+            f"more than the {human(limit_bytes)} of the cache in {self._shards.folder}"
+        )
+        samples = (limit_bytes - val_bytes - 2 * largest_bytes) * len(self) // total_bytes
         smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
         raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
 

@@ -21,6 +21,7 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
+from trainables.data import ahead as looking
 from trainables.data import keeper
 from trainables.data.ahead import Ahead
 from trainables.data.loader import Loader
@@ -234,13 +235,35 @@ def test_shards_that_are_needed_are_known_across_the_end_of_an_epoch(packed: Pat
     expected: dict[int, None] = {}
     for epoch, begin in ((3, 960), (4, 0)):
         expected |= dict.fromkeys((order.at(epoch, np.arange(begin, ROWS * SHARDS)) // ROWS).tolist())
-    ahead = Ahead(shards)
+    ahead = Ahead(shards, repeats=True)
     ahead.move(order, 3, 960)
     first = ahead.upcoming(1)
     assert first == list(expected)[: len(first)]
     assert ahead.upcoming(1 << 40) == list(expected)
     ahead.move(order, 4, 0)
     assert sorted(ahead.upcoming(1 << 40)) == list(range(SHARDS))
+
+
+def test_a_shard_without_rows_is_never_needed(packed: Path) -> None:
+    shards = read_index(packed).splits["train"].shards[:3]
+    empty = shards[0].model_copy(update={"file": "empty.arrow", "rows": 0})
+    order = Order("train", "none", seed=1, num_samples=3 * ROWS)
+    ahead = Ahead([shards[0], empty, *shards[1:]], repeats=True)
+    for epoch in range(3):
+        ahead.move(order, epoch, 40)
+        assert sorted(ahead.upcoming(1 << 40)) == [0, 2, 3]
+
+
+def test_validation_that_ends_fetches_nothing_for_the_next_one(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "_STRETCH", 128)
+    shards = read_index(packed).splits["train"].shards
+    order = Order("val", "none", seed=1, num_samples=ROWS * SHARDS)
+    ahead = Ahead(shards, repeats=False)
+    for epoch in range(2):
+        ahead.move(order, epoch, 0)
+        assert ahead.upcoming(1 << 40) == list(range(SHARDS))
+        ahead.move(order, epoch, 992)
+        assert ahead.upcoming(1 << 40) == [28, 29, 30, 31]  # of the stretch that is being read
 
 
 def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_window_that_it_can(
@@ -256,6 +279,15 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
     open_on_node(full.model_copy(update={"shuffle": window}), "train")
     open_on_node(full, "val")
     open_on_node(full.model_copy(update={"cache_mib": 40}), "train")
+
+
+def test_validation_needs_room_beside_training(tmp_path: Path, node: Path) -> None:
+    root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
+    for cache_mib in (2, 3):
+        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):
+            open_on_node(_data(root.as_uri(), node, cache_mib=cache_mib), "train")
+    open_on_node(_data(root.as_uri(), node, cache_mib=3), "val")
+    open_on_node(_data(root.as_uri(), node, cache_mib=4), "train")
 
 
 def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
