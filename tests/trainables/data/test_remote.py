@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from trainables.data.order import Order
 from trainables.data.records import INDEX, read_index
 from trainables.data.remote import RemoteRecords, Server, open_remote
 from trainables.data.source import open_on_node, open_source
+from trainables.data.transfer import fetch
 from trainables.errors import DataError
 
 ROWS, SHARDS, SIZE = 32, 32, 33_000  # a shard is 1.01 MiB
@@ -368,6 +370,40 @@ def test_a_server_that_vanishes_stalls_the_epoch_and_does_not_end_it(s3: S3, nod
             assert source.read(index) == image_of("train", index, SIZE)
     assert restart is not None
     restart.join()
+
+
+class Faltering(Server):
+    """A server whose connections break after every 100 kB."""
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, _Breaking(super().open(name)))
+
+
+class _Breaking:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, 100_000
+        self.seek, self.close = file.seek, file.close
+
+    def __enter__(self) -> _Breaking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, size: int) -> bytes:
+        if not self._left:
+            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        content = self._file.read(min(size, self._left))
+        self._left -= len(content)
+        return content
+
+
+def test_patience_begins_anew_with_every_byte_that_comes(tmp_path: Path) -> None:
+    root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
+    (shard,) = read_index(root).splits["train"].shards
+    (tmp_path / "here").mkdir()
+    fetch(Faltering(root.as_uri(), patience_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
+    assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
 
 
 def test_a_server_that_stays_away_is_one_line_after_the_patience(s3: S3, node: Path) -> None:
