@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import os
@@ -260,6 +261,20 @@ def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path:
         renaming.join()
     assert min(measured) > 0
     assert folder_bytes(tmp_path) == 500
+
+
+def test_a_keeper_is_not_kept_from_its_work_by_whoever_asks_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "base" / "identity"
+    folder.mkdir(parents=True)
+    (folder / keeper.USERS).touch()
+    with open(folder / keeper.KEEPER, "wb") as asked:
+        fcntl.flock(asked, fcntl.LOCK_SH)
+        assert not keeper.is_kept(str(folder))
+        watching = threading.Thread(target=keeper.watch, args=(str(folder), 0.0))
+        watching.start()
+        time.sleep(0.03)
+    watching.join(timeout=20)
+    assert not folder.exists()
 
 
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
