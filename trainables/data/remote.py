@@ -5,6 +5,7 @@ The index and the rows are read at once; `RemoteShards` brings the shards to a f
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import tempfile
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 from trainables.config import DataConfig
 from trainables.data.ahead import Positions
 from trainables.data.fetching import RemoteShards
-from trainables.data.hold import alone, folder_bytes, free_bytes, hold, human
+from trainables.data.hold import alone, folder_bytes, free_bytes, hold, human, usable
 from trainables.data.order import Split
 from trainables.data.records import INDEX, RecordsSource, parse_index
 from trainables.data.stage import base_folder, is_whole
@@ -120,20 +121,26 @@ def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) 
     content = server.read(INDEX)
     index = parse_index(content, server.where(INDEX))
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
-    held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
-    folder, rows = held.folder / "data", index.splits[split].rows
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with alone(held.folder / "rows"):
-            if not is_whole(folder, rows):
-                fetch(server, rows, folder)
-        limit = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * (free_bytes(folder) + folder_bytes(folder)))
-    except (OSError, NoRoomError) as error:
-        held.close()
-        reason = error.strerror if isinstance(error, OSError) else "it is full"
-        raise DataError(f"data.stage: {base} cannot be used: {reason}; give another folder") from None
+    use = ("data.stage", base, "give another folder")
+    if data.stage == "none":
+        use = ("data.path", f"the folder for temporary files {base}", "write data.stage=ram, or a folder")
+    with usable(*use):
+        held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
+        folder, rows = held.folder / "data", index.splits[split].rows
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with alone(held.folder / "rows"):
+                if not is_whole(folder, rows):
+                    fetch(server, rows, folder)
+            room_bytes = free_bytes(folder) + folder_bytes(folder)
+        except BaseException as error:
+            held.close()
+            if isinstance(error, NoRoomError):
+                raise OSError(errno.ENOSPC, "it is full") from None
+            raise
     server.patience_s = patience_s
-    shards = RemoteShards(server, held, index, split, limit_bytes=limit)
+    limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * room_bytes)
+    shards = RemoteShards(server, held, index, split, limit_bytes=limit_bytes)
     source = RemoteRecords(folder, index, split, shards)
     source.opened_with = data, split, patience_s
     weakref.finalize(source, shards.close)

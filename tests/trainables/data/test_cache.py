@@ -150,6 +150,12 @@ def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folde
         open_on_node(_config(folder, cache_mib=900_000_000), "train")
 
 
+def test_memory_that_cannot_be_had_is_said_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "RAM", "/proc/nowhere")
+    with pytest.raises(DataError, match=r"^data.cache: /proc/nowhere cannot be used: .*; leave data.cache out"):
+        open_on_node(_config(folder), "train")
+
+
 def test_a_folder_with_other_files_has_a_cache_of_its_own(folder: Path, make_folder: Callable[..., Path]) -> None:
     first = open_on_node(_config(folder), "train")
     _contents(first)

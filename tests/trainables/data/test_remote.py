@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -290,6 +291,25 @@ def test_validation_needs_room_beside_training(tmp_path: Path, node: Path) -> No
             open_on_node(_data(root.as_uri(), node, cache_mib=cache_mib), "train")
     open_on_node(_data(root.as_uri(), node, cache_mib=3), "val")
     open_on_node(_data(root.as_uri(), node, cache_mib=4), "train")
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_not_called_the_stage(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+    with pytest.raises(DataError, match=r"^data.path: the folder for \w+ files /proc/nowhere cannot .*; write data.stage=ram"):
+        open_remote(DataConfig(path=packed.as_uri()), "train")
+
+
+def test_a_folder_that_is_taken_away_is_one_line_and_ends_no_thread(packed: Path, node: Path) -> None:
+    source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")
+    shutil.rmtree(source._shards.folder.parent)
+    source.follow(_order(source, "none"), 0, 0)
+    time.sleep(0.3)
+    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No such file or directory; write another") as error:
+        source.read(0)
+    assert "\n" not in str(error.value)
+    assert all(lane.is_alive() for lane in source._shards._lanes)
 
 
 def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(

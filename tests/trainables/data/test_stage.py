@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import logging
@@ -376,8 +377,19 @@ def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> Non
     _own(to).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"is not a folder of this user"):
         stage(str(root), str(to))
-    with pytest.raises(DataError, match=r"/proc/nowhere cannot be used: .*; give a folder that can be written"):
+    with pytest.raises(DataError, match=r"data.stage: /proc/nowhere cannot be used: .*; give another folder"):
         stage(str(root), "/proc/nowhere")
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # no such file system can be counted on where tests run
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    root = make_records(tmp_path / "set")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No locks available; give another folder") as error:
+        stage(str(root), str(tmp_path / "disk"))
+    assert "\n" not in str(error.value)
 
 
 def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:
