@@ -17,11 +17,11 @@ from tests.trainables.data.photos import photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.ranks import Ranks
 from trainables.config import DataConfig, EvaluateConfig
-from trainables.data import keeper
 from trainables.data.decode import Sample
 from trainables.data.loader import Loader
+from trainables.data.place import keeper
+from trainables.data.place.stage import stage
 from trainables.data.source import open_source
-from trainables.data.stage import stage
 from trainables.distributed import Group
 from trainables.evaluate import correct_counts, evaluate, evaluate_checkpoint
 from trainables.models.registry import build_model

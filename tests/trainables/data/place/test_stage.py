@@ -19,19 +19,19 @@ import pytest
 
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
-from trainables.data import keeper
-from trainables.data import stage as staging
-from trainables.data.hold import folder_bytes, hold, remove_others
+from trainables.data.place import keeper
+from trainables.data.place import stage as staging
+from trainables.data.place.hold import folder_bytes, hold, remove_others
+from trainables.data.place.stage import stage
 from trainables.data.records import INDEX, open_records, read_index
 from trainables.data.source import open_on_node
-from trainables.data.stage import stage
 from trainables.errors import DataError
 
 GRACE_S = 0.3
 
 _USER = f"""
 import logging, sys, time
-from trainables.data.stage import stage
+from trainables.data.place.stage import stage
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 try:
     path, held = stage(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
@@ -47,7 +47,7 @@ class User:
     """A process that stages a set and then uses it until it is killed."""
 
     def __init__(self, source: Path, to: Path) -> None:
-        path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+        path = os.pathsep.join([str(Path(__file__).parents[4]), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, "-c", _USER, str(source), str(to)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
             text=True,

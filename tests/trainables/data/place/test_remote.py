@@ -23,15 +23,15 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
-from trainables.data import ahead as looking
-from trainables.data import keeper
-from trainables.data.ahead import Ahead
 from trainables.data.loader import Loader
 from trainables.data.order import Order
+from trainables.data.place import ahead as looking
+from trainables.data.place import keeper
+from trainables.data.place.ahead import Ahead
+from trainables.data.place.remote import RemoteRecords, Server, open_remote
+from trainables.data.place.transfer import fetch
 from trainables.data.records import INDEX, read_index
-from trainables.data.remote import RemoteRecords, Server, open_remote
 from trainables.data.source import open_on_node, open_source
-from trainables.data.transfer import fetch
 from trainables.errors import DataError
 
 ROWS, SHARDS, SIZE = 32, 32, 33_000  # a shard is 1.01 MiB

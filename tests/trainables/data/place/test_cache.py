@@ -15,9 +15,9 @@ import pytest
 
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
-from trainables.data import cache, keeper
-from trainables.data.cache import CachedSource, Samples, cached
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.place import cache, keeper
+from trainables.data.place.cache import CachedSource, Samples, cached
 from trainables.data.source import Source, open_on_node, open_source
 from trainables.errors import DataError
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainables.data.hold import NO_ROOM
+from trainables.data.place.hold import NO_ROOM
 from trainables.data.records import File
 from trainables.errors import DataError
 from trainables.rundir import fsync_directory

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from trainables.data import keeper
+from trainables.data.place import keeper
 from trainables.errors import DataError
 
 RAM = "/dev/shm"

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
-from trainables.data.hold import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
 from trainables.data.order import Split
+from trainables.data.place.hold import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
 from trainables.errors import DataError
 
 _DEFAULT_SHARE = 0.5  # of the free memory
