@@ -15,7 +15,7 @@ from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
-from trainables.data.remote import is_remote
+from trainables.data.place.remote import is_remote
 from trainables.data.source import Source, check_placement, open_source
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.header import read_header

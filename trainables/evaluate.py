@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainables import checkpoint
 from trainables.config import EvaluateConfig
 from trainables.data.loader import Batch, Loader
-from trainables.data.source import open_source
+from trainables.data.source import open_on_node
 from trainables.device.feed import on_device
 from trainables.distributed import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.errors import DataError
@@ -78,7 +78,7 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
     """
-    source = open_source(config.data, "val")
+    source = open_on_node(config.data, "val")
     path = Path(config.checkpoint)
     _, about = checkpoint.read(path)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32

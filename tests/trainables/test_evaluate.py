@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.trainables.data.packed import pack_here
+from tests.trainables.data.photos import photo
+from tests.trainables.jobs import write_teacher
 from tests.trainables.ranks import Ranks
-from trainables.config import DataConfig
+from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
 from trainables.data.loader import Loader
+from trainables.data.place import keeper
+from trainables.data.place.stage import stage
 from trainables.data.source import open_source
 from trainables.distributed import Group
-from trainables.evaluate import correct_counts, evaluate
+from trainables.evaluate import correct_counts, evaluate, evaluate_checkpoint
 from trainables.models.registry import build_model
 
 
@@ -98,6 +106,30 @@ def test_all_ranks_evaluate_rank_0s_running_statistics(ranks: Ranks) -> None:
     assert {result["mean"] for result in both} == {0.0}
     assert both[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-12)
     assert all(result["training"] for result in both)
+
+
+def test_an_evaluation_reads_its_nodes_copy_and_gives_it_up(tmp_path: Path) -> None:
+    packed, node = tmp_path / "set", tmp_path / "node"
+    for split, label, number in itertools.product(("train", "val"), "01", range(3)):
+        folder = tmp_path / "images" / split / label
+        folder.mkdir(parents=True, exist_ok=True)
+        photo(number).save(folder / f"{number}.jpg")
+    pack_here(tmp_path / "images", packed)
+    _, held = stage(str(packed), str(node))
+    for shard in packed.glob("*.arrow"):
+        shard.unlink()  # of the set; the copy is whole
+    held.close()
+    config = EvaluateConfig(
+        checkpoint=write_teacher(tmp_path / "model.safetensors", num_classes=2, image_size=8),
+        output=str(tmp_path / "output.json"),
+        data=DataConfig(path=str(packed), stage=str(node), image_size=8, global_batch_size=4, loader_workers=1),
+    )
+    assert evaluate_checkpoint(config, Group())["num_images"] == 6
+    (folder,) = node.glob("raydistill-*/*")
+    deadline = time.monotonic() + 20
+    while not (gone := keeper.remove_unused(str(folder))) and time.monotonic() < deadline:
+        time.sleep(0.01)  # for a moment the folder's keeper holds the lock
+    assert gone
 
 
 def test_fewer_than_five_classes_are_all_in_the_first_five() -> None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from trainables.config import DataConfig
 from trainables.data.auto import Enough
 from trainables.data.order import Order, Sharded, Split, rank_part
+from trainables.data.place.remote import RemoteRecords
 from trainables.data.reading import Part, Reader, outcome
-from trainables.data.remote import RemoteRecords
 from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
 from trainables.data.source import Source
 from trainables.data.view import View

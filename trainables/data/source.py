@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.config import DataConfig
-from trainables.data.cache import cached
 from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.order import Split
+from trainables.data.place.cache import cached
+from trainables.data.place.remote import RemoteRecords, is_remote, open_remote
+from trainables.data.place.stage import stage
 from trainables.data.records import is_records, open_records
-from trainables.data.remote import RemoteRecords, is_remote, open_remote
-from trainables.data.stage import stage
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
 

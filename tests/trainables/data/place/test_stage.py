@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import logging
 import os
 import re
@@ -7,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,19 +19,19 @@ import pytest
 
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
-from trainables.data import keeper
-from trainables.data import stage as staging
-from trainables.data.hold import hold, remove_others
+from trainables.data.place import keeper
+from trainables.data.place import stage as staging
+from trainables.data.place.hold import folder_bytes, hold, remove_others
+from trainables.data.place.stage import stage
 from trainables.data.records import INDEX, open_records, read_index
 from trainables.data.source import open_on_node
-from trainables.data.stage import stage
 from trainables.errors import DataError
 
 GRACE_S = 0.3
 
 _USER = f"""
 import logging, sys, time
-from trainables.data.stage import stage
+from trainables.data.place.stage import stage
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 try:
     path, held = stage(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
@@ -43,7 +47,7 @@ class User:
     """A process that stages a set and then uses it until it is killed."""
 
     def __init__(self, source: Path, to: Path) -> None:
-        path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
+        path = os.pathsep.join([str(Path(__file__).parents[4]), *sys.path])
         self.process = subprocess.Popen(
             [sys.executable, "-c", _USER, str(source), str(to)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
             text=True,
@@ -237,6 +241,43 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     held.close()
 
 
+def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / f"{number}").write_bytes(b"x" * 10)
+    stop = threading.Event()
+
+    def rename_all() -> None:
+        for path in itertools.cycle([tmp_path / f"{number}" for number in range(50)]):
+            if stop.is_set():
+                return
+            path.rename(path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+
+    renaming = threading.Thread(target=rename_all)
+    renaming.start()
+    try:
+        measured = [folder_bytes(tmp_path) for _ in range(500)]
+    finally:
+        stop.set()
+        renaming.join()
+    assert min(measured) > 0
+    assert folder_bytes(tmp_path) == 500
+
+
+def test_a_keeper_is_not_kept_from_its_work_by_whoever_asks_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "base" / "identity"
+    folder.mkdir(parents=True)
+    (folder / keeper.USERS).touch()
+    with open(folder / keeper.KEEPER, "wb") as asked:
+        fcntl.flock(asked, fcntl.LOCK_SH)
+        assert not keeper.is_kept(str(folder))
+        watching = threading.Thread(target=keeper.watch, args=(str(folder), 0.0))
+        watching.start()
+        time.sleep(0.03)
+    watching.join(timeout=20)
+    assert not folder.exists()
+
+
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
     to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
     for name in ("crashed", "crashed.gone-1"):
@@ -336,8 +377,19 @@ def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> Non
     _own(to).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"is not a folder of this user"):
         stage(str(root), str(to))
-    with pytest.raises(DataError, match=r"/proc/nowhere cannot be used: .*; give a folder that can be written"):
+    with pytest.raises(DataError, match=r"data.stage: /proc/nowhere cannot be used: .*; give another folder"):
         stage(str(root), "/proc/nowhere")
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # no such file system can be counted on where tests run
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    root = make_records(tmp_path / "set")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No locks available; give another folder") as error:
+        stage(str(root), str(tmp_path / "disk"))
+    assert "\n" not in str(error.value)
 
 
 def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from trainables.data.hold import GRACE_S, RAM, Hold, alone, free_bytes, hold, human, remove_others
+from trainables.data.place.hold import GRACE_S, RAM, Hold, alone, folder_bytes, free_bytes, hold, human, remove_others, usable
+from trainables.data.place.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.data.records import INDEX, File, Index, read_index
-from trainables.data.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
 from trainables.rundir import write_atomic
 
@@ -38,20 +38,19 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
     root = Path(path).expanduser()
     index = read_index(root)
     content = (root / INDEX).read_bytes()
-    held = hold(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
-    target = held.folder / "data"
-    progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
-    try:
-        target.mkdir(mode=0o700, exist_ok=True)
-        with alone(held.folder / "copying", progress):
-            if missing := [file for file in index.files() if not is_whole(target, file)]:
-                _copy(root, missing, held, progress)
-            write_atomic(target / INDEX, content)
-    except BaseException as error:
-        held.close()
-        if isinstance(error, OSError):
-            raise DataError(f"data.stage: {base_folder(to)} cannot be used: {error.strerror}; give another folder") from None
-        raise
+    with usable("data.stage", base_folder(to), "give another folder"):
+        held = hold(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
+        target = held.folder / "data"
+        progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
+        try:
+            target.mkdir(mode=0o700, exist_ok=True)
+            with alone(held.folder / "copying", progress):
+                if missing := [file for file in index.files() if not is_whole(target, file)]:
+                    _copy(root, missing, held, progress)
+                write_atomic(target / INDEX, content)
+        except BaseException:
+            held.close()
+            raise
     return str(target), held
 
 
@@ -67,7 +66,7 @@ class Progress:
     """Logs, every few seconds that it is called, how much of a set a folder holds: who waits says the same as who copies."""
 
     def __init__(self, what: str, folder: Path, index: Index) -> None:
-        self._what, self._folder, self._total = what, folder, sum(file.bytes for file in index.files())
+        self._what, self._folder, self._total_bytes = what, folder, sum(file.bytes for file in index.files())
         self._said_at = time.monotonic()
 
     def __call__(self) -> None:
@@ -75,9 +74,7 @@ class Progress:
         if now - self._said_at < _PROGRESS_S:
             return
         self._said_at = now
-        with os.scandir(self._folder) as entries:
-            done = sum(entry.stat().st_size for entry in entries)
-        _log.info("%s: %s of %s", self._what, human(done), human(self._total))
+        _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total_bytes))
 
 
 def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], None]) -> None:
@@ -85,12 +82,12 @@ def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], No
     target, base = held.folder / "data", held.folder.parent.parent
     for unfinished in target.glob(".*"):
         unfinished.unlink()
-    need = sum(file.bytes for file in missing)
-    if need > free_bytes(target):
+    needed_bytes = sum(file.bytes for file in missing)
+    if needed_bytes > free_bytes(target):
         remove_others(held, kept=True)
-    if need > (free := free_bytes(target)):
+    if needed_bytes > (room_bytes := free_bytes(target)):
         raise DataError(
-            f"data.stage: {human(need)} of {root} do not fit into the {human(free)} that are free in {base}; "
+            f"data.stage: {human(needed_bytes)} of {root} do not fit into the {human(room_bytes)} that are free in {base}; "
             "write data.stage=none, or a folder with more room"
         )
     began, stop = time.monotonic(), threading.Event()
@@ -110,11 +107,12 @@ def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], No
         for file in target.iterdir():
             file.unlink()
         raise DataError(
-            f"data.stage: {base} was full before {human(need)} of {root} were copied there: others write to it too; "
+            f"data.stage: {base} was full before {human(needed_bytes)} of {root} were copied there: others write to it too; "
             "write data.stage=none, or a folder with more room"
         )
     for failure in failures:
         if not isinstance(failure, StoppedError):
             raise failure
-    seconds = time.monotonic() - began
-    _log.info("staged %s of %s in %s in %.1f s (%s/s)", human(need), root, base, seconds, human(need / max(seconds, 1e-3)))
+    took_s = time.monotonic() - began
+    bytes_per_s = needed_bytes / max(took_s, 1e-3)
+    _log.info("staged %s of %s in %s in %.1f s (%s/s)", human(needed_bytes), root, base, took_s, human(bytes_per_s))

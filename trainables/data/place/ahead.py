@@ -36,8 +36,11 @@ class _Stretch(NamedTuple):
 class Ahead:
     """The shards that are needed from a position on, in the order of their first use. Callers lock."""
 
-    def __init__(self, shards: Sequence[File]) -> None:
+    def __init__(self, shards: Sequence[File], *, repeats: bool) -> None:
+        """`repeats`: an epoch follows on another at once, as in training; validation comes again a while later."""
+        self._repeats = repeats
         self._bytes_S = [shard.bytes for shard in shards]
+        self._num_read = sum(shard.rows > 0 for shard in shards)
         self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
         self._order: Positions | None = None
         self._given: Positions | None = None
@@ -57,13 +60,24 @@ class Ahead:
     def upcoming(self, max_bytes: int) -> list[int]:
         """The shards needed next: those of the present stretch, and of later ones up to about `max_bytes` in all.
 
-        The next epoch follows on the present one.
+        No more than one whole epoch is looked at, which may lie across the end of the present one.
         """
         found = dict.fromkeys(shard for stretch in self._stretches for shard in stretch.shards)
-        while self._order and len(found) < len(self._bytes_S) and sum(self._bytes_S[shard] for shard in found) < max_bytes:
+        while (
+            self._order
+            and self._is_more()
+            and len(found) < self._num_read
+            and sum(self._bytes_S[shard] for shard in found) < max_bytes
+        ):
             self._extend(self._order)
             found |= dict.fromkeys(self._stretches[-1].shards)
         return list(found)
+
+    def _is_more(self) -> bool:
+        if not self._stretches:
+            return True
+        first = self._stretches[0]
+        return self._at < (first.epoch + 1, first.begin if self._repeats else 0)
 
     def _extend(self, order: Positions) -> None:
         epoch, begin = self._at

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pytest
@@ -21,12 +23,14 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
-from trainables.data import keeper
-from trainables.data.ahead import Ahead
 from trainables.data.loader import Loader
 from trainables.data.order import Order
+from trainables.data.place import ahead as looking
+from trainables.data.place import keeper
+from trainables.data.place.ahead import Ahead
+from trainables.data.place.remote import RemoteRecords, Server, open_remote
+from trainables.data.place.transfer import fetch
 from trainables.data.records import INDEX, read_index
-from trainables.data.remote import RemoteRecords, Server, open_remote
 from trainables.data.source import open_on_node, open_source
 from trainables.errors import DataError
 
@@ -234,13 +238,35 @@ def test_shards_that_are_needed_are_known_across_the_end_of_an_epoch(packed: Pat
     expected: dict[int, None] = {}
     for epoch, begin in ((3, 960), (4, 0)):
         expected |= dict.fromkeys((order.at(epoch, np.arange(begin, ROWS * SHARDS)) // ROWS).tolist())
-    ahead = Ahead(shards)
+    ahead = Ahead(shards, repeats=True)
     ahead.move(order, 3, 960)
     first = ahead.upcoming(1)
     assert first == list(expected)[: len(first)]
     assert ahead.upcoming(1 << 40) == list(expected)
     ahead.move(order, 4, 0)
     assert sorted(ahead.upcoming(1 << 40)) == list(range(SHARDS))
+
+
+def test_a_shard_without_rows_is_never_needed(packed: Path) -> None:
+    shards = read_index(packed).splits["train"].shards[:3]
+    empty = shards[0].model_copy(update={"file": "empty.arrow", "rows": 0})
+    order = Order("train", "none", seed=1, num_samples=3 * ROWS)
+    ahead = Ahead([shards[0], empty, *shards[1:]], repeats=True)
+    for epoch in range(3):
+        ahead.move(order, epoch, 40)
+        assert sorted(ahead.upcoming(1 << 40)) == [0, 2, 3]
+
+
+def test_validation_that_ends_fetches_nothing_for_the_next_one(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "_STRETCH", 128)
+    shards = read_index(packed).splits["train"].shards
+    order = Order("val", "none", seed=1, num_samples=ROWS * SHARDS)
+    ahead = Ahead(shards, repeats=False)
+    for epoch in range(2):
+        ahead.move(order, epoch, 0)
+        assert ahead.upcoming(1 << 40) == list(range(SHARDS))
+        ahead.move(order, epoch, 992)
+        assert ahead.upcoming(1 << 40) == [28, 29, 30, 31]  # of the stretch that is being read
 
 
 def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_window_that_it_can(
@@ -256,6 +282,34 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
     open_on_node(full.model_copy(update={"shuffle": window}), "train")
     open_on_node(full, "val")
     open_on_node(full.model_copy(update={"cache_mib": 40}), "train")
+
+
+def test_validation_needs_room_beside_training(tmp_path: Path, node: Path) -> None:
+    root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
+    for cache_mib in (2, 3):
+        with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):
+            open_on_node(_data(root.as_uri(), node, cache_mib=cache_mib), "train")
+    open_on_node(_data(root.as_uri(), node, cache_mib=3), "val")
+    open_on_node(_data(root.as_uri(), node, cache_mib=4), "train")
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_not_called_the_stage(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+    with pytest.raises(DataError, match=r"^data.path: the folder for \w+ files /proc/nowhere cannot .*; write data.stage=ram"):
+        open_remote(DataConfig(path=packed.as_uri()), "train")
+
+
+def test_a_folder_that_is_taken_away_is_one_line_and_ends_no_thread(packed: Path, node: Path) -> None:
+    source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")
+    shutil.rmtree(source._shards.folder.parent)
+    source.follow(_order(source, "none"), 0, 0)
+    time.sleep(0.3)
+    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No such file or directory; write another") as error:
+        source.read(0)
+    assert "\n" not in str(error.value)
+    assert all(lane.is_alive() for lane in source._shards._lanes)
 
 
 def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
@@ -336,6 +390,40 @@ def test_a_server_that_vanishes_stalls_the_epoch_and_does_not_end_it(s3: S3, nod
             assert source.read(index) == image_of("train", index, SIZE)
     assert restart is not None
     restart.join()
+
+
+class Faltering(Server):
+    """A server whose connections break after every 100 kB."""
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, _Breaking(super().open(name)))
+
+
+class _Breaking:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, 100_000
+        self.seek, self.close = file.seek, file.close
+
+    def __enter__(self) -> _Breaking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, size: int) -> bytes:
+        if not self._left:
+            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        content = self._file.read(min(size, self._left))
+        self._left -= len(content)
+        return content
+
+
+def test_patience_begins_anew_with_every_byte_that_comes(tmp_path: Path) -> None:
+    root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
+    (shard,) = read_index(root).splits["train"].shards
+    (tmp_path / "here").mkdir()
+    fetch(Faltering(root.as_uri(), patience_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
+    assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
 
 
 def test_a_server_that_stays_away_is_one_line_after_the_patience(s3: S3, node: Path) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
-from trainables.data import cache, keeper
-from trainables.data.cache import CachedSource, Samples
-from trainables.data.decode import UnreadableImageError
+from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.place import cache, keeper
+from trainables.data.place.cache import CachedSource, Samples, cached
 from trainables.data.source import Source, open_on_node, open_source
 from trainables.errors import DataError
 
@@ -100,26 +101,59 @@ def test_an_unreadable_file_is_an_error_every_time(folder: Path) -> None:
             source.read(0)
 
 
-def test_memory_that_runs_out_is_no_error(tmp_path: Path) -> None:
-    """As where somebody else fills /dev/shm: what could not be kept is read again."""
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory, of 1 MiB."""
     small = tmp_path / "small"
     small.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
     if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs to mount a small file system")
-    try:
-        samples, content = Samples(small, 20, limit_bytes=8 << 20), os.urandom(100_000)
-        kept = [samples.put(index, content) for index in range(20)]
-        assert 5 < sum(kept) < 11
-        assert [samples.get(index) == content for index in range(20)] == kept
-        del samples
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    yield small
+    for path in small.glob("raydistill-*/*"):
+        keeper.remove_unused(str(path))
+    subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
+    """As where somebody else fills /dev/shm: what could not be kept is read again."""
+    samples, content = Samples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
+    indices = range(0, 50_000, 2_500)  # their places lie in 20 of 98 pages
+    kept = [samples.put(index, content) for index in indices]
+    assert 5 < sum(kept) < 14
+    assert [samples.get(index) == content for index in indices] == kept
+
+
+def test_memory_without_room_for_the_places_is_one_line(small_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "RAM", str(small_memory))
+    with pytest.raises(DataError, match=r"data.cache: \S+small cannot be used: No space left on device; leave data.cache out"):
+        cached(DataConfig(path="many", cache="memory"), "train", Many())
+
+
+class Many:
+    """A source whose places take 1.5 MiB."""
+
+    classes, labels_N = ("a",), np.zeros(200_000, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def read(self, index: int) -> Sample:
+        return b""
 
 
 def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folder: Path) -> None:
     with pytest.raises(DataError, match=r"data.cache_mib=900000000 is more than the \S+ GiB that are free in /dev/shm; lower it"):
         open_on_node(_config(folder, cache_mib=900_000_000), "train")
+
+
+def test_memory_that_cannot_be_had_is_said_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "RAM", "/proc/nowhere")
+    with pytest.raises(DataError, match=r"^data.cache: /proc/nowhere cannot be used: .*; leave data.cache out"):
+        open_on_node(_config(folder), "train")
 
 
 def test_a_folder_with_other_files_has_a_cache_of_its_own(folder: Path, make_folder: Callable[..., Path]) -> None:

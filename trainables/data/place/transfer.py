@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trainables.data.hold import NO_ROOM
+from trainables.data.place.hold import NO_ROOM
 from trainables.data.records import File
 from trainables.errors import DataError
 from trainables.rundir import fsync_directory
@@ -92,12 +92,19 @@ def part_of(folder: Path, file: File) -> Path:
     return folder / f".{file.file}.part"
 
 
-def patiently(place: Place, name: str, attempt: Callable[[], None], stopped: Callable[[], bool] = lambda: False) -> None:
+def patiently(
+    place: Place,
+    name: str,
+    attempt: Callable[[], None],
+    stopped: Callable[[], bool] = lambda: False,
+    done_bytes: Callable[[], int] = lambda: 0,
+) -> None:
     """Call `attempt` until it succeeds, with growing pauses, for `place.patience_s` after the first failure.
 
+    An attempt that fails but brought `done_bytes` further begins both anew.
     Raises DataError where it is in vain, StoppedError where `stopped()` became true.
     """
-    wait_s, failed_at = _FIRST_WAIT_S, None
+    wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, 0
     while True:
         try:
             return attempt()
@@ -105,6 +112,8 @@ def patiently(place: Place, name: str, attempt: Callable[[], None], stopped: Cal
             raise
         except Exception as error:  # the libraries behind file systems raise what they like
             now = time.monotonic()
+            if done_bytes() > reached_bytes:
+                wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, done_bytes()
             failed_at = failed_at or now
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if isinstance(error, OSError) and error.errno and error.strerror:
@@ -137,7 +146,7 @@ def _download(place: Place, file: File, part: Path, stopped: Callable[[], bool])
                     digest.update(chunk)
                     done += len(chunk)
 
-        patiently(place, file.file, attempt, stopped)
+        patiently(place, file.file, attempt, stopped, lambda: done)
         if done != file.bytes:
             return f"has {'at least ' if done > file.bytes else ''}{done:,} bytes, and its index says {file.bytes:,}"
         if digest.hexdigest() != file.sha256:

@@ -18,11 +18,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
-from trainables.data import keeper
+from trainables.data.place import keeper
 from trainables.errors import DataError
 
 RAM = "/dev/shm"
@@ -49,7 +48,7 @@ class Hold:
 def hold(base: str, identity: str, *, grace_s: float = GRACE_S) -> Hold:
     """Make or take over the folder of `identity`, and see to its removal `grace_s` seconds after its last user has gone.
 
-    Folders of other identities that a crash left behind are removed. Raises DataError where `base` cannot be used.
+    Folders of other identities that a crash left behind are removed. Raises OSError where `base` cannot be used; see `usable`.
     """
     while True:
         folder = _own_root(base) / identity
@@ -58,18 +57,25 @@ def hold(base: str, identity: str, *, grace_s: float = GRACE_S) -> Hold:
             handle = os.open(folder / keeper.USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # the keeper of the root's last folder has removed it in this moment
             continue
-        except OSError as error:
-            _refuse(base, error)
-        fcntl.flock(handle, fcntl.LOCK_SH)
+        held = Hold(folder, handle)
+        fcntl.flock(handle, fcntl.LOCK_SH)  # some network file systems have none: OSError
         if keeper.is_at(handle, str(folder / keeper.USERS)):
             break
-        os.close(handle)
-    held = Hold(folder, handle)
+        held.close()
     os.utime(handle)
     if not keeper.is_kept(str(folder)):
         _start_keeper(folder, grace_s)
     remove_others(held, kept=False)
     return held
+
+
+@contextlib.contextmanager
+def usable(setting: str, base: str, instead: str) -> Iterator[None]:
+    """Make of an OSError the DataError of the `setting` by which `base` is used; `instead`: what to write."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{setting}: {base} cannot be used: {error.strerror or error}; {instead}") from None
 
 
 def _start_keeper(folder: Path, grace_s: float) -> None:
@@ -114,6 +120,16 @@ def free_bytes(folder: Path) -> int:
     return free
 
 
+def folder_bytes(folder: Path) -> int:
+    """The size of the files in `folder`, from which others may be renamed or removed meanwhile."""
+    num_bytes = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += entry.stat().st_size
+    return num_bytes
+
+
 def _container_bytes() -> float:
     """Memory that the control group of this process (version 2) may still take; what the kernel can reclaim counts as free."""
     group = Path("/sys/fs/cgroup")
@@ -135,18 +151,11 @@ def human(num_bytes: float) -> str:
 
 
 def _own_root(base: str) -> Path:
-    """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's."""
+    """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
     root = Path(base).expanduser() / f"raydistill-{os.getuid()}"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        _refuse(base, error)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # removed in this moment, with its last folder
         found = root.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise DataError(f"data.stage: {root} is not a folder of this user: remove it, or give another folder")
+            raise PermissionError(errno.EPERM, f"{root} is not a folder of this user: remove it")
     return root
-
-
-def _refuse(base: str, error: OSError) -> NoReturn:
-    raise DataError(f"data.stage: {base} cannot be used: {error.strerror}; give a folder that can be written") from None

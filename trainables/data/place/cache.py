@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
-from trainables.data.hold import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human
 from trainables.data.order import Split
+from trainables.data.place.hold import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
 from trainables.errors import DataError
 
 _DEFAULT_SHARE = 0.5  # of the free memory
@@ -56,6 +56,9 @@ class Samples:
         with alone(folder / "making"):
             self._data = _open_sized(folder / "samples", limit_bytes)
             self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
+            # It is written through its mapping, where memory that is not there kills the process: all of it is taken now.
+            # The samples are written by `pwritev`, and no place points to what did not find room.
+            os.posix_fallocate(self._places, 0, (num_samples + 1) * 8)
         self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, _close, (self._data, self._places, self._room))
         self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
@@ -136,18 +139,20 @@ def cached(data: DataConfig, split: Split, source: _Source) -> CachedSource:
     digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
     for index in range(len(source)):
         digest.update(source.name(index).encode() + b"\0")
-    held = hold(RAM, "cache-" + digest.hexdigest()[:32])
-    try:
-        free = free_bytes(held.folder)
-        limit = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * free)
-        if limit > free and not (held.folder / "samples").exists():
-            raise DataError(
-                f"data.cache: data.cache_mib={data.cache_mib} is more than the {human(free)} that are free in {RAM}; lower it"
-            )
-        return CachedSource(data, split, source, Samples(held.folder, len(source), limit), held)
-    except OSError as error:
-        held.close()
-        raise DataError(f"data.cache: {RAM} cannot be used: {error.strerror}; leave data.cache out") from None
+    with usable("data.cache", RAM, "leave data.cache out"):
+        held = hold(RAM, "cache-" + digest.hexdigest()[:32])
+        try:
+            room_bytes = free_bytes(held.folder)
+            limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * room_bytes)
+            if limit_bytes > room_bytes and not (held.folder / "samples").exists():
+                raise DataError(
+                    f"data.cache: data.cache_mib={data.cache_mib} is more than the {human(room_bytes)} that are free in {RAM}; "
+                    "lower it"
+                )
+            return CachedSource(data, split, source, Samples(held.folder, len(source), limit_bytes), held)
+        except BaseException:
+            held.close()
+            raise
 
 
 def _open_sized(path: Path, num_bytes: int) -> int:

@@ -16,6 +16,7 @@ import time
 
 USERS, KEEPER = "users", "keeper"
 GONE = ".gone-"
+_BYSTANDER_S = 0.1  # longer than anybody who only asks `is_kept` holds the lock
 
 
 def try_lock(handle: int) -> bool:
@@ -37,13 +38,19 @@ def is_at(handle: int, path: str) -> bool:
 
 
 def is_locked(path: str) -> bool:
-    """Whether a process holds the lock of the file `path`."""
+    """Whether a process holds the exclusive lock of the file `path`.
+
+    Asks by a shared lock of a moment, so that no two who ask at once take each other for the holder.
+    """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return not try_lock(handle)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(handle)
 
@@ -87,8 +94,11 @@ def watch(folder: str, grace_s: float) -> None:
     Returns at once where another keeper watches it.
     """
     keeper = os.open(os.path.join(folder, KEEPER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not try_lock(keeper):
-        return
+    until = time.monotonic() + _BYSTANDER_S
+    while not try_lock(keeper):
+        if time.monotonic() > until:
+            return
+        time.sleep(_BYSTANDER_S / 10)
     users = os.open(os.path.join(folder, USERS), os.O_RDWR | os.O_CLOEXEC)
     while True:
         fcntl.flock(users, fcntl.LOCK_EX)  # until the last user has gone

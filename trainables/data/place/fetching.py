@@ -11,15 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from trainables.data import keeper
-from trainables.data.ahead import Ahead, Positions
-from trainables.data.hold import Hold, alone, human
 from trainables.data.order import Split
+from trainables.data.place import keeper
+from trainables.data.place.ahead import Ahead, Positions
+from trainables.data.place.hold import Hold, alone, human, usable
+from trainables.data.place.stage import is_whole
+from trainables.data.place.transfer import NoRoomError, Place, StoppedError, fetch, part_of
 from trainables.data.records import File, Index
-from trainables.data.stage import is_whole
-from trainables.data.transfer import NoRoomError, Place, StoppedError, fetch, part_of
 from trainables.errors import DataError
 
 _LANES = 4  # shards fetched at a time
@@ -36,9 +37,10 @@ class RemoteShards:
     def __init__(self, server: Place, held: Hold, index: Index, split: Split, *, limit_bytes: int) -> None:
         self.server, self.limit_bytes, self.shards = server, limit_bytes, index.splits[split].shards
         self.folder, self._held = held.folder / "data", held
+        self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
         self._files = {file.file: file for part in index.splits.values() for file in part.shards}
         self._touched_at = [0.0] * len(self.shards)
-        self._ahead = Ahead(self.shards)
+        self._ahead = Ahead(self.shards, repeats=split == "train")
         self._changed = threading.Condition()
         self._there: set[int] = set()  # or on its way; what was removed since is found when it is read
         self._failed: dict[int, DataError] = {}
@@ -102,8 +104,7 @@ class RemoteShards:
                 shard, earlier = self._next()
                 try:
                     came = self._bring(shard, earlier)
-                except DataError as error:  # whoever reads the shard says so
-                    self._failed[shard] = error
+                except DataError:  # whoever reads the shard says so
                     continue
                 if not came:
                     with self._changed:
@@ -111,7 +112,7 @@ class RemoteShards:
                         self._changed.wait(_LOOK_AGAIN_S)
 
     def _next(self) -> tuple[int, frozenset[str]]:
-        """The first shard ahead that is not there, and the files that are needed before it. Raises StoppedError."""
+        """The first shard ahead that is not known to be there, and the files that are needed before it. Raises StoppedError."""
         with self._changed:
             while True:
                 self._check_stopped()
@@ -120,8 +121,7 @@ class RemoteShards:
                     if shard in self._there or shard in self._failed:
                         continue
                     self._there.add(shard)
-                    if not is_whole(self.folder, self.shards[shard]):
-                        return shard, frozenset(self.shards[before].file for before in upcoming[:place])
+                    return shard, frozenset(self.shards[before].file for before in upcoming[:place])
                 self._changed.wait(_LOOK_AGAIN_S)
 
     def _bring(self, shard: int, earlier: frozenset[str] | None = None) -> bool:
@@ -129,11 +129,13 @@ class RemoteShards:
 
         Raises DataError, StoppedError.
         """
-        with alone(self._lock_of(self.shards[shard]), self._check_stopped):
+        here = partial(usable, "data.stage", str(self.folder), "write another folder")
+        with here(), alone(self._lock_of(self.shards[shard]), self._check_stopped):
             if shard in self._failed:
                 raise self._failed[shard]
             try:
-                return is_whole(self.folder, self.shards[shard]) or self._fetch(self.shards[shard], earlier)
+                with here():
+                    return is_whole(self.folder, self.shards[shard]) or self._fetch(self.shards[shard], earlier)
             except DataError as error:  # for the threads that wait for the same shard
                 self._failed[shard] = error
                 raise

@@ -5,6 +5,7 @@ The index and the rows are read at once; `RemoteShards` brings the shards to a f
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import tempfile
@@ -12,13 +13,13 @@ import weakref
 from typing import Any, BinaryIO
 
 from trainables.config import DataConfig
-from trainables.data.ahead import Positions
-from trainables.data.fetching import RemoteShards
-from trainables.data.hold import alone, free_bytes, hold, human
 from trainables.data.order import Split
+from trainables.data.place.ahead import Positions
+from trainables.data.place.fetching import RemoteShards
+from trainables.data.place.hold import alone, folder_bytes, free_bytes, hold, human, usable
+from trainables.data.place.stage import base_folder, is_whole
+from trainables.data.place.transfer import NoRoomError, fetch, patiently
 from trainables.data.records import INDEX, RecordsSource, parse_index
-from trainables.data.stage import base_folder, is_whole
-from trainables.data.transfer import NoRoomError, fetch, patiently
 from trainables.errors import DataError
 
 PATIENCE_S = 300.0
@@ -84,17 +85,22 @@ class RemoteRecords(RecordsSource):
         Raises:
             DataError: what it needs at hand, and what the cache holds.
         """
-        shards, limit = self._shards.shards, self._shards.limit_bytes
-        total, largest = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
-        needs = {"full": total, "none": largest}.get(shuffle)
-        if needs is None:  # a window may begin and end in the middle of a shard
+        shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
+        total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
+        needed_bytes = {"full": total_bytes, "none": largest_bytes}.get(shuffle)
+        if needed_bytes is None:  # a window may begin and end in the middle of a shard
             window = int(shuffle.removeprefix("window(").removesuffix(")"))
-            needs = min(total, total * window // len(self) + 2 * largest)
-        if needs <= limit:
+            needed_bytes = min(total_bytes, total_bytes * window // len(self) + 2 * largest_bytes)
+        # Validation reads between epochs, and training goes on with what it had.
+        val_bytes = self._shards.largest_val_bytes if self.opened_with[1] == "train" else 0
+        needed_bytes += val_bytes
+        if needed_bytes <= limit_bytes:
             return
-        room = f"{human(limit)} of the cache in {self._shards.folder}"
-        what = f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needs)} at hand, more than the {room}"
-        samples = (limit - 2 * largest) * len(self) // total
+        what = (
+            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needed_bytes)} at hand, "
+            f"more than the {human(limit_bytes)} of the cache in {self._shards.folder}"
+        )
+        samples = (limit_bytes - val_bytes - 2 * largest_bytes) * len(self) // total_bytes
         smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
         raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
 
@@ -115,21 +121,26 @@ def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) 
     content = server.read(INDEX)
     index = parse_index(content, server.where(INDEX))
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
-    held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
-    folder, rows = held.folder / "data", index.splits[split].rows
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with alone(held.folder / "rows"):
-            if not is_whole(folder, rows):
-                fetch(server, rows, folder)
-        there = sum(file.stat().st_size for file in folder.iterdir())
-        limit = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * (free_bytes(folder) + there))
-    except (OSError, NoRoomError) as error:
-        held.close()
-        reason = error.strerror if isinstance(error, OSError) else "it is full"
-        raise DataError(f"data.stage: {base} cannot be used: {reason}; give another folder") from None
+    use = ("data.stage", base, "give another folder")
+    if data.stage == "none":
+        use = ("data.path", f"the folder for temporary files {base}", "write data.stage=ram, or a folder")
+    with usable(*use):
+        held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
+        folder, rows = held.folder / "data", index.splits[split].rows
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with alone(held.folder / "rows"):
+                if not is_whole(folder, rows):
+                    fetch(server, rows, folder)
+            room_bytes = free_bytes(folder) + folder_bytes(folder)
+        except BaseException as error:
+            held.close()
+            if isinstance(error, NoRoomError):
+                raise OSError(errno.ENOSPC, "it is full") from None
+            raise
     server.patience_s = patience_s
-    shards = RemoteShards(server, held, index, split, limit_bytes=limit)
+    limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * room_bytes)
+    shards = RemoteShards(server, held, index, split, limit_bytes=limit_bytes)
     source = RemoteRecords(folder, index, split, shards)
     source.opened_with = data, split, patience_s
     weakref.finalize(source, shards.close)
