@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,8 +55,10 @@ class Samples:
 
     def __init__(self, folder: Path, num_samples: int, limit_bytes: int) -> None:
         with alone(folder / "making"):
-            self._data = _open_sized(folder / "samples", limit_bytes)
-            self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
+            self._data = _open_sized(folder / "samples", limit_bytes, os.ftruncate)
+            # The places are memory-mapped: where a page of theirs found no room once others have filled the memory, the process
+            # would be killed (SIGBUS). So all of it is taken now.
+            self._places = _open_sized(folder / "places", (num_samples + 1) * 8, _allocate)
         self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, _close, (self._data, self._places, self._room))
         self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
@@ -150,12 +153,16 @@ def cached(data: DataConfig, split: Split, source: _Source) -> CachedSource:
         raise DataError(f"data.cache: {RAM} cannot be used: {error.strerror}; leave data.cache out") from None
 
 
-def _open_sized(path: Path, num_bytes: int) -> int:
-    """A file of so many bytes, of which memory is taken as they are written; an older one keeps its size."""
+def _open_sized(path: Path, num_bytes: int, resize: Callable[[int, int], None]) -> int:
+    """A file of so many bytes; an older one keeps its size."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not os.fstat(handle).st_size:
-        os.ftruncate(handle, num_bytes)
+        resize(handle, num_bytes)
     return handle
+
+
+def _allocate(handle: int, num_bytes: int) -> None:
+    os.posix_fallocate(handle, 0, num_bytes)
 
 
 def _close(handles: tuple[int, ...]) -> None:

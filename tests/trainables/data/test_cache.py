@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -100,21 +101,55 @@ def test_an_unreadable_file_is_an_error_every_time(folder: Path) -> None:
             source.read(0)
 
 
-def test_memory_that_runs_out_is_no_error(tmp_path: Path) -> None:
-    """As where somebody else fills /dev/shm: what could not be kept is read again."""
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, as /dev/shm is one."""
     small = tmp_path / "small"
     small.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
     if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs to mount a small file system")
-    try:
-        samples, content = Samples(small, 20, limit_bytes=8 << 20), os.urandom(100_000)
-        kept = [samples.put(index, content) for index in range(20)]
-        assert 5 < sum(kept) < 11
-        assert [samples.get(index) == content for index in range(20)] == kept
-        del samples
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    yield small
+    subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
+    """As where somebody else fills /dev/shm: what could not be kept is read again."""
+    samples, content = Samples(small_memory, 20, limit_bytes=8 << 20), os.urandom(100_000)
+    kept = [samples.put(index, content) for index in range(20)]
+    assert 5 < sum(kept) < 11
+    assert [samples.get(index) == content for index in range(20)] == kept
+
+
+def test_memory_that_others_fill_ends_no_process(small_memory: Path) -> None:
+    """Where a mapped page finds no room, the kernel ends the process that touches it."""
+    code = f"""
+from pathlib import Path
+from trainables.data.cache import Samples
+folder = Path({str(small_memory)!r})
+samples = Samples(folder, 60_000, limit_bytes=8 << 20)
+try:
+    (folder / "others").write_bytes(bytes(2 << 20))
+except OSError as error:
+    print(error.strerror)
+for index in range(0, 60_000, 100):
+    assert samples.get(index) is None
+    assert not samples.put(index, bytes(10_000))
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "No space left on device\nalive\n"), done.stderr
+
+
+def test_memory_that_has_no_room_for_the_places_is_said_at_the_start(
+    small_memory: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        Samples(small_memory, 1_000_000, limit_bytes=1 << 20)
+    monkeypatch.setattr(cache, "RAM", str(small_memory))
+    (small_memory / "others").write_bytes(bytes((1 << 20) - (16 << 10)))  # leaves room for a few folders
+    with pytest.raises(DataError, match=r"data.cache: \S+ cannot be used: No space left on device; leave data.cache out"):
+        open_on_node(_config(folder, cache_mib=None), "train")
 
 
 def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folder: Path) -> None:
