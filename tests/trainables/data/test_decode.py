@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.trainables.data.photos import encoded, photo
+from trainables.data import decode
 from trainables.data.decode import UnreadableImageError, decode_image, read_file
 
 
@@ -97,7 +99,7 @@ def test_the_reason_is_one_phrase() -> None:
 
 
 def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     with pytest.raises(UnreadableImageError, match="decompression bombs"):
         decode_image(FILES["png"])
 
@@ -107,6 +109,12 @@ def test_a_file_that_is_missing_or_a_folder_is_unreadable(tmp_path: Path) -> Non
         read_file(str(tmp_path / "absent.jpg"))
     with pytest.raises(UnreadableImageError, match="cannot be read: Is a directory"):
         read_file(str(tmp_path))
+
+
+def test_a_pipe_of_an_images_name_is_unreadable_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(UnreadableImageError, match="empty file"):
+        decode_image(read_file(str(tmp_path / "pipe.jpg")))
 
 
 def test_reading_leaves_no_file_open(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

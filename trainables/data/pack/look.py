@@ -10,7 +10,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
-_MAX_PIXELS = 100_000_000  # below PIL's limit against decompression bombs, which decides above
+from trainables.data.decode import too_costly
+
 _BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive; rarer ones are for the decoder to judge
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
@@ -37,7 +38,9 @@ def quick_look(content: bytes) -> Look | None:
         look = _png(content)
     else:
         return None
-    return look if look and 0 < look.width * look.height <= _MAX_PIXELS else None
+    if look is None or not look.width * look.height or too_costly(look.width, look.height, content):
+        return None
+    return look
 
 
 def _jpeg(content: bytes) -> Look | None:
