@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainables.data.decode import StoredImage, UnreadableImageError
+from trainables.data.decode import MAX_PIXELS, StoredImage, UnreadableImageError
 from trainables.data.decoders.contract import Box
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -61,14 +61,14 @@ def validation_view(image: Image.Image, image_size: int, val_resize: int | None)
     The same pixels as torchvision's Resize and CenterCrop on a PIL image. An image that already has the size that the
     models see is left as it is, unless `val_resize` asks for a resize. `val_resize` must not be below `image_size`.
 
-    Raises UnreadableImageError for a strip so narrow that the resized image would pass PIL's limit on pixels.
+    Raises UnreadableImageError for a strip so narrow that the resized image would have more than MAX_PIXELS.
     """
     if val_resize is None and image.size == (image_size, image_size):
         return image
     shorter = default_val_resize(image_size) if val_resize is None else val_resize
     width, height = image.size
     longer = int(shorter * max(width, height) / min(width, height))
-    if Image.MAX_IMAGE_PIXELS is not None and shorter * longer > 2 * Image.MAX_IMAGE_PIXELS:
+    if shorter * longer > MAX_PIXELS:
         raise UnreadableImageError(f"a strip of {width} by {height} pixels, too narrow to resize")
     resized = image.resize((shorter, longer) if width <= height else (longer, shorter), Image.Resampling.BILINEAR)
     left = round((resized.width - image_size) / 2)

@@ -33,6 +33,12 @@ _ITS_OWN = frozenset(
 )
 """What is wrong with a file itself. Others, EIO or ESTALE or ENOMEM, tell of a disk, a network or a machine, and may pass."""
 
+MAX_PIXELS = 89_478_485
+"""An image of more is unreadable. PIL warns from here on, and refuses twice as many, which would take seconds and gigabytes."""
+_MAX_PIXELS_A_BYTE = 1024
+"""Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
+decoded as grey for the most part."""
+_JPEG = b"\xff\xd8"
 _BOMB = "more pixels than PIL's limit against decompression bombs"
 
 
@@ -45,11 +51,10 @@ class StoredImage:
     def __init__(self, sample: Sample, decoder: Decoder) -> None:
         self._sample, self._decoder = sample, decoder
         self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
-        if self._header:
+        if self._header and not isinstance(sample, np.ndarray):
             self.width, self.height = self._header.width, self._header.height
-            limit = Image.MAX_IMAGE_PIXELS
-            if limit is not None and self.width * self.height > 2 * limit:  # known before any memory is taken
-                raise UnreadableImageError(_BOMB)
+            if reason := too_costly(self.width, self.height, sample):  # before any memory is taken
+                raise UnreadableImageError(reason)
         else:
             self._pixels_HWC = sample if isinstance(sample, np.ndarray) else np.asarray(decode_image(sample))
             self.height, self.width = self._pixels_HWC.shape[:2]
@@ -79,8 +84,7 @@ def decode_image(sample: Sample) -> Image.Image:
     So alpha is dropped, palettes are looked up, CMYK is converted without a colour profile, EXIF rotation is not applied,
     and 16-bit grayscale is clipped at 255, as torchvision's ImageFolder does.
 
-    Raises UnreadableImageError where the bytes are no image, are truncated or damaged, or hold more pixels than PIL's limit
-    against decompression bombs (2 · PIL.Image.MAX_IMAGE_PIXELS).
+    Raises UnreadableImageError where the bytes are no image, are truncated or damaged, or hold more than MAX_PIXELS.
     """
     if isinstance(sample, np.ndarray):
         return Image.fromarray(sample)
@@ -88,8 +92,10 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError("empty file")
     try:
         with Image.open(io.BytesIO(sample)) as image:
+            if reason := too_costly(*image.size, sample):
+                raise UnreadableImageError(reason)
             return image.convert("RGB")
-    except MemoryError:
+    except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError:
         raise UnreadableImageError("not an image") from None
@@ -99,13 +105,22 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
 
 
+def too_costly(width: int, height: int, encoded: bytes | memoryview) -> str | None:
+    """Why an image of this size, as its header tells, is not decoded; None where it may be."""
+    if width * height > MAX_PIXELS:
+        return _BOMB
+    if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_A_BYTE * len(encoded):
+        return "truncated or damaged: too few bytes for its size"
+    return None
+
+
 def read_file(path: str) -> bytes:
     """A file's bytes, in a third of the time that a file object takes to be made.
 
     Raises UnreadableImageError where the file is missing, forbidden or none; OSError, with its name, where disk or network fail.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of an image's name would wait for ever
         try:
             size = os.fstat(file).st_size
             data = os.read(file, size or 1)  # a file object would ask for more, each time giving up the GIL

@@ -35,6 +35,9 @@ VERSION: Final = 1
 SHARD_COLUMNS = ("image", "label", "name", "width", "height")
 ROW_COLUMNS = {"label": "int64", "offset": "int64", "size": "int64", "width": "int32", "height": "int32"}
 
+_NO_VERSION = 10**6
+_LONGEST_REASON = 200  # characters
+
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -101,12 +104,11 @@ def parse_index(content: bytes, path: str) -> Index:
         index = Index.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        if where == "version":
-            raise DataError(
-                f"data.path: {path} is of version {first['input']}, and this raydistill reads {VERSION}: update it"
-            ) from None
+        where, value = ".".join(map(str, first["loc"])), first["input"]
+        if where == "version" and isinstance(value, int) and VERSION < value < _NO_VERSION:
+            raise DataError(f"data.path: {path} is of version {value}, and this raydistill reads {VERSION}: update it") from None
         reason = f"{where}: {first['msg']}" if where else str(first["msg"]).splitlines()[0]
+        reason = " ".join(reason.split())[:_LONGEST_REASON]  # keys are whatever the file says
         raise DataError(f"data.path: {path} is not the index of a packed set ({reason}); pack it again") from None
     if missing := {"train", "val"} - set(index.splits):
         raise DataError(f"data.path: {path} has no split {missing.pop()}; pack it again")
@@ -151,22 +153,23 @@ class LocalShards:
     """Shards in a folder, read by position.
 
     Not memory-mapped: where a disk fails, or a file is cut off under a running job, touching mapped memory kills the process
-    (SIGBUS), and a read is an error that can be told. The copy takes 1% of the time that decoding takes.
+    (SIGBUS), and a read is an error that can be told. The copy takes 1% of the time that decoding takes. A shard that is replaced
+    once it was read from is still the old one; before, it is an error.
     """
 
     def __init__(self, root: Path, shards: tuple[File, ...]) -> None:
         self._root, self._shards = root, shards
         self._handles: list[int | None] = [None] * len(shards)
+        self._identities: list[tuple[int, int]] = []  # of the files that were there when the source was opened
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._handles)
         for shard in shards:
             try:
-                size = os.stat(root / shard.file).st_size
+                found = os.stat(root / shard.file)
             except OSError as error:
-                raise DataError(
-                    f"data.path: {root / shard.file} cannot be read: {error.strerror}; copy or pack it again"
-                ) from None
-            self._check_size(shard, size)
+                raise _unreadable(root / shard.file, error) from None
+            self._check_size(shard, found.st_size)
+            self._identities.append(_identity(found))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalShards, (self._root, self._shards)
@@ -199,7 +202,11 @@ class LocalShards:
             if handle is None:
                 handle = _open(self.path(shard))
                 try:
-                    self._check_size(self._shards[shard], os.fstat(handle).st_size)
+                    found = os.fstat(handle)
+                    self._check_size(self._shards[shard], found.st_size)
+                    if _identity(found) != self._identities[shard]:
+                        path = self.path(shard)
+                        raise DataError(f"data.path: {path} was replaced while it was in use; resume once the set is whole again")
                 except DataError:
                     os.close(handle)
                     raise
@@ -267,12 +274,14 @@ class RecordsSource:
 
     def _check(self, path: Path, part: SplitIndex) -> None:
         """Every row lies inside its shard, so that no read needs to ask again. Raises DataError."""
-        bytes_N = np.repeat([shard.bytes for shard in part.shards], [shard.rows for shard in part.shards]).astype(np.int64)
-        whole = len(bytes_N) == len(self) and (
-            (self.labels_N >= 0) & (self.labels_N < len(self.classes)) & (self.widths_N >= 0) & (self.heights_N >= 0)
-            & (self._offsets_N >= 0) & (self.sizes_N >= 0) & (self.sizes_N <= bytes_N)
-            & (self._offsets_N <= bytes_N - self.sizes_N)
-        ).all()  # fmt: skip
+        whole = sum(shard.rows for shard in part.shards) == len(self)
+        if whole:
+            bytes_N = np.repeat([shard.bytes for shard in part.shards], [shard.rows for shard in part.shards]).astype(np.int64)
+            whole = (
+                (self.labels_N >= 0) & (self.labels_N < len(self.classes)) & (self.widths_N >= 0) & (self.heights_N >= 0)
+                & (self._offsets_N >= 0) & (self.sizes_N >= 0) & (self.sizes_N <= bytes_N)
+                & (self._offsets_N <= bytes_N - self.sizes_N)
+            ).all()  # fmt: skip
         if whole and self._pixels:
             whole = (self.sizes_N == self.widths_N.astype(np.int64) * self.heights_N * 3).all()
         if not whole:
@@ -326,6 +335,11 @@ def _name(path: Path, row: int) -> str | None:
         return str(names[row].as_py())
     except (pa.ArrowException, OSError, IndexError, KeyError, ValueError):
         return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    """What is another one where a file was replaced or written to."""
+    return found.st_ino, found.st_mtime_ns
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

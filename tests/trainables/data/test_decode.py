@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.trainables.data.photos import encoded, photo
+from trainables.data import decode
 from trainables.data.decode import UnreadableImageError, decode_image, read_file
 
 
@@ -100,7 +102,7 @@ def test_the_reason_is_one_phrase() -> None:
 
 
 def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     with pytest.raises(UnreadableImageError, match="decompression bombs"):
         decode_image(FILES["png"])
 
@@ -134,6 +136,10 @@ def test_a_file_of_any_size_is_read_whole(tmp_path: Path, size: int) -> None:
     content = np.random.default_rng(0).bytes(size)
     (tmp_path / "file").write_bytes(content)
     assert read_file(str(tmp_path / "file")) == content
+def test_a_pipe_of_an_images_name_is_unreadable_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(UnreadableImageError, match="empty file"):
+        decode_image(read_file(str(tmp_path / "pipe.jpg")))
 
 
 def test_reading_leaves_no_file_open(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -14,9 +14,11 @@ from PIL import Image, ImageFile
 
 from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
+from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
 from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.contract import Box, Decoder, read_header
+from trainables.data.pack.look import quick_look
 from trainables.errors import DataError
 
 EXIF_ROTATED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
@@ -120,7 +122,7 @@ def _damaged(count: int) -> Iterator[bytes]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_file_is_what_pil_says_or_pixels_that_pil_refuses(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500_000)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 500_000)
     for data in _damaged(30):
         try:
             expected = np.asarray(decode_image(data))
@@ -197,6 +199,17 @@ def test_a_decompression_bomb_is_refused_by_its_header(decoder: Decoder) -> None
     with pytest.raises(UnreadableImageError, match="decompression bombs"):
         StoredImage(bomb, decoder)
     assert time.process_time() - began < 0.1
+
+
+def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: Decoder) -> None:
+    for data, frame in ((JPEGS["4:4:4"], b"\xff\xc0"), (encoded(photo(1).convert("CMYK"), "JPEG"), b"\xff\xc0")):
+        at = data.index(frame)
+        claims = data[: at + 5] + struct.pack(">HH", 9_000, 9_000) + data[at + 9 :]
+        with pytest.raises(UnreadableImageError, match="truncated or damaged: too few bytes for its size"):
+            StoredImage(claims, decoder)
+        assert quick_look(claims) is None
+    white = encoded(Image.new("L", (9_000, 9_000), 255), "JPEG", optimize=True, progressive=True)
+    assert StoredImage(white, decoder).part((0, 0, 8, 8)).min() == 255
 
 
 def test_threads_share_a_decoder(decoder: Decoder) -> None:

@@ -336,6 +336,24 @@ def test_a_thread_that_ends_itself_is_an_error_and_not_the_end_of_the_training_p
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_disk_that_fails_under_a_folder_of_files_ends_the_epoch(
+    make_folder: MakeFolder, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_folder(train={"a": 12}, val={"a": 1})
+
+    def fail(handle: int, size: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
+    loader = _loader(open_source(data, "train"), data, workers=workers)
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(DataError, match=r"unreadable images .* train/a/\d+.jpg \(cannot be read: Input/output error\)"):
+        list(loader.epoch(0))
+    monkeypatch.undo()
+    loader.close()
+
+
 class NumberedSource(SlowSource):
     """The pixels of sample i are all i mod 251."""
 

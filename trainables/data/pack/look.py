@@ -10,9 +10,9 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from trainables.data.decode import too_costly
 from trainables.data.decoders.contract import read_header
 
-_MAX_PIXELS = 100_000_000  # below PIL's limit against decompression bombs, which decides above
 _PNG_COLOURS = frozenset((0, 2, 3, 4, 6))
 
 
@@ -36,7 +36,9 @@ def quick_look(content: bytes) -> Look | None:
         look = _png(content)
     else:
         return None
-    return look if look and 0 < look.width * look.height <= _MAX_PIXELS else None
+    if look is None or not look.width * look.height or too_costly(look.width, look.height, content):
+        return None
+    return look
 
 
 def _jpeg(content: bytes) -> Look | None:

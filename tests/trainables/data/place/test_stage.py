@@ -370,6 +370,18 @@ def test_a_shard_that_is_not_the_one_of_the_index_is_an_error_that_names_it(tmp_
         stage(str(root), str(to), grace_s=GRACE_S)
 
 
+def test_a_disk_that_fails_in_the_middle_of_a_copy_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
+    """The kernel's own error: nothing is mapped at the beginning of a process's memory, and reading it is EIO."""
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    shard = root / "train-00002.arrow"
+    shard.unlink()
+    shard.symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=rf"data.path: {shard} cannot be read: Input/output error") as error:
+        stage(str(root), str(to), grace_s=GRACE_S)
+    assert "\n" not in str(error.value)
+    assert _gone(_own(to))
+
+
 def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     to.mkdir()

@@ -1,0 +1,76 @@
+"""Damaged images through every decoder that is installed: 64 px crops, `fast` and `exact`, and validation's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from tests.fuzz.mutations import mutate
+from tests.fuzz.originals import largest, originals, sizes, with_size
+from tests.fuzz.subject import Input
+from trainables.config import DataConfig
+from trainables.data.augment import uniforms
+from trainables.data.decoders import DECODERS
+from trainables.data.decoders.contract import read_header
+from trainables.data.view import View
+from trainables.errors import DataError
+
+_SIZE = 64
+_FILE = "image"
+
+
+class Images:
+    """See Subject."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._originals = originals()
+        self._views = {name: views for name in DECODERS if (views := _views(name))}
+        self._out_HWC = np.empty((_SIZE, _SIZE, 3), dtype=np.uint8)
+
+    def make(self, index: int) -> Input:
+        noise = np.random.default_rng([self._seed, index])
+        others = list(self._originals.values())
+        kind = list(self._originals)[int(noise.integers(len(others)))]
+        whole, damage = self._originals[kind], []
+        if noise.random() < 0.2:
+            whole = with_size(whole, *sizes(noise))
+            damage.append("sizes")
+        if not damage or noise.random() < 0.3:
+            name, whole = mutate(whole, others, noise)
+            damage.append(name)
+        return Input((kind.split()[0], " + ".join(damage)), {_FILE: whole})
+
+    def calls(self, given: Input) -> Iterator[Callable[[], list[str]]]:
+        data = given.files[_FILE]
+        assert data is not None
+        (crop,) = uniforms(self._seed, 0, np.array([len(data)]), 23)
+        # what is no ordinary JPEG is PIL's, whichever the decoder
+        names = list(self._views) if read_header(data) else ["pil"]
+        for name in names:
+            for view in self._views[name]:
+                yield partial(self._see, view, data, crop)
+
+    def _see(self, view: View, data: bytes, crop: np.ndarray) -> list[str]:
+        view.into(data, crop[: view.num_uniforms], self._out_HWC)
+        return [""]
+
+
+class Largest(Images):
+    """The images that cost most, undamaged."""
+
+    def make(self, index: int) -> Input:
+        kind, make = list(largest().items())[index]
+        return Input((kind, ""), {_FILE: make()})
+
+
+def _views(decoder: str) -> list[View]:
+    """Training's two and validation's; none where the decoder is not installed."""
+    try:
+        data = DataConfig.model_validate({"decoder": decoder, "image_size": _SIZE, "augment": "crop_flip"})
+        exact = data.model_copy(update={"fidelity": "exact"})
+        return [View(data, "train"), View(exact, "train"), View(data, "val")]
+    except DataError:
+        return []
