@@ -179,28 +179,35 @@ def resize_exact(rgb_HWC: NDArray[np.uint8], out_HWC: NDArray[np.uint8]) -> None
     torch.ops.aten._upsample_bilinear2d_aa.out(image_1CHW, out_HWC.shape[:2], False, None, None, out=out_1CHW)
 
 
-def _pad_crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
-    """Validation's view with a black border of 4 pixels, a random part as large as the view, and a flip, as for CIFAR."""
-    size = len(out_HWC)
-    padded_HWC = np.zeros((size + 2 * _PAD, size + 2 * _PAD, 3), dtype=np.uint8)
-    _none(stored, uniforms_U, padded_HWC[_PAD:-_PAD, _PAD:-_PAD], recipe)
-    left, top = (int(at * (2 * _PAD + 1)) for at in uniforms_U[1:3].tolist())
-    view_HWC = padded_HWC[top : top + size, left : left + size]
-    if uniforms_U[0] < 0.5:
-        cv2.flip(view_HWC, 1, dst=out_HWC)
-    else:
-        out_HWC[:] = view_HWC
+def _pad_crop_flip(uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
+    """A black border of 4 pixels, a random part as large as the image, and a flip, as for CIFAR."""
+    num_images, size = images_BHWC.shape[:2]
+    padded_BHWC = np.zeros((num_images, size + 2 * _PAD, size + 2 * _PAD, 3), dtype=np.uint8)
+    padded_BHWC[:, _PAD:-_PAD, _PAD:-_PAD] = images_BHWC
+    flips_B, corners_B2 = uniforms_BU[:, 0] < 0.5, (uniforms_BU[:, 1:] * (2 * _PAD + 1)).astype(np.int64)
+    draws = zip(flips_B.tolist(), corners_B2.tolist(), strict=True)
+    for padded_HWC, image_HWC, (flip, (left, top)) in zip(padded_BHWC, images_BHWC, draws, strict=True):
+        part_HWC = padded_HWC[top : top + size, left : left + size]
+        if flip:
+            cv2.flip(part_HWC, 1, dst=image_HWC)
+        else:
+            image_HWC[:] = part_HWC
 
 
 class Augment(NamedTuple):
-    """How many random numbers U it takes a sample, and apply(stored, uniforms_U, out_HWC, recipe), which fills `out_HWC`."""
+    """How many random numbers U it takes a sample, and what is done with them.
+
+    apply(stored, uniforms_U, out_HWC, recipe) fills `out_HWC` with an image; in_place(uniforms_BU, images_BHWC), where there is
+    one, then changes all of a batch.
+    """
 
     num_uniforms: int
     apply: Callable[[StoredImage, NDArray[np.float64], NDArray[np.uint8], Recipe], None]
+    in_place: Callable[[NDArray[np.float64], NDArray[np.uint8]], None] | None = None
 
 
 AUGMENTS: dict[str, Augment] = {
     "none": Augment(0, _none),
     "crop_flip": Augment(3 + 2 * _TRIES, _crop_flip),
-    "pad_crop_flip": Augment(3, _pad_crop_flip),
+    "pad_crop_flip": Augment(3, _none, _pad_crop_flip),
 }
