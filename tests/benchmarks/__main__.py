@@ -10,9 +10,10 @@ import platform
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack")
-ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "input": 3, "pack": 5}
+NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding")
+ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "input": 3, "pack": 5, "feeding": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="input: JPEG files to load (default: made up)")
     parser.add_argument("--dali-python", metavar="PATH", help="input: a Python that has nvidia.dali")
     parser.add_argument("--ffcv-python", metavar="PATH", help="input: a Python that has ffcv")
+    parser.add_argument("--cifar", type=Path, metavar="FOLDER", help="feeding: train/CLASS/*.jpg and test/CLASS/*.jpg")
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
@@ -33,8 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     results: dict[str, list[Result]] = {}
     for name in args.names or NAMES:
-        of_input = {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python}
-        options = of_input if name == "input" else {}
+        options: dict[str, Any] = {
+            "input": {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python},
+            "feeding": {"cifar": args.cifar},
+        }.get(name, {})
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short, **options) as lines:
             rounds = args.rounds or ROUNDS[name]
             results[name] = [run(line, rounds, partial(print, flush=True), warm_up=not args.short) for line in lines]
