@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="rounds that count, after the warm-up (default: a number for each)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--short", action="store_true", help="too short to judge by: only to see that everything runs")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the lines whose title holds it")
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="input: JPEG files to load (default: made up)")
     parser.add_argument("--dali-python", metavar="PATH", help="input: a Python that has nvidia.dali")
     parser.add_argument("--ffcv-python", metavar="PATH", help="input: a Python that has ffcv")
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         }.get(name, {})
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short, **options) as lines:
             rounds = args.rounds or ROUNDS[name]
-            results[name] = [run(line, rounds, partial(print, flush=True), warm_up=not args.short) for line in lines]
+            echo, warm_up = partial(print, flush=True), not args.short
+            results[name] = [run(line, rounds, echo, warm_up) for line in lines if args.only in line.title]
     missed = [line.title for lines in results.values() for line in lines if not line.passed]
     print("missed: " + "; ".join(missed) if missed else "every bar is reached")
     if args.json:

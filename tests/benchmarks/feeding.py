@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from torchvision import datasets, transforms
 from tests.benchmarks.pack import write_jpegs
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, answer_of, environment
-from tests.benchmarks.rounds import Bar, Comparison
+from tests.benchmarks.rounds import Bar, Comparison, Sides
 from trainables.build import build
 from trainables.config import DataConfig
 from trainables.data.folder import FolderSource
@@ -41,24 +42,16 @@ def comparisons(short: bool, cifar: Path | None = None) -> Iterator[list[Compari
         images, packed = cifar or write_jpegs(Path(name) / "images", 40 if short else 1000), Path(name) / "packed"
         command = [sys.executable, "-m", "service", "pack", str(images), str(packed)]
         subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=True)
-        rounds: dict[int, dict[str, dict[str, float]]] = {}
-
-        def in_round(number: int, figure: str, peer: str) -> tuple[float, float]:
-            """All sides run where a round is first asked for, each first in its turn."""
-            if number not in rounds:
-                turn = [SIDES[(place + number) % len(SIDES)] for place in range(len(SIDES))]
-                work = [str(images.absolute()), str(packed), "3" if short else "40"]
-                rounds[number] = {side: answer_of(["-m", "tests.benchmarks.feeding", side, *work]) for side in turn}
-            return rounds[number]["records"][figure], rounds[number][peer][figure]
-
-        def side(figure: str, peer: str) -> Callable[[int], tuple[float, float]]:
-            return lambda number: in_round(number, figure, peer)
-
-        fed = "images/s in the loop: records at auto / DataLoader over ImageFolder"
+        work = [str(images.absolute()), str(packed), "3" if short else "40"]
+        sides = Sides({side: partial(answer_of, ["-m", "tests.benchmarks.feeding", side, *work]) for side in SIDES})
+        share, fed = (
+            sides.pair(SIDES[0], SIDES[1], "data_pct"),
+            "images/s in the loop: records at auto / DataLoader over ImageFolder",
+        )
         yield [
-            Comparison("data's share of a step, records at auto (peer: DataLoader, 1 worker)", "%", side("data_pct", SIDES[1]),
-                       Bar("≤", 2.0), lambda ours, peer: ours, "ours"),
-            *(Comparison(f"{fed}, {peer}", "images/s", side("images_per_s", peer), None) for peer in SIDES[1:]),
+            Comparison(f"data's share of a step, records at auto (peer: DataLoader, {SIDES[1]})", "%", share, Bar("≤", 2.0),
+                       lambda ours, peer: ours, "ours"),
+            *(Comparison(f"{fed}, {peer}", "images/s", sides.pair(SIDES[0], peer, "images_per_s"), None) for peer in SIDES[1:]),
         ]  # fmt: skip
 
 
