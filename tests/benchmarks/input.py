@@ -31,7 +31,7 @@ from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import decode_image
 from trainables.data.view import View
 
-SECONDS, LEAST_FILES = 5.0, 4000
+SECONDS, LEAST_FILES = 4.0, 2000
 MAX_SIDE, QUALITY = 400, 90
 RECORDS: dict[str, list[str]] = {
     "records": [],
