@@ -10,9 +10,10 @@ import platform
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack")
-ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "input": 3, "pack": 5}
+NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding")
+ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "input": 3, "pack": 5, "feeding": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,9 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="rounds that count, after the warm-up (default: a number for each)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--short", action="store_true", help="too short to judge by: only to see that everything runs")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the lines whose title holds it")
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="input: JPEG files to load (default: made up)")
     parser.add_argument("--dali-python", metavar="PATH", help="input: a Python that has nvidia.dali")
     parser.add_argument("--ffcv-python", metavar="PATH", help="input: a Python that has ffcv")
+    parser.add_argument("--cifar", type=Path, metavar="FOLDER", help="feeding: train/CLASS/*.jpg and test/CLASS/*.jpg")
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
@@ -34,11 +37,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     results: dict[str, list[Result]] = {}
     for name in args.names or NAMES:
-        of_input = {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python}
-        options = of_input if name == "input" else {}
+        options: dict[str, Any] = {
+            "input": {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python},
+            "feeding": {"cifar": args.cifar},
+        }.get(name, {})
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short, **options) as lines:
             rounds = args.rounds or ROUNDS[name]
-            results[name] = [run(line, rounds, partial(print, flush=True), warm_up=not args.short) for line in lines]
+            echo, warm_up = partial(print, flush=True), not args.short
+            results[name] = [run(line, rounds, echo, warm_up) for line in lines if args.only in line.title]
     missed = [line.title for lines in results.values() for line in lines if not line.passed]
     print("missed: " + "; ".join(missed) if missed else "every bar is reached")
     if args.json:

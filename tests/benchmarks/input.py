@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -21,16 +23,21 @@ from PIL import Image
 from torchvision.transforms import functional as tv
 
 from tests.benchmarks.peers.window import SIZE
-from tests.benchmarks.process import answer_of
-from tests.benchmarks.rounds import Bar, Comparison, in_turn
+from tests.benchmarks.process import ROOT, answer_of, environment
+from tests.benchmarks.rounds import Bar, Comparison, Sides
 from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
 from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import decode_image
 from trainables.data.view import View
 
-SECONDS, LEAST_FILES = 6.0, 4000
+SECONDS, LEAST_FILES = 4.0, 2000
 MAX_SIDE, QUALITY = 400, 90
+RECORDS: dict[str, list[str]] = {
+    "records": [],
+    "records 400": ["--max-side", str(MAX_SIDE), "--quality", str(QUALITY)],
+    "records raw": ["--raw", "256"],
+}
 FIDELITY_IMAGES = 300
 PEERS = Path(__file__).parent / "peers"
 
@@ -40,41 +47,53 @@ def comparisons(
     short: bool, images: Path | None = None, dali_python: str | None = None, ffcv_python: str | None = None
 ) -> Iterator[list[Comparison]]:
     with tempfile.TemporaryDirectory() as name:
-        files = _files(images) if images else _made_up(Path(name) / "made_up", 80)
-        originals = _folder(files, Path(name) / "originals", 128 if short else LEAST_FILES)
-        small = _folder(_smaller(files, Path(name) / "smaller"), Path(name) / "max400", 128 if short else LEAST_FILES)
-        yield list(_lines(files, originals, small, 0.5 if short else SECONDS, dali_python, ffcv_python))
+        root, least = Path(name), 128 if short else LEAST_FILES
+        files = _files(images) if images else _made_up(root / "made_up", 80)
+        originals = _folder(files, root / "originals", least)
+        work = [str(0.5 if short else SECONDS)]
+        sides = {
+            "reference": _speed("reference", originals, work),
+            "fast": _speed("fast", originals, work),
+            "exact": _speed("exact", originals, work),
+            "decoding": _speed("decoding", originals, work),
+            "huffman": _speed("huffman", originals, work),
+        }
+        for title, how in RECORDS.items():
+            sides[title] = _speed("fast", _packed(originals, root / title, how), work)
+        if dali_python:
+            sides["DALI"] = partial(answer_of, [str(PEERS / "dali_loader.py"), str(originals), *work], dali_python)
+        else:
+            print("input: no --dali-python PATH, so DALI is left out", flush=True)
+        if ffcv_python:
+            small = _folder(_smaller(files, root / "smaller"), root / "max400", least)
+            for title, folder in (("FFCV", originals), ("FFCV 400", small)):
+                sides[title] = partial(answer_of, [str(PEERS / "ffcv_loader.py"), str(folder), *work], ffcv_python)
+        else:
+            print("input: no --ffcv-python PATH, so FFCV is left out", flush=True)
+        yield [*_speeds(Sides(sides), list(sides)), *_fidelities(files[:FIDELITY_IMAGES])]
 
 
-def _lines(
-    files: list[Path], originals: Path, small: Path, seconds: float, dali_python: str | None, ffcv_python: str | None
-) -> Iterator[Comparison]:
-    side = partial(_speed, seconds=seconds)
-    peer = side("reference", originals)
-    for title, ours, bar in (
-        ("fast", side("fast", originals), 3.0),
-        ("exact", side("exact", originals), 1.9),
-        (f"fast, max side {MAX_SIDE} re-encoded", side("fast", small), 6.0),
+def _speeds(sides: Sides, names: list[str]) -> Iterator[Comparison]:
+    for title, ours, peer, bar in (
+        ("fast / torchvision reference", "fast", "reference", 3.0),
+        ("fast, records / torchvision reference", "records", "reference", 3.0),
+        ("exact / torchvision reference", "exact", "reference", 1.9),
+        (f"records of max side {MAX_SIDE} / torchvision reference on originals", "records 400", "reference", 6.0),
+        ("records of 256 px, raw / torchvision reference on originals", "records raw", "reference", 10.0),
+        ("fast, records / DALI CPU", "records", "DALI", 1.7),
+        ("fast, records / FFCV", "records", "FFCV", 1.7),
+        (f"records of max side {MAX_SIDE} / FFCV on its own", "records 400", "FFCV 400", 1.9),
+        ("fast, records / its decoding alone", "records", "decoding", None),
+        ("fast, records / its Huffman decoding alone", "records", "huffman", None),
+        ("its Huffman decoding alone / torchvision reference", "huffman", "reference", None),
     ):
-        yield Comparison(f"{title} / torchvision reference on originals", "images/s", in_turn(ours, peer), Bar("≥", bar))
-    for part, name in (("its decoding alone", "decoding"), ("its Huffman decoding alone", "huffman")):
-        yield Comparison(f"fast / {part}", "images/s", in_turn(side("fast", originals), side(name, originals)), None)
-    if dali_python:
-        dali = [str(PEERS / "dali_loader.py"), str(originals), str(seconds)]
-        yield Comparison(
-            "fast / DALI CPU", "images/s", in_turn(side("fast", originals), _foreign(dali_python, dali)), Bar("≥", 1.7)
-        )
-    else:
-        print("input: no --dali-python PATH, so DALI is left out", flush=True)
-    if ffcv_python:
-        for title, folder, bar in (("originals", originals, 1.7), (f"max side {MAX_SIDE}", small, 1.9)):
-            ffcv = [str(PEERS / "ffcv_loader.py"), str(folder), str(seconds)]
-            ours_and_ffcv = in_turn(side("fast", folder), _foreign(ffcv_python, ffcv))
-            yield Comparison(f"fast / FFCV, {title}", "images/s", ours_and_ffcv, Bar("≥", bar))
-    else:
-        print("input: no --ffcv-python PATH, so FFCV is left out", flush=True)
+        if peer in names:
+            yield Comparison(title, "images/s", sides.pair(ours, peer, "images_per_s"), Bar("≥", bar) if bar else None)
+
+
+def _fidelities(files: list[Path]) -> Iterator[Comparison]:
     for fidelity, mean_db, fifth_db in (("fast", 39.0, 29.0), ("exact", 50.0, 50.0)):
-        measured = cache(partial(_fidelity_db, files[:FIDELITY_IMAGES], fidelity))
+        measured = cache(partial(_fidelity_db, files, fidelity))
         title = f"fidelity of {fidelity} to torchvision's crop, PSNR"
         yield Comparison(f"{title}: mean (peer: 5th percentile)", "dB", lambda _, measured=measured: measured(),
                          Bar("≥", mean_db), _first, "mean")  # fmt: skip
@@ -90,13 +109,14 @@ def _second(ours: float, peer: float) -> float:
     return peer
 
 
-def _speed(name: str, folder: Path, seconds: float) -> Callable[[], float]:
-    command = ["-m", "tests.benchmarks.loaders", name, str(folder), "--seconds", str(seconds)]
-    return lambda: answer_of(command)["images_per_s"]
+def _speed(name: str, folder: Path, work: list[str]) -> Callable[[], dict[str, float]]:
+    return partial(answer_of, ["-m", "tests.benchmarks.loaders", name, str(folder), "--seconds", *work])
 
 
-def _foreign(python: str, command: list[str]) -> Callable[[], float]:
-    return lambda: answer_of(command, python)["images_per_s"]
+def _packed(folder: Path, dest: Path, how: list[str]) -> Path:
+    command = [sys.executable, "-m", "service", "pack", str(folder), str(dest), *how]
+    subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=True)
+    return dest
 
 
 def _fidelity_db(files: list[Path], fidelity: str) -> tuple[float, float]:
@@ -107,6 +127,7 @@ def _fidelity_db(files: list[Path], fidelity: str) -> tuple[float, float]:
         ours_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
         data = file.read_bytes()
         view.into(data, row, ours_HWC)
+        view.finish(row[None], ours_HWC[None])
         image = decode_image(data)
         left, top, right, bottom = random_resized_crop_box(row[1:], *image.size)
         crop = tv.resized_crop(image, top, left, bottom - top, right - left, [SIZE, SIZE])
@@ -144,8 +165,10 @@ def _smaller(files: list[Path], folder: Path) -> list[Path]:
 
 
 def _folder(files: list[Path], root: Path, least: int) -> Path:
-    """root/train/a/*: links to the files, over and over until there are enough for an epoch that is not all ends."""
-    (root / "train" / "a").mkdir(parents=True)
+    """root/train/a/*: links to the files, over and over until there are enough for an epoch that is not all ends; one to val."""
+    for split in ("train", "val"):
+        (root / split / "a").mkdir(parents=True)
+    os.symlink(files[0].absolute(), root / "val" / "a" / "0.jpg")
     for number in count():
         if number >= max(least, len(files)):
             return root

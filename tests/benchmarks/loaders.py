@@ -1,6 +1,6 @@
 """One loader's speed, in a process of its own: images/s into this process, for `input`.
 
-`python -m tests.benchmarks.loaders SIDE FOLDER --seconds S`; FOLDER/train/CLASS/* are images.
+`python -m tests.benchmarks.loaders SIDE FOLDER --seconds S`; FOLDER/train/CLASS/* are images, or FOLDER is a packed set of ours.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import StoredImage
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.contract import read_header
-from trainables.data.folder import FolderSource
 from trainables.data.loader import Loader
+from trainables.data.source import open_source
 
 DECODED = 500
 
@@ -35,8 +35,7 @@ def ours(folder: Path, fidelity: str, decoder: str) -> Iterator[torch.Tensor]:
         {"path": str(folder), "image_size": SIZE, "augment": "crop_flip", "global_batch_size": BATCH,
          "fidelity": fidelity, "decoder": decoder}
     )  # fmt: skip
-    source = FolderSource(str(folder), "train")
-    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS)
+    loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS)
     for epoch in count():
         for batch in loader.epoch(epoch):
             yield batch.images_BCHW

@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 
 from service.tracking import Tracker, default_uri
-from tests.benchmarks.pairs import Pair
+from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
-from trainables import loop
 from trainables.build import Job, build
 from trainables.distributed import Group
 from trainables.rundir import RunDir
@@ -78,16 +77,6 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
             yield measure
         job.train_loader.close()
         job.val_loader.close()
-
-
-def train_on(job: Job, steps: int) -> None:
-    """So many steps more, as a timing run takes them."""
-    progress = job.state.progress
-    last = progress.step + steps
-    while progress.step < last:
-        loop.train_epoch(job, stop_at=last)
-        if progress.position >= job.train_loader.samples_per_epoch:
-            progress.epoch, progress.position = progress.epoch + 1, 0
 
 
 @contextlib.contextmanager

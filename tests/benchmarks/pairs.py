@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.process import answer_of
-from trainables import worker
+from trainables import loop, worker
+from trainables.build import Job
 from trainables.checkpoint import write_tensors
 from trainables.config import TrainConfig
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 
 NUM_CLASSES = 10
+LABELS = tuple(str(label) for label in range(NUM_CLASSES))
 LOG_EVERY = 20
 EPOCH_STEPS = 200
 """Both sides come to the ends of epochs in the middle of what is timed."""
+
+
+def train_on(job: Job, steps: int) -> None:
+    """So many steps more, as a timing run takes them."""
+    progress = job.state.progress
+    last = progress.step + steps
+    while progress.step < last:
+        loop.train_epoch(job, stop_at=last)
+        if progress.position >= job.train_loader.samples_per_epoch:
+            progress.epoch, progress.position = progress.epoch + 1, 0
 
 
 @dataclass(frozen=True)
@@ -32,13 +45,13 @@ class Pair:
     warmup_steps: int
     steps: int
 
-    def config(self, folder: Path, num_workers: int) -> TrainConfig:
+    def config(self, folder: Path, num_workers: int, classes: Sequence[str] = LABELS) -> TrainConfig:
         """What our workers are told. The teacher's weights, which change nothing about the time, are the initial ones."""
         weights = folder / f"{self.teacher}.safetensors"
         if not weights.exists():
             model = build_model(self.teacher, num_classes=NUM_CLASSES, image_size=self.image_size, seed=0)
             about = {"model": self.teacher, "num_classes": NUM_CLASSES, "image_size": self.image_size,
-                     "classes": [str(label) for label in range(NUM_CLASSES)]}  # fmt: skip
+                     "classes": list(classes)}  # fmt: skip
             write_tensors(weights, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
         tree: dict[str, Any] = {
             "output_dir": tempfile.mkdtemp(dir=folder),

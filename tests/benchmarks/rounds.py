@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,6 +69,27 @@ def in_turn(ours: Callable[[], float], peer: Callable[[], float]) -> Callable[[i
         return ours(), second
 
     return measure
+
+
+class Sides:
+    """Several sides, all measured once in a round, each first in its turn; any two of them can be compared."""
+
+    def __init__(self, sides: Mapping[str, Callable[[], dict[str, float]]]) -> None:
+        self._sides = dict(sides)
+        self._rounds: dict[int, dict[str, dict[str, float]]] = {}
+
+    def pair(self, ours: str, peer: str, figure: str) -> Callable[[int], tuple[float, float]]:
+        """A `measure`: a figure of two sides. The first of a round that is asked for runs all of them."""
+
+        def measure(number: int) -> tuple[float, float]:
+            if number not in self._rounds:
+                names = list(self._sides)
+                first = number % len(names)
+                self._rounds[number] = {name: self._sides[name]() for name in names[first:] + names[:first]}
+            found = self._rounds[number]
+            return found[ours][figure], found[peer][figure]
+
+        return measure
 
 
 def run(comparison: Comparison, num_rounds: int, echo: Echo, warm_up: bool = True) -> Result:

@@ -6,13 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.process import ROOT, environment
-from tests.benchmarks.rounds import Bar, Comparison, in_turn, run
+from tests.benchmarks.rounds import Bar, Comparison, Sides, in_turn, run
 
 ROW = re.compile(r"^ +(warm-up|\d+) +[\d.e+]+ +[\d.e+]+ +[\d.]+ +[\d.]+$")
 VERDICT = re.compile(r"^  \w+ [\d.]+ \([\d.]+–[\d.]+\), (bar [≤≥] [\d.]+: (PASS|FAIL)|no bar)$")
@@ -51,6 +52,22 @@ def test_the_sides_take_turns_in_going_first_and_the_warm_up_does_not_count() ->
     assert order == ["peer", "ours", "ours", "peer", "peer", "ours", "ours", "peer"]
     assert [row["figure"] for row in result.rounds] == [1.5, 1.5, 1.5]
     assert (result.median, result.passed) == (1.5, False)
+
+
+def test_sides_are_measured_once_a_round_each_first_in_its_turn() -> None:
+    order: list[str] = []
+
+    def side(name: str, value: float) -> Callable[[], dict[str, float]]:
+        def measure() -> dict[str, float]:
+            order.append(name)
+            return {"s": value}
+
+        return measure
+
+    sides = Sides({"a": side("a", 1.0), "b": side("b", 2.0), "c": side("c", 4.0)})
+    lines = [Comparison("title", "s", sides.pair(ours, "c", "s"), None) for ours in ("a", "b")]
+    assert [run(line, 2, lambda _: None).median for line in lines] == [0.25, 0.5]
+    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,13 @@ class Reader:
         """
         began_s, bad = time.perf_counter(), list[tuple[int, str]]()
         source, view = self._source, self._view
-        if isinstance(source, MemorySource) and view.leaves(source.size):
-            source.read_batch(indices_R, out_RHWC)
-            return Part(bad, time.perf_counter() - began_s)
         if isinstance(source, RecordsSource):
             source.expect(indices_R)
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
+        if isinstance(source, MemorySource | RecordsSource) and view.keeps(source.size):
+            source.read_batch(indices_R, out_RHWC)
+            view.finish(uniforms_RU, out_RHWC)
+            return Part(bad, time.perf_counter() - began_s)
         for row, index in enumerate(indices_R.tolist()):
             if stop.is_set():
                 raise CancelledError
@@ -62,6 +63,7 @@ class Reader:
                 ) from error
             except Exception as error:
                 raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
+        view.finish(uniforms_RU, out_RHWC)
         return Part(bad, time.perf_counter() - began_s)
 
 

@@ -3,17 +3,19 @@
 `index.json` says what there is, `SPLIT.rows.arrow` where every sample lies, and the shards hold the samples themselves, complete
 with labels and names, for any Arrow reader. A worker opens a split by reading two files, whatever its number of shards.
 
-Shapes: N samples of the split.
+Shapes: N samples of the split, S shards, R samples asked for, H=W pixels where all images have one size, C=3 channels.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import sys
 import threading
 import weakref
+from bisect import bisect_right
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol
 
@@ -227,9 +229,13 @@ class RecordsSource:
         table = _read_rows(root / part.rows.file, part.rows)
         self.classes = index.classes
         self.labels_N, self._offsets_N, self.sizes_N, self.widths_N, self.heights_N = (table[name] for name in ROW_COLUMNS)
-        self._ends = np.cumsum([shard.rows for shard in part.shards], dtype=np.int64)
+        self._ends_S = list(itertools.accumulate(shard.rows for shard in part.shards))
         self._shards, self._pixels = shards, index.image == "pixels"
         self._check(root / part.rows.file, part)
+        side = int(self.widths_N[0])
+        alike = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
+        self.size = side if alike else None
+        """Height and width of every image where they are stored as pixels of one size; see `read_batch`."""
 
     def __len__(self) -> int:
         return len(self.labels_N)
@@ -237,12 +243,12 @@ class RecordsSource:
     @property
     def shard_sizes(self) -> list[int]:
         """Samples of each shard in stored order."""
-        return [int(size) for size in np.diff(self._ends, prepend=0)]
+        return [stop - start for start, stop in itertools.pairwise((0, *self._ends_S))]
 
     def place(self, index: int) -> tuple[int, int]:
         """The shard that holds a sample, and its row there."""
-        shard = int(np.searchsorted(self._ends, index, side="right"))
-        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+        shard = bisect_right(self._ends_S, index)
+        return shard, index - (self._ends_S[shard - 1] if shard else 0)
 
     def name(self, index: int) -> str:
         """What the source of the packed set called the sample; its place where the shard is damaged."""
@@ -257,20 +263,39 @@ class RecordsSource:
         (docs/where-the-bytes-live.md); where all of it is, this costs microseconds. Raises DataError as `read` does.
         """
         for index in indices_R.tolist():
-            self._shards.expect(self.place(index)[0], int(self._offsets_N[index]), int(self.sizes_N[index]))
+            self._shards.expect(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
 
     def read(self, index: int) -> Sample:
         """The encoded image file, or the pixels (H, W, 3).
 
         Raises DataError where the shard cannot be read, or is shorter than its index says.
         """
-        content = self._shards.read(self.place(index)[0], int(self._offsets_N[index]), int(self.sizes_N[index]))
+        content = self._shards.read(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
         if not self._pixels:
             return content
-        shape = int(self.heights_N[index]), int(self.widths_N[index]), 3
+        shape = self.heights_N.item(index), self.widths_N.item(index), 3
         if not all(shape):
             raise UnreadableImageError("no pixels")
         return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+
+    def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
+        """The pixels of these samples, where all have one `size`, into `out_RHWC`; neighbours in a shard are read at once.
+
+        Raises DataError as `read` does.
+        """
+        size, row = out_RHWC[:1].nbytes, 0
+        wanted = zip(indices_R.tolist(), self._offsets_N[indices_R].tolist(), strict=True)
+        runs: list[list[int]] = []  # shard, offset, samples
+        for index, offset in wanted:
+            shard = bisect_right(self._ends_S, index)
+            if runs and runs[-1][0] == shard and runs[-1][1] + runs[-1][2] * size == offset:
+                runs[-1][2] += 1
+            else:
+                runs.append([shard, offset, 1])
+        for shard, offset, count in runs:
+            content = self._shards.read(shard, offset, count * size)
+            out_RHWC[row : row + count] = np.frombuffer(content, dtype=np.uint8).reshape(count, *out_RHWC.shape[1:])
+            row += count
 
     def _check(self, path: Path, part: SplitIndex) -> None:
         """Every row lies inside its shard, so that no read needs to ask again. Raises DataError."""

@@ -1,6 +1,6 @@
 """From a stored sample to the pixels that the models see: crop, decode what the crop needs, resize, flip.
 
-Shapes: U random numbers a sample, H=W=data.image_size pixels, C=3 channels.
+Shapes: B samples, U random numbers a sample, H=W=data.image_size pixels, C=3 channels.
 """
 
 from __future__ import annotations
@@ -35,13 +35,19 @@ class View:
         """The decoder in use, by its name in DECODERS."""
         return self._decoder.name
 
-    def leaves(self, size: int) -> bool:
-        """Whether images of this height and width are shown as they are stored."""
-        return self._augment is AUGMENTS["none"] and self._recipe.val_resize is None and self._image_size == size
+    def keeps(self, size: int | None) -> bool:
+        """Whether `into` shows images of this height and width as they are stored. None: they differ."""
+        val_resize = self._recipe.val_resize
+        return self._augment.apply is AUGMENTS["none"].apply and val_resize is None and self._image_size == size
 
     def into(self, sample: Sample, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8]) -> None:
-        """Fill `out_HWC` (contiguous) with the view of `sample` that these random numbers in [0, 1) choose.
+        """Fill `out_HWC` (contiguous) with the part of `sample` that these random numbers in [0, 1) choose; `finish` comes next.
 
         Raises UnreadableImageError where the sample holds no whole image; `out_HWC` is then undefined.
         """
         self._augment.apply(StoredImage(sample, self._decoder), uniforms_U, out_HWC, self._recipe)
+
+    def finish(self, uniforms_BU: NDArray[np.float64], images_BHWC: NDArray[np.uint8]) -> None:
+        """What is left to do to images that `into` has filled, with the same random numbers."""
+        if self._augment.in_place:
+            self._augment.in_place(uniforms_BU, images_BHWC)

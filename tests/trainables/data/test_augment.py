@@ -23,6 +23,8 @@ def _shown(name: str, image: Image.Image, uniforms_U: np.ndarray, size: int, val
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
     stored = StoredImage(np.asarray(image), open_decoder("pil"))
     AUGMENTS[name].apply(stored, uniforms_U, out_HWC, Recipe(val_resize, exact=True))
+    if in_place := AUGMENTS[name].in_place:
+        in_place(uniforms_U[None], out_HWC[None])
     return out_HWC
 
 

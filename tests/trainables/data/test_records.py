@@ -18,10 +18,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from tests.trainables.data.packed import pack_here
-from tests.trainables.data.photos import MakeFolder
+from tests.trainables.data.photos import MakeFolder, photo
 from trainables.config import DataConfig
+from trainables.data.augment import AUGMENTS
 from trainables.data.decode import decode_image
 from trainables.data.folder import FolderSource
 from trainables.data.loader import Loader
@@ -86,6 +88,50 @@ def test_pixels_are_read_as_height_width_and_colour(images: Path, tmp_path: Path
     assert isinstance(pixels_HWC, np.ndarray)
     assert pixels_HWC.shape == (source.heights_N[0], source.widths_N[0], 3)
     assert min(pixels_HWC.shape[:2]) == 20
+
+
+def _squares(root: Path) -> Path:
+    """12 training and 2 validation images of 20 by 20 pixels, in files that lose nothing."""
+    for split, count in (("train", 12), ("val", 2)):
+        (root / split / "a").mkdir(parents=True)
+        for number in range(count):
+            photo(number, 20, 20).save(root / split / "a" / f"{number:02}.png")
+    return root
+
+
+def test_pixels_of_one_size_are_read_together_as_they_are_one_by_one(tmp_path: Path) -> None:
+    pack_here(_squares(tmp_path / "squares"), tmp_path / "raw", Mode(raw=20), shard_bytes=6000)
+    source = open_records(str(tmp_path / "raw"), "train")
+    assert source.size == 20
+    assert source.shard_sizes != [12]
+    for indices in (range(12), [3, 4, 11, 0, 0, 1, 2], [5]):  # neighbours across shards, leaps, repetitions
+        out_RHWC = np.empty((len(indices), 20, 20, 3), dtype=np.uint8)
+        source.read_batch(np.array(indices), out_RHWC)
+        for pixels_HWC, index in zip(out_RHWC, indices, strict=True):
+            assert (pixels_HWC == source.read(index)).all()
+
+
+def test_files_and_pixels_of_several_sizes_have_no_common_size(images: Path, packed: Path, tmp_path: Path) -> None:
+    pack_here(images, tmp_path / "raw", Mode(raw=20))
+    assert open_records(str(tmp_path / "raw"), "train").size is None
+    assert open_records(str(packed), "train").size is None
+
+
+@pytest.mark.parametrize("augment", AUGMENTS)
+@pytest.mark.parametrize("workers", [0, 3])
+def test_packed_pixels_give_the_batches_of_the_files_that_they_come_from(tmp_path: Path, augment: str, workers: int) -> None:
+    pack_here(_squares(tmp_path / "squares"), tmp_path / "raw", Mode(raw=20), shard_bytes=6000)
+    of_both = []
+    for name in ("squares", "raw"):
+        data = DataConfig.model_validate(
+            {"path": str(tmp_path / name), "image_size": 20, "augment": augment, "global_batch_size": 5, "last_batch": "short"}
+        )
+        source = open_source(data, "train")
+        loader = Loader(source, data, split="train", seed=3, rank=0, world_size=1, loader_workers=workers)
+        of_both.append([batch.images_BCHW.clone() for batch in loader.epoch(1)])
+        loader.close()
+    assert [len(images_BCHW) for images_BCHW in of_both[0]] == [5, 5, 2]
+    assert all(torch.equal(files, pixels) for files, pixels in zip(*of_both, strict=True))
 
 
 def test_several_threads_read_at_once(images: Path, packed: Path) -> None:

@@ -31,6 +31,7 @@ def _view(split: Split = "train", image_size: int = 64, **options: object) -> Vi
 def _shown(view: View, sample: bytes | np.ndarray, uniforms_U: np.ndarray, size: int = 64) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
     view.into(sample, uniforms_U, out_HWC)
+    view.finish(uniforms_U[None], out_HWC[None])
     return out_HWC
 
 
