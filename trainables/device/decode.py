@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from trainables.config import DataConfig
 from trainables.data.augment import cut
@@ -29,10 +30,10 @@ _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photo
 
 
 class RegionDecoder:
-    """Decodes regions on `device`, for one thread at a time; on the CPU by nvImageCodec's own decoder, in the same way.
+    """Decodes regions on `device` (a GPU by its number), for one thread at a time.
 
-    A region's pixels are those of PIL on the CPU, and nvJPEG's on a GPU, where nothing below asks a CPU decoder: what nvJPEG
-    does not take, or fails at, is decoded as elsewhere, in the calling thread. Resized antialiased, as by `resize_exact`,
+    On a GPU the pixels are nvJPEG's; on the CPU those of nvImageCodec's own decoder, which are PIL's, by the same code. What
+    it does not take, or fails at, is decoded as elsewhere, in the calling thread. Resized antialiased, as by `resize_exact`,
     whatever `data.fidelity` says.
 
     Raises ImportError where nvImageCodec is not installed, RuntimeError where it finds no driver.
@@ -44,7 +45,7 @@ class RegionDecoder:
         kinds, on = nvimgcodec.BackendKind, nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY
         backends = [kinds.CPU_ONLY]
         if device.type == "cuda":
-            on = torch.cuda.current_device() if device.index is None else device.index
+            on = device.index
             backends = [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]
         self._codec, self._device = nvimgcodec, device
         self._decoder = nvimgcodec.Decoder(
@@ -76,7 +77,7 @@ class RegionDecoder:
         for place, image in zip(places, images, strict=True):
             left, top, right, bottom = regions[place].box
             if image is not None and tuple(image.shape) == (bottom - top, right - left, 3):
-                pixels[place] = torch.from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
+                pixels[place] = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
         return pixels
 
     def fill(self, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
@@ -160,7 +161,7 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
     if device.type != "cuda":
         raise DataError("data.decoder: gpu needs a worker with a GPU, and this one trains on the CPU; write data.decoder=auto")
     try:
-        decoder = region_decoder(torch.empty(0, device=device).device, threads)  # the device as tensors name it, with its number
+        decoder = region_decoder(device, threads)
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
     else:
