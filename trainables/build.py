@@ -19,6 +19,7 @@ from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.augment import TrainInputs
+from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.inputs import autocast, normalizer
@@ -130,6 +131,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     data = config.data
     if not isinstance(data.loader_workers, int):
         raise ExperimentError("data.loader_workers is `auto`: the driver resolves it before a job is built")
+    check_decoder(data, group.device, max(1, data.loader_workers))
     sources = {"train": open_on_node(data, "train"), "val": open_on_node(data, "val")}
 
     def loader(split: Split) -> Loader:

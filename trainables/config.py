@@ -82,8 +82,8 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
-    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil"] = Field(
-        "auto", description="library that decodes JPEG; auto: the fastest one installed"
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil", "gpu"] = Field(
+        "auto", description="library that decodes JPEG; auto: the fastest one installed; gpu: crop_flip's crops on the GPU"
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
@@ -110,6 +110,14 @@ class DataConfig(Section):
     )
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
+
+    @model_validator(mode="after")
+    def _crops_for_the_gpu(self) -> Self:
+        if self.decoder == "gpu" and self.augment != "crop_flip":
+            raise ValueError(
+                f"decoder gpu decodes what augment crop_flip cuts out, and augment is {self.augment}: write decoder auto"
+            )
+        return self
 
     @field_validator("shuffle")
     @classmethod

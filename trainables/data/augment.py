@@ -123,10 +123,22 @@ def _none(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray
 
 def _crop_flip(stored: StoredImage, uniforms_U: NDArray[np.float64], out_HWC: NDArray[np.uint8], recipe: Recipe) -> None:
     """RandomResizedCrop (bilinear, antialiased) and a horizontal flip of every second image, as for ImageNet."""
-    box = random_resized_crop_box(uniforms_U[1:], stored.width, stored.height)
-    flip = uniforms_U[0] < 0.5
+    box, flip = crop_and_flip(uniforms_U, stored.width, stored.height)
+    cut(stored, box, flip, out_HWC, exact=recipe.exact)
+
+
+def crop_and_flip(uniforms_U: NDArray[np.float64], width: int, height: int) -> tuple[Box, bool]:
+    """What `crop_flip` shows of an image of this size: which part, and whether mirrored."""
+    return random_resized_crop_box(uniforms_U[1:], width, height), bool(uniforms_U[0] < 0.5)
+
+
+def cut(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.uint8], *, exact: bool) -> None:
+    """Fill `out_HWC` (contiguous) with the pixels in `box`, resized and perhaps mirrored.
+
+    Raises UnreadableImageError as `stored` does.
+    """
     target_HWC = np.empty_like(out_HWC) if flip else out_HWC
-    if recipe.exact:
+    if exact:
         resize_exact(stored.decode(box).part(box), target_HWC)
     else:
         _resize_fast(stored, box, target_HWC)

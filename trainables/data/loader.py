@@ -26,6 +26,7 @@ from trainables.data.place.remote import RemoteRecords
 from trainables.data.reading import Part, Reader, outcome
 from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
 from trainables.data.source import Source
+from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
 from trainables.errors import DataError
 
@@ -47,6 +48,7 @@ class Batch(NamedTuple):
     labels_B: torch.Tensor  # int64
     indices_B: torch.Tensor  # int64, dataset-wide
     position: int  # global samples of this epoch that are consumed once this batch is trained on
+    undecoded: Undecoded | None = None  # rows whose pixels are not there yet: `on_device` makes them, and no one else sees this
 
 
 class _Pending(NamedTuple):
@@ -111,9 +113,9 @@ class Loader:
         )  # fmt: skip
         view = View(data, split)
         self.decoder = view.decoder
-        """Which library decodes JPEG; see DECODERS."""
+        """Which library decodes JPEG, see DECODERS; or `gpu`."""
         self._reader = Reader(source, view, seed)
-        self._auto, self._threads = auto, loader_workers
+        self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0
         self._rows = math.ceil(min(batch, num_samples) / world_size)
@@ -202,15 +204,23 @@ class Loader:
         buffer, indices_B = pending.buffer, pending.indices_B
         images_BHWC = buffer.images_BHWC[: len(indices_B)]
         bad = dict(entry for part in parts for entry in part.bad)
+        regions = [region for part in parts for region in part.undecoded]
         if bad:
-            self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
-            self.refuse_too_many(self.skipped)
+            self._skip(indices_B, bad)
             good = [row for row in range(len(indices_B)) if row not in bad]
+            moved = {row: place for place, row in enumerate(good)}
+            regions = [region._replace(row=moved[region.row]) for region in regions]
             images_BHWC[: len(good)] = images_BHWC[good]  # inside the same memory, which may be pinned
             images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
         labels_B, numbers_B = buffer.labels_B[: len(indices_B)], buffer.indices_B[: len(indices_B)]
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position)
+        undecoded = Undecoded(regions, self._most_threads, partial(self._skip, indices_B)) if regions else None
+        return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position, undecoded)
+
+    def _skip(self, indices_B: NDArray[np.int64], bad: Mapping[int, str]) -> None:
+        """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
+        self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
+        self.refuse_too_many(self.skipped)
 
     def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
         if line := auto.add(images, decode_s, wait_s, wall_s):

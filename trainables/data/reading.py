@@ -15,6 +15,7 @@ from trainables.data.decode import UnreadableImageError
 from trainables.data.memory import MemorySource
 from trainables.data.records import RecordsSource
 from trainables.data.source import Source
+from trainables.data.undecoded import Region
 from trainables.data.view import View
 from trainables.errors import DataError, DistillError
 
@@ -23,6 +24,7 @@ class Part(NamedTuple):
     """What a thread did for a batch."""
 
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
+    undecoded: list[Region]  # rows whose pixels are left to the device
     took_s: float
 
 
@@ -33,12 +35,12 @@ class Reader:
         self._source, self._view, self._seed = source, view, seed
 
     def fill(self, first_row: int, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8], epoch: int, stop: Event) -> Part:
-        """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; the undefined rows are named as bad.
+        """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; undefined rows are named, bad or undecoded.
 
         Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
         """
-        began_s, bad = time.perf_counter(), list[tuple[int, str]]()
+        began_s, bad, undecoded = time.perf_counter(), list[tuple[int, str]](), list[Region]()
         source, view = self._source, self._view
         if isinstance(source, RecordsSource):
             source.expect(indices_R)
@@ -46,12 +48,16 @@ class Reader:
         if isinstance(source, MemorySource | RecordsSource) and view.keeps(source.size):
             source.read_batch(indices_R, out_RHWC)
             view.finish(uniforms_RU, out_RHWC)
-            return Part(bad, time.perf_counter() - began_s)
+            return Part(bad, undecoded, time.perf_counter() - began_s)
         for row, index in enumerate(indices_R.tolist()):
             if stop.is_set():
                 raise CancelledError
             try:
-                view.into(source.read(index), uniforms_RU[row], out_RHWC[row])
+                sample = source.read(index)
+                if view.on_device and (region := view.region(first_row + row, sample, uniforms_RU[row])):
+                    undecoded.append(region)
+                else:
+                    view.into(sample, uniforms_RU[row], out_RHWC[row])
             except UnreadableImageError as error:
                 bad.append((first_row + row, str(error)))
             except (DistillError, MemoryError):
@@ -64,7 +70,7 @@ class Reader:
             except Exception as error:
                 raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
         view.finish(uniforms_RU, out_RHWC)
-        return Part(bad, time.perf_counter() - began_s)
+        return Part(bad, undecoded, time.perf_counter() - began_s)
 
 
 def outcome(part: Future[Part]) -> Part:

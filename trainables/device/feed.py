@@ -1,4 +1,4 @@
-"""A loader's batches on the device, the next one copied while the current one is trained on.
+"""A loader's batches on the device, the next one copied, and decoded where that is left to it, while the current one trains.
 
 Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels.
 """
@@ -6,13 +6,16 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainables.data.loader import Batch
+from trainables.data.undecoded import Undecoded
+from trainables.device.decode import region_decoder
 
 
 class DeviceBatch(NamedTuple):
@@ -41,6 +44,9 @@ def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch
     The contract with the loader: the memory of host batch k is not read any more when batch k+2 is asked for; the loader may
     fill it again from then on. Should the copy not be over by then, this thread sleeps until it is. The device has step k
     to do by then, which follows that copy: no step is late for it, and the thread is at most two steps ahead of the device.
+
+    What a batch has undecoded is decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
+    on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
     """
     with contextlib.closing(batches):
         yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch)
@@ -48,27 +54,61 @@ def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
-        yield DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, epoch, batch.position, None)
+        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, epoch, batch.position, None)
+        if batch.undecoded is not None:
+            decoder = region_decoder(batch.images_BCHW.device, batch.undecoded.threads)
+            ready = _without(decoder.fill(batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
+        yield ready
+
+
+def _without(bad: Mapping[int, str], batch: DeviceBatch, undecoded: Undecoded) -> DeviceBatch:
+    """The batch without these rows, which the loader is told of: row → reason. Raises DataError where they are too many."""
+    if not bad:
+        return batch
+    undecoded.skip(bad)
+    batch.wait()
+    good = [row for row in range(len(batch.labels_B)) if row not in bad]
+    rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
+    images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
+    return batch._replace(images_BCHW=images_BCHW, labels_B=batch.labels_B[rows_B], indices_B=batch.indices_B[rows_B])
+
+
+class _Coming(NamedTuple):
+    """A batch whose copy has begun."""
+
+    batch: DeviceBatch
+    copied: torch.cuda.Event
+    undecoded: Undecoded | None
+    decoded: Future[dict[int, str]] | None
+    """Done when `copied` is recorded; the rows that cannot be decoded."""
+
+    def arrive(self) -> DeviceBatch:
+        if self.undecoded is None or self.decoded is None:
+            return self.batch
+        return _without(self.decoded.result(), self.batch, self.undecoded)
 
 
 def _copy_ahead(batches: Generator[Batch, None, None], device: torch.device, epoch: int) -> Generator[DeviceBatch, None, None]:
     stream = torch.cuda.Stream(device)
-    ready: tuple[DeviceBatch, torch.cuda.Event] | None = None
+    coming: _Coming | None = None
     try:
-        for batch in batches:
-            following = _copy(batch, device, epoch, stream)
-            if ready is not None:
-                yield ready[0]
-                ready[1].synchronize()  # type: ignore[no-untyped-call]
-            ready = following
-        if ready is not None:
-            yield ready[0]
+        with ThreadPoolExecutor(1, thread_name_prefix="decode") as decoder:
+            for batch in batches:
+                # before the next copy, which waits for a step: what is still to be decoded must not stand behind it
+                ready = coming.arrive() if coming else None
+                following = _copy(batch, device, epoch, stream, decoder)
+                if coming and ready:
+                    yield ready
+                    coming.copied.synchronize()  # type: ignore[no-untyped-call]
+                coming = following
+            if coming:
+                yield coming.arrive()
     finally:
         # A batch that nobody waited for gives its memory back to the step's stream, which must not write to it too early.
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream) -> tuple[DeviceBatch, torch.cuda.Event]:
+def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream, decoder: ThreadPoolExecutor) -> _Coming:
     """Begin to copy a batch in `stream`.
 
     The memory belongs to the current stream, which may still be using what lay there before: the copy waits for all that
@@ -76,10 +116,25 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
     """
     stream.wait_stream(torch.cuda.current_stream(device))
     tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.indices_B)]
-    with torch.cuda.stream(stream):
-        for there, here in zip(tensors, (batch.images_BCHW, batch.labels_B, batch.indices_B), strict=True):
-            there.copy_(here, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the CPU belongs to the loader's threads
-    copied.record(stream)
     images_BCHW, labels_B, indices_B = tensors
-    return DeviceBatch(images_BCHW, labels_B, indices_B, epoch, batch.position, copied), copied
+    undecoded = batch.undecoded
+    with torch.cuda.stream(stream):
+        if undecoded is None or len(undecoded.regions) < len(images_BCHW):
+            images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
+        labels_B.copy_(batch.labels_B, non_blocking=True)
+        indices_B.copy_(batch.indices_B, non_blocking=True)
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the CPU belongs to the loader's threads
+    decoded = None
+    if undecoded is None:
+        copied.record(stream)
+    else:
+        decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
+    return _Coming(DeviceBatch(images_BCHW, labels_B, indices_B, epoch, batch.position, copied), copied, undecoded, decoded)
+
+
+def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:
+    device = images_BCHW.device
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        bad = region_decoder(device, undecoded.threads).fill(undecoded.regions, images_BCHW)
+    copied.record(stream)
+    return bad

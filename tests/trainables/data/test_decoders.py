@@ -16,7 +16,7 @@ from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
 from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
-from trainables.data.decoders import DECODERS, open_decoder
+from trainables.data.decoders import DECODERS, GPU, open_decoder
 from trainables.data.decoders.contract import Box, Decoder, read_header
 from trainables.data.pack.look import quick_look
 from trainables.errors import DataError
@@ -182,6 +182,7 @@ def test_a_header_says_the_size_or_nothing() -> None:
         assert header is not None
         assert header[:2] == (WIDTH, HEIGHT)
         assert header.mcu_width == (16 if kind not in ("4:4:4", "gray", "rgb inside") else 8)
+        assert header.ycbcr == (kind != "rgb inside")
         assert read_header(data[:-1]) is None
         for length in range(0, 700, 7):
             shortened = read_header(data[:length] + b"\xff\xd9")
@@ -222,7 +223,7 @@ def test_threads_share_a_decoder(decoder: Decoder) -> None:
 
 
 def test_the_configuration_offers_every_decoder_and_auto() -> None:
-    assert get_args(DataConfig.model_fields["decoder"].annotation) == ("auto", *DECODERS)
+    assert get_args(DataConfig.model_fields["decoder"].annotation) == ("auto", *DECODERS, GPU)
 
 
 def test_auto_is_the_first_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

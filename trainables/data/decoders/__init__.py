@@ -1,5 +1,7 @@
 """The libraries that decode JPEG, by `data.decoder`; `auto` takes the first of them that is installed.
 
+`gpu` is none of them: training's crops are decoded on the device (`trainables.device.decode`), and these do the rest.
+
 The order is that of measured speed: milliseconds of CPU for a RandomResizedCrop(224), linear resize included, of 167 ImageNet
 files of 110 KB in the mean. Each gives PIL's pixels, bit for bit, where nothing is shrunk:
 
@@ -61,12 +63,17 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
     "pil": _pil,
 }
 
+GPU = "gpu"
+
 _PACKAGES = {"nvimagecodec": "nvidia-nvimgcodec-cu12"}  # where it is not the decoder's name
 
 
 def open_decoder(name: str) -> Decoder:
-    """The decoder of this name, or the fastest one installed for `auto`. Raises DataError where it is not installed."""
-    if name != "auto":
+    """The decoder of this name, or the fastest one installed for `auto` and for the CPU's part of `gpu`.
+
+    Raises DataError where it is not installed.
+    """
+    if name not in ("auto", GPU):
         try:
             return DECODERS[name]()
         except ImportError as error:

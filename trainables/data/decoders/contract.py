@@ -16,15 +16,20 @@ _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive: Huff
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 _SCAN, _END_MARKER = 0xDA, 0xD9
+_ADOBE = 0xEE
 _BYTE_SIZED, _MOST_SAMPLES = 8, 4
 
 
 class JpegHeader(NamedTuple):
-    """What is known of a JPEG file before it is decoded. `mcu_width`: a region can begin at multiples of it."""
+    """What is known of a JPEG file before it is decoded. `mcu_width`: a region can begin at multiples of it.
+
+    `ycbcr`: it is gray, or holds YCbCr, as nearly all do; some hold RGB, which not every decoder looks for.
+    """
 
     width: int
     height: int
     mcu_width: int
+    ycbcr: bool
 
 
 class Decoded(NamedTuple):
@@ -65,7 +70,7 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
     """
     if data[:2] != _START or data[-2:] != _END:
         return None
-    at, end = 2, len(data) - 9
+    at, end, adobe = 2, len(data) - 9, 0
     while at < end:
         if data[at] != 0xFF:
             return None
@@ -73,21 +78,25 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
         if marker == 0xFF:  # a fill byte
             at += 1
         elif marker in _FRAMES:
-            return _read_frame(data, at + 4)
+            return _read_frame(data, at + 4, adobe)
         elif marker in _OTHER_FRAMES or marker in (_SCAN, _END_MARKER):
             return None
         elif marker in _WITHOUT_LENGTH:
             at += 2
         else:
+            if marker == _ADOBE:
+                adobe = at + 4
             at += 2 + (data[at + 2] << 8 | data[at + 3])
     return None
 
 
-def _read_frame(data: bytes | memoryview, at: int) -> JpegHeader | None:
+def _read_frame(data: bytes | memoryview, at: int, adobe: int) -> JpegHeader | None:
     bits, height, width, components = struct.unpack_from(">BHHB", data, at)
     if bits != _BYTE_SIZED or not width or not height or components not in (1, 3) or at + 6 + 3 * components > len(data):
         return None
     widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
     if not 1 <= widest <= _MOST_SAMPLES:
         return None
-    return JpegHeader(width, height, 8 * widest if components == 3 else 8)
+    # Adobe's marker ends with the transform, 0 for none; without it, the components may be called R, G, B
+    rgb = components == 3 and ((adobe and not data[adobe + 11]) or bytes(data[at + 6 : at + 15 : 3]) == b"RGB")
+    return JpegHeader(width, height, 8 * widest if components == 3 else 8, not rgb)

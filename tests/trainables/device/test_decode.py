@@ -1,0 +1,314 @@
+"""Crops decoded on the device: the code of the GPU, run by nvImageCodec's decoder for the CPU; and, where there is one, a GPU."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.trainables.data.photos import MakeFolder, encoded, photo
+from tests.trainables.data.test_decoders import JPEGS, _boxes, _damaged
+from trainables.config import DataConfig
+from trainables.data.augment import AUGMENTS, cut, uniforms
+from trainables.data.decode import StoredImage, UnreadableImageError
+from trainables.data.decoders import DECODERS, open_decoder
+from trainables.data.decoders.contract import Box, read_header
+from trainables.data.loader import Loader
+from trainables.data.source import open_source
+from trainables.data.undecoded import Region
+from trainables.data.view import View
+from trainables.device import decode as device_decode
+from trainables.device.decode import RegionDecoder, check_decoder
+from trainables.device.feed import DeviceBatch, on_device
+from trainables.errors import DataError
+
+pytest.importorskip("nvidia.nvimgcodec")
+
+CPU = torch.device("cpu")
+SIZE = 48
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def _region(row: int, data: bytes, box: Box, flip: bool = False) -> Region:
+    header = read_header(data)
+    assert header is not None
+    return Region(row, data, header, box, flip)
+
+
+def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
+    return torch.full((rows, SIZE, SIZE, 3), 77, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
+
+
+def _exact(data: bytes, box: Box, flip: bool = False) -> np.ndarray:
+    """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
+    out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
+    cut(StoredImage(data, open_decoder("pil")), box, flip, out_HWC, exact=True)
+    return out_HWC
+
+
+def _shown(images_BCHW: torch.Tensor) -> np.ndarray:
+    return images_BCHW.permute(0, 2, 3, 1).cpu().numpy()
+
+
+def _psnr_db(left: np.ndarray, right: np.ndarray) -> float:
+    return float(10 * np.log10(255**2 / max(((left.astype(float) - right) ** 2).mean(), 1e-3)))
+
+
+def _mixed(root: Path) -> None:
+    """Files that no GPU is asked for, among a folder's JPEGs: PNG, CMYK, RGB inside a JPEG, no image at all."""
+    (root / "train" / "a" / "000.jpg").write_bytes(encoded(photo(50), "PNG"))
+    (root / "train" / "a" / "003.jpg").write_bytes(encoded(photo(51).convert("CMYK"), "JPEG"))
+    (root / "train" / "b" / "001.jpg").write_bytes(encoded(photo(52), "JPEG", keep_rgb=True))
+    (root / "train" / "b" / "004.jpg").write_text("<html>")
+
+
+def _without_pixels(data: bytes) -> bytes:
+    """A file whose header is whole, and that ends where its pixels should begin."""
+    return data[: data.index(b"\xff\xda")] + b"\xff\xd9"
+
+
+def _config(root: Path, **changes: object) -> DataConfig:
+    return DataConfig.model_validate(
+        {"path": str(root), "image_size": SIZE, "global_batch_size": 6, "augment": "crop_flip", "last_batch": "short",
+         "max_bad": 0.3, "decoder": "gpu", **changes}
+    )  # fmt: skip
+
+
+def _loader(data: DataConfig, rank: int = 0, world: int = 1, workers: int = 0, device: torch.device = CPU) -> Loader:
+    return Loader(
+        open_source(data, "train"), data, split="train", seed=11, rank=rank, world_size=world, loader_workers=workers,
+        device=device,
+    )  # fmt: skip
+
+
+def _epoch(loader: Loader, device: torch.device = CPU) -> Iterator[DeviceBatch]:
+    """An epoch's batches, which outlive the loader's memory; then the loader is closed."""
+    for batch in on_device(loader.epoch(2), device, 2):
+        batch.wait()
+        yield batch._replace(
+            images_BCHW=batch.images_BCHW.clone(), labels_B=batch.labels_B.clone(), indices_B=batch.indices_B.clone()
+        )
+    loader.close()
+
+
+def _pixels(batches: Iterator[DeviceBatch]) -> dict[int, np.ndarray]:
+    """Sample → pixels (H, W, C)."""
+    return {
+        index: image
+        for batch in batches
+        for index, image in zip(batch.indices_B.tolist(), _shown(batch.images_BCHW), strict=True)
+    }
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_crop_is_the_exact_one_within_a_rounding(kind: str, flip: bool) -> None:
+    boxes = [box for box in _boxes(149, 115, 40) if box[2] - box[0] > 4 and box[3] - box[1] > 4]
+    images_BCHW = _room(len(boxes))
+    regions = [_region(row, JPEGS[kind], box, flip) for row, box in enumerate(boxes)]
+    assert RegionDecoder(CPU, 1).fill(regions, images_BCHW) == {}
+    for shown_HWC, box in zip(_shown(images_BCHW), boxes, strict=True):
+        expected_HWC = _exact(JPEGS[kind], box, flip)
+        assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1, box
+        assert _psnr_db(shown_HWC, expected_HWC) > 50, box
+
+
+def test_every_crop_stands_in_its_row_and_other_rows_stay_as_they_are() -> None:
+    images_BCHW = _room(7)
+    boxes = {5: (0, 0, 100, 90), 0: (20, 10, 90, 100), 3: (5, 5, 6, 6)}
+    RegionDecoder(CPU, 1).fill([_region(row, JPEGS["4:2:0"], box) for row, box in boxes.items()], images_BCHW)
+    for row, shown_HWC in enumerate(_shown(images_BCHW)):
+        expected_HWC = _exact(JPEGS["4:2:0"], boxes[row]) if row in boxes else np.full_like(shown_HWC, 77)
+        assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1
+
+
+def test_a_batch_that_is_decoded_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(_boxes(149, 115, 30))]
+    whole_BCHW, parts_BCHW = _room(len(regions)), _room(len(regions))
+    decoder = RegionDecoder(CPU, 1)
+    decoder.fill(regions, whole_BCHW)
+    monkeypatch.setattr(device_decode, "_MOST_PIXELS", 5_000)
+    assert 3 < len(list(device_decode._parts(regions))) < len(regions)
+    decoder.fill(regions, parts_BCHW)
+    assert torch.equal(whole_BCHW, parts_BCHW)
+
+
+def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named() -> None:
+    decoder = RegionDecoder(CPU, 1)
+    whole, box = JPEGS["4:2:0"], (10, 10, 120, 100)
+    files = [data for data in _damaged(12) if (header := read_header(data)) and header.ycbcr and header[:2] == (149, 115)]
+    files += [_without_pixels(whole), whole[: len(whole) // 2] + b"\xff\xd9", whole]
+    images_BCHW = _room(len(files))
+    bad = decoder.fill([_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
+    alone = decoder.decode([_region(0, data, box) for data in files])
+    assert any(pixels is None for pixels in alone)
+    assert "truncated" in bad[len(files) - 3]
+    for row, (data, pixels, shown_HWC) in enumerate(zip(files, alone, _shown(images_BCHW), strict=True)):
+        if pixels is not None:
+            assert row not in bad
+        elif row in bad:
+            with pytest.raises(UnreadableImageError):
+                _exact(data, box)
+        else:
+            assert (shown_HWC == _exact(data, box)).all()
+    assert abs(_shown(images_BCHW)[-1].astype(int) - _exact(whole, box)).max() <= 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: MakeFolder, workers: int) -> None:
+    root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
+    _mixed(root)
+    exact, ours = (
+        _loader(_config(root, **changes), workers=workers) for changes in ({"decoder": "auto", "fidelity": "exact"}, {})
+    )
+    assert (ours.decoder, exact.decoder in DECODERS) == ("gpu", True)
+    for mine, other in zip(_epoch(ours), _epoch(exact), strict=True):
+        assert torch.equal(mine.indices_B, other.indices_B)
+        assert torch.equal(mine.labels_B, other.labels_B)
+        assert (mine.position, mine.epoch) == (other.position, other.epoch)
+        assert (mine.images_BCHW.dtype, mine.images_BCHW.shape) == (torch.uint8, (len(mine.labels_B), 3, SIZE, SIZE))
+        assert mine.images_BCHW.is_contiguous(memory_format=torch.channels_last)
+        assert abs(_shown(mine.images_BCHW).astype(int) - _shown(other.images_BCHW)).max() <= 1
+    assert ours.skipped == exact.skipped == {"train/b/004.jpg": "not an image"}
+
+
+def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
+    _mixed(root)
+    loader = _loader(_config(root))
+    left = [
+        int(batch.indices_B[region.row])
+        for batch in loader.epoch(2)
+        if batch.undecoded is not None
+        for region in batch.undecoded.regions
+    ]
+    assert sorted(left) == sorted(set(range(17)) - {0, 3, 10, 13})
+
+
+def test_pixels_do_not_depend_on_threads_or_world_size(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
+    _mixed(root)
+    data = _config(root)
+    expected = _pixels(_epoch(_loader(data)))
+    assert len(expected) == 16
+    for world, workers in ((1, 3), (2, 0), (3, 2)):
+        found: dict[int, np.ndarray] = {}
+        for rank in range(world):
+            found |= _pixels(_epoch(_loader(data, rank, world, workers)))
+        assert found.keys() == expected.keys()
+        assert all((found[index] == expected[index]).all() for index in expected)
+
+
+def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
+    expected = _pixels(_epoch(_loader(_config(root))))
+    for name in ("a/002.jpg", "b/005.jpg"):
+        file = root / "train" / name
+        file.write_bytes(_without_pixels(file.read_bytes()))
+    loader = _loader(_config(root))
+    found = _pixels(_epoch(loader))
+    assert found.keys() == expected.keys() - {2, 14}
+    assert all((found[index] == expected[index]).all() for index in found)
+    assert sorted(loader.skipped) == ["train/a/002.jpg", "train/b/005.jpg"]
+    assert all("truncated" in reason for reason in loader.skipped.values())
+    strict = _loader(_config(root, max_bad=0.1))
+    with pytest.raises(DataError, match=r"2 unreadable images in one epoch, more than the 1 of 17"):
+        list(_epoch(strict))
+
+
+def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder) -> None:
+    root = make_folder(train={"a": 2}, val={"a": 5})
+    data = _config(root)
+    loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=0)
+    assert loader.decoder in DECODERS
+    assert all(batch.undecoded is None for batch in loader.epoch(0))
+
+
+def test_a_very_large_image_is_left_to_the_cpu() -> None:
+    view = View(DataConfig(decoder="gpu", augment="crop_flip", image_size=SIZE), "train")
+    row_U = uniforms(0, 0, np.arange(1), AUGMENTS["crop_flip"].num_uniforms)[0]
+    data = JPEGS["4:4:4"]
+    at = data.index(b"\xff\xc0")
+    large = data[: at + 5] + (5000).to_bytes(2, "big") * 2 + data[at + 9 :]
+    assert view.region(0, data, row_U) is not None
+    assert view.region(0, large, row_U) is None
+    assert view.region(0, np.asarray(Image.open(io.BytesIO(data))), row_U) is None
+
+
+def test_a_gpu_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line() -> None:
+    with pytest.raises(DataError, match=r"^data\.decoder: gpu needs a worker with a GPU, .*; write data\.decoder=auto$"):
+        check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), CPU, 1)
+    check_decoder(DataConfig(decoder="auto"), CPU, 1)
+    with pytest.raises(ValueError, match="augment is pad_crop_flip: write decoder auto"):
+        DataConfig(decoder="gpu", augment="pad_crop_flip")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this node could")
+def test_a_node_that_cannot_decode_is_told_from_one_that_can() -> None:
+    assert device_decode._decodes(RegionDecoder(CPU, 1))
+    with pytest.raises(
+        DataError, match=r"^data\.decoder: gpu cannot be used on this node \(.*\[nvjpeg\], or write data"
+    ) as caught:
+        check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), torch.device("cuda", 0), 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", sorted(JPEGS.keys() - {"rgb inside"}))
+def test_nvjpegs_crops_are_near_to_the_exact_ones(kind: str) -> None:
+    device = torch.device("cuda", 0)
+    boxes = [box for box in _boxes(149, 115, 40) if box[2] - box[0] > 4 and box[3] - box[1] > 4]
+    regions = [_region(row, JPEGS[kind], box, row % 2 == 1) for row, box in enumerate(boxes)]
+    decoder = RegionDecoder(device, 2)
+    decoded = decoder.decode(regions)
+    torch.cuda.synchronize()
+    assert all(pixels is not None and pixels.is_cuda for pixels in decoded)  # nothing is left to the CPU
+    images_BCHW = _room(len(boxes), device)
+    assert decoder.fill(regions, images_BCHW) == {}
+    figures = [
+        _psnr_db(shown_HWC, _exact(region.data, region.box, region.flip))
+        for shown_HWC, region in zip(_shown(images_BCHW), regions, strict=True)
+    ]
+    assert np.mean(figures) > 40
+    assert min(figures) > 30
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_gpus_batches_are_complete_and_near_to_the_exact_ones(make_folder: MakeFolder, workers: int) -> None:
+    device = torch.device("cuda", 0)
+    root = make_folder(train={"a": 60, "b": 50}, val={"a": 1})
+    _mixed(root)
+    file = root / "train" / "a" / "007.jpg"
+    file.write_bytes(_without_pixels(file.read_bytes()))
+    check_decoder(_config(root), device, 2)
+    exact = _loader(_config(root, decoder="auto", fidelity="exact"), workers=workers)
+    ours = _loader(_config(root), workers=workers, device=device)
+    expected, found = _pixels(_epoch(exact)), {}
+    for batch in on_device(ours.epoch(2), device, 2):
+        batch.wait()
+        torch.cuda._sleep(20_000_000)  # a slow step: what is decoded meanwhile must not touch its batch
+        found |= dict(zip(batch.indices_B.tolist(), _shown(batch.images_BCHW), strict=True))
+    ours.close()
+    assert found.keys() == expected.keys()
+    assert sorted(ours.skipped) == sorted(exact.skipped)
+    assert np.mean([_psnr_db(found[index], expected[index]) for index in found]) > 40
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_closing_early_ends_the_decoding_thread(make_folder: MakeFolder) -> None:
+    device = torch.device("cuda", 0)
+    loader = _loader(_config(make_folder(train={"a": 60}, val={"a": 1})), workers=2, device=device)
+    batches = on_device(loader.epoch(0), device)
+    next(batches).wait()
+    batches.close()
+    loader.close()
+    torch.cuda.synchronize()
