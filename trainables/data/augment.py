@@ -18,8 +18,8 @@ from PIL import Image
 
 from trainables.data.decode import MAX_PIXELS, StoredImage, UnreadableImageError
 from trainables.data.decoders.contract import Box
+from trainables.data.order import GOLDEN, mix64
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _TRIES = 10
 _AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
@@ -36,18 +36,10 @@ def uniforms(seed: int, epoch: int, indices_B: NDArray[np.int64], count: int) ->
     Each row is a SplitMix64 stream (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014;
     finalizer constants of Stafford's mix 13) whose start is itself hashed from seed, epoch and index; 53 bits a number.
     """
-    epoch_start = _mix(_mix(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
-    starts_B = _mix(epoch_start + indices_B.astype(np.uint64))
-    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return (_mix(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's step and finalizer, elementwise: a bijection of 64 bits that spreads every input bit."""
-    values = values + np.uint64(_GOLDEN)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    epoch_start = mix64(mix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch))
+    starts_B = mix64(epoch_start + indices_B.astype(np.uint64))
+    steps_U = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    return (mix64(starts_B[:, None] + steps_U) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def default_val_resize(image_size: int) -> int:

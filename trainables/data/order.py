@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 Split = Literal["train", "val"]
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
+"""SplitMix64's step: 2⁶⁴ divided by the golden ratio."""
 _ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
 _SAMPLES, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for
 _BLOCK_SAMPLES = 256  # of a source without shards
@@ -57,7 +58,7 @@ def permuted(key: tuple[int, ...], values_B: NDArray[np.int64], size: int) -> ND
 
 def _feistel(keys_R: NDArray[np.uint64], values_B: NDArray[np.uint64], a: int, b: int) -> NDArray[np.uint64]:
     """One pass of the cipher over [0, a·b)."""
-    golden, one, rows, columns = (np.uint64(value) for value in (_GOLDEN, 1, a, b))
+    golden, one, rows, columns = (np.uint64(value) for value in (GOLDEN, 1, a, b))
     high_B, low_B = values_B // columns, values_B % columns
     for number, key in enumerate(keys_R):
         if number % 2:
@@ -72,7 +73,7 @@ def _stream(key: tuple[int, ...], count: int) -> NDArray[np.uint64]:
     start = np.zeros(1, dtype=np.uint64)
     for word in key:
         start = mix64(start + np.uint64(word))
-    return mix64(start + np.arange(count, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return mix64(start + np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN))
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -80,7 +81,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Stafford's mix 13.
     """
-    values = values + np.uint64(_GOLDEN)
+    values = values + np.uint64(GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
+from trainables.data.order import GOLDEN
+
 _DEVICE_STREAM = 2**32  # an experiment's seeds are smaller
 
 
@@ -37,13 +38,13 @@ def _starts(seed: int, epoch: int, indices_B: Tensor) -> Tensor:
 
 
 def _numbers(starts_B: Tensor, first: int, count: int) -> Tensor:
-    steps_U = torch.arange(first + 1, first + count + 1, device=starts_B.device) * _signed(_GOLDEN)
+    steps_U = torch.arange(first + 1, first + count + 1, device=starts_B.device) * _signed(GOLDEN)
     return _right(_mix(starts_B[:, None] + steps_U), 11).double() * 2.0**-53
 
 
 def _mix(values: Tensor) -> Tensor:
     """SplitMix64's step and finalizer, elementwise."""
-    values = values + _signed(_GOLDEN)
+    values = values + _signed(GOLDEN)
     values = (values ^ _right(values, 30)) * _signed(0xBF58476D1CE4E5B9)
     values = (values ^ _right(values, 27)) * _signed(0x94D049BB133111EB)
     return values ^ _right(values, 31)

@@ -136,6 +136,8 @@ def test_a_file_of_any_size_is_read_whole(tmp_path: Path, size: int) -> None:
     content = np.random.default_rng(0).bytes(size)
     (tmp_path / "file").write_bytes(content)
     assert read_file(str(tmp_path / "file")) == content
+
+
 def test_a_pipe_of_an_images_name_is_unreadable_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     with pytest.raises(UnreadableImageError, match="empty file"):

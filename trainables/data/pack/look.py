@@ -11,26 +11,28 @@ import zlib
 from typing import NamedTuple
 
 from trainables.data.decode import too_costly
-from trainables.data.decoders.contract import read_header
 
-_PNG_COLOURS = frozenset((0, 2, 3, 4, 6))
+_BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))
+_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive; rarer ones are for the decoder to judge
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
 class Look(NamedTuple):
-    """An image's size in pixels as its header has it (EXIF orientation is not applied)."""
+    """An image's size in pixels as its header has it (EXIF orientation is not applied), and its colour channels."""
 
     width: int
     height: int
+    channels: int
     format: str
 
 
 def quick_look(content: bytes) -> Look | None:
     """What a whole JPEG or PNG says of itself; None where only a decoder can tell.
 
-    A JPEG is whole where it begins with its markers in order and ends with the one that ends it; CMYK and other rare ones are for
-    the decoder to judge. A PNG is whole where every chunk has its checksum.
+    A JPEG is whole where it begins with its markers in order and ends with the one that ends it; a PNG where every chunk has
+    its checksum.
     """
-    if content.startswith(b"\xff\xd8"):
+    if content.startswith(b"\xff\xd8") and content.endswith(b"\xff\xd9"):
         look = _jpeg(content)
     elif content.startswith(b"\x89PNG\r\n\x1a\n"):
         look = _png(content)
@@ -42,9 +44,21 @@ def quick_look(content: bytes) -> Look | None:
 
 
 def _jpeg(content: bytes) -> Look | None:
-    """What the header says that the decoders go by; a scan has to follow it."""
-    header = read_header(content)
-    return Look(header.width, header.height, "JPEG") if header and content.find(b"\xff\xda") > 0 else None
+    """The frame header (ITU-T T.81, B.2.2), found by going from marker to marker."""
+    at, end = 2, len(content) - 10
+    while at < end and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF:  # fill
+            at += 1
+        elif marker in _BARE_MARKERS:
+            at += 2
+        elif marker in _FRAMES:
+            bits, height, width, channels = struct.unpack_from(">BHHB", content, at + 4)
+            known = bits == 8 and channels in (1, 3, 4) and content.find(b"\xff\xda", at) > 0
+            return Look(width, height, channels, "JPEG") if known else None
+        else:
+            at += 2 + (content[at + 2] << 8 | content[at + 3])
+    return None
 
 
 def _png(content: bytes) -> Look | None:
@@ -64,4 +78,4 @@ def _png(content: bytes) -> Look | None:
     if len(seen) < 3 or seen[0] != b"IHDR" or seen[-1] != b"IEND" or b"IDAT" not in seen or content[11] != 13:
         return None
     width, height, _, colour = struct.unpack_from(">IIBB", content, 16)
-    return Look(width, height, "PNG") if colour in _PNG_COLOURS else None
+    return Look(width, height, _PNG_CHANNELS[colour], "PNG") if colour in _PNG_CHANNELS else None

@@ -60,7 +60,7 @@ class Mode:
         if self.max_side is None:
             width, height = (look.width, look.height) if look else decode_image(sample).size
             return Packed(sample, width, height)
-        if look and look.format == "JPEG" and max(look.width, look.height) <= self.max_side:
+        if look and look.format == "JPEG" and look.channels != 4 and max(look.width, look.height) <= self.max_side:
             return Packed(sample, look.width, look.height)
         return _encoded(decode_image(sample), self.max_side, self.quality)
 
