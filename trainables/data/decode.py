@@ -28,7 +28,6 @@ class UnreadableImageError(Exception):
     """A file that holds no whole image; its text is the reason in one phrase."""
 
 
-_AT_ONCE = 1 << 16  # what malloc gives without asking the kernel; most files of large sets are smaller
 _ITS_OWN = frozenset(
     (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 )
@@ -108,11 +107,10 @@ def read_file(path: str) -> bytes:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            data = os.read(file, _AT_ONCE)
-            if len(data) == _AT_ONCE:
-                size = os.fstat(file).st_size
-                while len(data) < size and (more := os.read(file, size - len(data))):
-                    data += more
+            size = os.fstat(file).st_size
+            data = os.read(file, size or 1)  # a file object would ask for more, each time giving up the GIL
+            while len(data) < size and (more := os.read(file, size - len(data))):
+                data += more  # a read that ends early hides a failure that the next one tells
             return data
         finally:
             os.close(file)
