@@ -32,13 +32,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def answer_of(command: list[str], python: str = sys.executable) -> dict[str, Any]:
-    """The JSON object in the last line that a Python command line prints; its chatter before that is ignored.
+def answer_of(command: list[str], python: str = sys.executable, **more: str) -> dict[str, Any]:
+    """The JSON object in the last line that a Python command line prints; its chatter before that is ignored. `more` is put
+    into its environment.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    done = subprocess.run([python, *command], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([python, *command], env=environment(**more), cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
