@@ -348,7 +348,7 @@ def test_a_disk_that_fails_under_a_folder_of_files_ends_the_epoch(
     data = DataConfig(path=str(root), image_size=16, global_batch_size=4)
     loader = _loader(open_source(data, "train"), data, workers=workers)
     monkeypatch.setattr(os, "read", fail)
-    with pytest.raises(DataError, match=r"unreadable images .* train/a/\d+.jpg \(cannot be read: Input/output error\)"):
+    with pytest.raises(DataError, match=r"train/a/\d+.jpg cannot be read: Input/output error; see to the disk"):
         list(loader.epoch(0))
     monkeypatch.undo()
     loader.close()
