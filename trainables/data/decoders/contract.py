@@ -13,6 +13,7 @@ Box = tuple[int, int, int, int]
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive: Huffman-coded, in blocks
+_PROGRESSIVE = 0xC2
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 _SCAN, _END_MARKER = 0xDA, 0xD9
@@ -25,6 +26,7 @@ class JpegHeader(NamedTuple):
     width: int
     height: int
     mcu_width: int
+    progressive: bool
 
 
 class Decoded(NamedTuple):
@@ -73,7 +75,7 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
         if marker == 0xFF:  # a fill byte
             at += 1
         elif marker in _FRAMES:
-            return _read_frame(data, at + 4)
+            return _read_frame(data, at + 4, marker == _PROGRESSIVE)
         elif marker in _OTHER_FRAMES or marker in (_SCAN, _END_MARKER):
             return None
         elif marker in _WITHOUT_LENGTH:
@@ -83,11 +85,11 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
     return None
 
 
-def _read_frame(data: bytes | memoryview, at: int) -> JpegHeader | None:
+def _read_frame(data: bytes | memoryview, at: int, progressive: bool) -> JpegHeader | None:
     bits, height, width, components = struct.unpack_from(">BHHB", data, at)
     if bits != _BYTE_SIZED or not width or not height or components not in (1, 3) or at + 6 + 3 * components > len(data):
         return None
     widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
     if not 1 <= widest <= _MOST_SAMPLES:
         return None
-    return JpegHeader(width, height, 8 * widest if components == 3 else 8)
+    return JpegHeader(width, height, 8 * widest if components == 3 else 8, progressive)
