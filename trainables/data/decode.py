@@ -38,7 +38,9 @@ MAX_PIXELS = 89_478_485
 _MAX_PIXELS_A_BYTE = 1024
 """Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
 decoded as grey for the most part."""
-_JPEG = b"\xff\xd8"
+_MAX_PIXELS_SCANNED = 2_000_000_000
+"""A progressive JPEG file comes in some ten scans, and each of them, however few its bytes, goes over the whole image."""
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _BOMB = "more pixels than PIL's limit against decompression bombs"
 
 
@@ -53,7 +55,7 @@ class StoredImage:
         self._header = None if isinstance(sample, np.ndarray) else read_header(sample)
         if self._header and not isinstance(sample, np.ndarray):
             self.width, self.height = self._header.width, self._header.height
-            if reason := too_costly(self.width, self.height, sample):  # before any memory is taken
+            if reason := too_costly(self.width, self.height, sample, self._header.progressive):  # before any memory is taken
                 raise UnreadableImageError(reason)
         else:
             self._pixels_HWC = sample if isinstance(sample, np.ndarray) else np.asarray(decode_image(sample))
@@ -92,7 +94,7 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError("empty file")
     try:
         with Image.open(io.BytesIO(sample)) as image:
-            if reason := too_costly(*image.size, sample):
+            if reason := too_costly(*image.size, sample, "progressive" in image.info):
                 raise UnreadableImageError(reason)
             return image.convert("RGB")
     except (MemoryError, UnreadableImageError):
@@ -105,12 +107,14 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
 
 
-def too_costly(width: int, height: int, encoded: bytes | memoryview) -> str | None:
+def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive: bool) -> str | None:
     """Why an image of this size, as its header tells, is not decoded; None where it may be."""
     if width * height > MAX_PIXELS:
         return _BOMB
     if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_A_BYTE * len(encoded):
         return "truncated or damaged: too few bytes for its size"
+    if progressive and width * height * bytes(encoded).count(_SCAN) > _MAX_PIXELS_SCANNED:
+        return "too many progressive scans for its size"
     return None
 
 

@@ -213,6 +213,15 @@ def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: 
     assert StoredImage(white, decoder).part((0, 0, 8, 8)).min() == 255
 
 
+def test_scans_without_end_are_refused_before_any_is_decoded(decoder: Decoder) -> None:
+    for mode in ("RGB", "CMYK"):
+        data = encoded(Image.new(mode, (2000, 1500)), "JPEG", progressive=True)
+        bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 700 + data[-2:]
+        with pytest.raises(UnreadableImageError, match="too many progressive scans for its size"):
+            StoredImage(bomb, decoder)
+        assert quick_look(bomb) is None
+
+
 def test_threads_share_a_decoder(decoder: Decoder) -> None:
     boxes = _boxes(WIDTH, HEIGHT, 100)
     alone = [StoredImage(JPEGS["4:2:0"], decoder).part(box) for box in boxes]

@@ -13,6 +13,7 @@ Box = tuple[int, int, int, int]
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive: Huffman-coded, in blocks
+_PROGRESSIVE = 0xC2
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}  # lossless, hierarchical, arithmetic
 _WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 _SCAN, _END_MARKER = 0xDA, 0xD9
@@ -30,6 +31,7 @@ class JpegHeader(NamedTuple):
     height: int
     mcu_width: int
     ycbcr: bool
+    progressive: bool
 
 
 class Decoded(NamedTuple):
@@ -78,7 +80,7 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
         if marker == 0xFF:  # a fill byte
             at += 1
         elif marker in _FRAMES:
-            return _read_frame(data, at + 4, adobe)
+            return _read_frame(data, at + 4, adobe, marker == _PROGRESSIVE)
         elif marker in _OTHER_FRAMES or marker in (_SCAN, _END_MARKER):
             return None
         elif marker in _WITHOUT_LENGTH:
@@ -90,7 +92,7 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
     return None
 
 
-def _read_frame(data: bytes | memoryview, at: int, adobe: int) -> JpegHeader | None:
+def _read_frame(data: bytes | memoryview, at: int, adobe: int, progressive: bool) -> JpegHeader | None:
     bits, height, width, components = struct.unpack_from(">BHHB", data, at)
     if bits != _BYTE_SIZED or not width or not height or components not in (1, 3) or at + 6 + 3 * components > len(data):
         return None
@@ -99,4 +101,4 @@ def _read_frame(data: bytes | memoryview, at: int, adobe: int) -> JpegHeader | N
         return None
     # Adobe's marker ends with the transform, 0 for none; without it, the components may be called R, G, B
     rgb = components == 3 and ((adobe and not data[adobe + 11]) or bytes(data[at + 6 : at + 15 : 3]) == b"RGB")
-    return JpegHeader(width, height, 8 * widest if components == 3 else 8, not rgb)
+    return JpegHeader(width, height, 8 * widest if components == 3 else 8, not rgb, progressive)

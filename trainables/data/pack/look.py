@@ -14,6 +14,7 @@ from trainables.data.decode import too_costly
 
 _BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive; rarer ones are for the decoder to judge
+_PROGRESSIVE = 0xC2
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -24,6 +25,7 @@ class Look(NamedTuple):
     height: int
     channels: int
     format: str
+    progressive: bool = False
 
 
 def quick_look(content: bytes) -> Look | None:
@@ -38,9 +40,9 @@ def quick_look(content: bytes) -> Look | None:
         look = _png(content)
     else:
         return None
-    if look is None or not look.width * look.height or too_costly(look.width, look.height, content):
+    if look is None or not look.width * look.height:
         return None
-    return look
+    return None if too_costly(look.width, look.height, content, look.progressive) else look
 
 
 def _jpeg(content: bytes) -> Look | None:
@@ -55,7 +57,7 @@ def _jpeg(content: bytes) -> Look | None:
         elif marker in _FRAMES:
             bits, height, width, channels = struct.unpack_from(">BHHB", content, at + 4)
             known = bits == 8 and channels in (1, 3, 4) and content.find(b"\xff\xda", at) > 0
-            return Look(width, height, channels, "JPEG") if known else None
+            return Look(width, height, channels, "JPEG", marker == _PROGRESSIVE) if known else None
         else:
             at += 2 + (content[at + 2] << 8 | content[at + 3])
     return None
