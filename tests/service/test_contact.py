@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from service import cli
+from tests.service.commands import run
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import photo
 from trainables.data.pack.modes import Mode
@@ -27,15 +26,6 @@ def packed(tmp_path: Path) -> Path:
     (root / "train" / "cat" / "bad.jpg").write_bytes(b"no image")
     pack_here(root, tmp_path / "packed", Mode(max_side=90))
     return tmp_path / "packed"
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
-        cli.main([str(argument) for argument in arguments])
-    signal.signal(signal.SIGTERM, before)
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
 
 
 def cells(text: str, first: str) -> list[str]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from service import cli, packing
+from service import packing
+from tests.service.commands import run
 from tests.trainables.data.photos import photo
 from trainables.data.pack.modes import Mode
 from trainables.data.records import INDEX, UNFINISHED, open_records
@@ -55,15 +56,6 @@ def refusal(source: Path, dest: Path, mode: Mode | None = None) -> str:
 
 def digest(dest: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(dest.rglob("*")) if path.is_file()}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
-        cli.main([str(argument) for argument in arguments])
-    signal.signal(signal.SIGTERM, before)
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
 
 
 def test_any_number_of_processes_writes_the_same_bytes(images: Path, tmp_path: Path) -> None:
@@ -231,14 +223,19 @@ def test_a_disk_that_fails_drops_no_image(images: Path, tmp_path: Path, processe
     assert digest(dest) == digest(tmp_path / "at once")
 
 
-def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
+def packing_where_each_image(does: str, source: Path, dest: Path) -> list[str]:
+    """`distill pack` by two processes, in which the packing of an image is this expression instead."""
     script = (
-        "import os, signal, sys; from service import cli; from trainables.data.pack import shard;"
-        "shard._packed = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "import os, signal, sys, time; from service import cli; from trainables.data.pack import shard;"
+        f"shard._packed = lambda *_: {does};"
         "import trainables.data.pack.plan as plan; plan.SHARD_ROWS = 5;"
         "cli.main(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", script, "pack", str(images), str(tmp_path / "packed"), "--processes", "2"]
+    return [sys.executable, "-c", script, "pack", str(source), str(dest), "--processes", "2"]
+
+
+def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
+    command = packing_where_each_image("os.kill(os.getpid(), signal.SIGKILL)", images, tmp_path / "packed")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == (
@@ -249,13 +246,7 @@ def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: signal.Signals) -> None:
-    script = (
-        "import sys, time; from service import cli; from trainables.data.pack import shard;"
-        "shard._packed = lambda *_: time.sleep(60);"
-        "import trainables.data.pack.plan as plan; plan.SHARD_ROWS = 5;"
-        "cli.main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", script, "pack", str(images), str(tmp_path / "packed"), "--processes", "2"]
+    command = packing_where_each_image("time.sleep(60)", images, tmp_path / "packed")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         children: list[int] = []
         deadline = time.monotonic() + 60

@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.trainables.data.photos import MakeFolder
+from tests.trainables.data.place.small import file_system
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.place import cache, keeper
@@ -104,15 +104,10 @@ def test_an_unreadable_file_is_an_error_every_time(folder: Path) -> None:
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory, of 1 MiB."""
-    small = tmp_path / "small"
-    small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
-    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs to mount a small file system")
-    yield small
-    for path in small.glob("raydistill-*/*"):
-        keeper.remove_unused(str(path))
-    subprocess.run(["umount", "-l", str(small)], check=True)
+    with file_system(tmp_path / "small", 1) as small:
+        yield small
+        for path in small.glob("raydistill-*/*"):
+            keeper.remove_unused(str(path))
 
 
 def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:

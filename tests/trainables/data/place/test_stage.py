@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainables.data.place.small import file_system
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
 from trainables.data.place import keeper
@@ -309,13 +310,8 @@ def test_a_set_that_does_not_fit_is_refused_before_a_byte_is_copied(tmp_path: Pa
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with file_system(tmp_path / "small", 2) as folder:
+        yield folder
 
 
 def test_a_disk_smaller_than_the_set_is_named_with_both_sizes(tmp_path: Path, small_disk: Path) -> None:
