@@ -200,7 +200,7 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
     from service.packing import verify as run_verify
     from service.progress import output
     from service.report.contact import describe, write_sheet
-    from trainables.data.records import read_index
+    from trainables.data.index import read_index
 
     directory = directory.expanduser().resolve()
     index = read_index(directory)

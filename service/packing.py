@@ -15,11 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from service.spread import bar, spread
+from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
 from trainables.data.pack.join import join
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
 from trainables.data.pack.shard import write_shard
-from trainables.data.records import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
 from trainables.errors import DataError
 from trainables.rundir import write_json
 

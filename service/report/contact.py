@@ -11,8 +11,9 @@ from PIL import Image, ImageDraw
 from rich.table import Table
 
 from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.index import Index
 from trainables.data.order import Split
-from trainables.data.records import Index, RecordsSource, open_records
+from trainables.data.records import RecordsSource, open_records
 from trainables.rundir import replacing
 
 _BAR = 30

@@ -29,8 +29,8 @@ from tests.benchmarks.rounds import Bar, Comparison, Sides
 from trainables.build import build
 from trainables.config import DataConfig
 from trainables.data.folder import FolderSource
+from trainables.data.index import read_index
 from trainables.data.loader import Batch, Loader
-from trainables.data.records import read_index
 from trainables.distributed import Group
 
 SIDES = ("records", "1 worker", "2 workers")

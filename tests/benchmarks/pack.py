@@ -23,8 +23,8 @@ from PIL import Image
 
 from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison, in_turn
+from trainables.data.index import File, Index, SplitIndex
 from trainables.data.pack.shard import write_rows
-from trainables.data.records import File, Index, SplitIndex
 from trainables.rundir import write_json
 
 IMAGENET = 1_281_167

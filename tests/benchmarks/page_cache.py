@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainables.data.index import read_index
 from trainables.data.order import Order
-from trainables.data.records import RecordsSource, open_records, read_index
+from trainables.data.records import RecordsSource, open_records
 
 BATCH, AHEAD = 64, 4
 

@@ -19,8 +19,9 @@ import pytest
 from service import packing
 from tests.service.commands import run
 from tests.trainables.data.photos import photo
+from trainables.data.index import INDEX, UNFINISHED
 from trainables.data.pack.modes import Mode
-from trainables.data.records import INDEX, UNFINISHED, open_records
+from trainables.data.records import open_records
 from trainables.errors import DataError
 
 SMALL_SHARDS = 4000

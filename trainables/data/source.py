@@ -16,11 +16,12 @@ from trainables.config import DataConfig
 from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
+from trainables.data.index import is_records
 from trainables.data.order import Split
 from trainables.data.place.cache import cached
 from trainables.data.place.remote import RemoteRecords, is_remote, open_remote
 from trainables.data.place.stage import stage
-from trainables.data.records import is_records, open_records
+from trainables.data.records import open_records
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
 

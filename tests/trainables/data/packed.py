@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainables.data.index import Index
 from trainables.data.pack.join import join
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, plan_pack
 from trainables.data.pack.shard import write_shard
-from trainables.data.records import Index
 
 
 def pack_here(

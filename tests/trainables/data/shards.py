@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainables.data.records import INDEX, ROW_COLUMNS, SHARD_COLUMNS
+from trainables.data.index import INDEX, ROW_COLUMNS, SHARD_COLUMNS
 
 
 def image_of(split: str, sample: int, size: int = 1000) -> bytes:

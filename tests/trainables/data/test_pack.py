@@ -16,11 +16,12 @@ from tests.trainables.data.photos import MakeFolder, encoded, photo
 from tests.trainables.data.test_decode import FILES
 from trainables.data.augment import validation_view
 from trainables.data.decode import UnreadableImageError, decode_image
+from trainables.data.index import UNREADABLE, check_file
 from trainables.data.pack.look import quick_look
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import plan_pack
 from trainables.data.pack.shard import write_shard
-from trainables.data.records import UNREADABLE, RecordsSource, check_file, open_records
+from trainables.data.records import RecordsSource, open_records
 from trainables.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency")

@@ -26,9 +26,10 @@ from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.decode import decode_image
 from trainables.data.folder import FolderSource
+from trainables.data.index import INDEX, UNFINISHED, check_file, read_index
 from trainables.data.loader import Loader
 from trainables.data.pack.modes import Mode
-from trainables.data.records import INDEX, UNFINISHED, RecordsSource, check_file, open_records, read_index
+from trainables.data.records import RecordsSource, open_records
 from trainables.data.source import open_source
 from trainables.errors import DataError
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
 from trainables.data.pack.plan import Plan
 from trainables.data.pack.shard import Unreadable, write_rows
-from trainables.data.records import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
 from trainables.errors import DataError
 from trainables.rundir import write_atomic, write_json
 

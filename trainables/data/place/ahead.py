@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.data.records import File
+from trainables.data.index import File
 
 _STRETCH = 4096  # positions: their samples are found in milliseconds, and a shard holds about as many
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from trainables.data.index import File, Index
 from trainables.data.order import Split
 from trainables.data.place import keeper
 from trainables.data.place.ahead import Ahead, Positions
 from trainables.data.place.hold import Hold, alone, human, usable
 from trainables.data.place.stage import is_whole
 from trainables.data.place.transfer import NoRoomError, Place, StoppedError, fetch, part_of
-from trainables.data.records import File, Index
 from trainables.errors import DataError
 
 _LANES = 4  # shards fetched at a time

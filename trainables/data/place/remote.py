@@ -13,13 +13,14 @@ import weakref
 from typing import Any, BinaryIO
 
 from trainables.config import DataConfig
+from trainables.data.index import INDEX, parse_index
 from trainables.data.order import Split
 from trainables.data.place.ahead import Positions
 from trainables.data.place.fetching import RemoteShards
 from trainables.data.place.hold import alone, folder_bytes, free_bytes, hold, human, usable
 from trainables.data.place.stage import base_folder, is_whole
 from trainables.data.place.transfer import NoRoomError, fetch, patiently
-from trainables.data.records import INDEX, RecordsSource, parse_index
+from trainables.data.records import RecordsSource
 from trainables.errors import DataError
 
 PATIENCE_S = 300.0

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from trainables.data.index import INDEX, File, Index, read_index
 from trainables.data.place.hold import GRACE_S, RAM, Hold, alone, folder_bytes, free_bytes, hold, human, remove_others, usable
 from trainables.data.place.transfer import Folder, NoRoomError, StoppedError, fetch
-from trainables.data.records import INDEX, File, Index, read_index
 from trainables.errors import DataError
 from trainables.rundir import write_atomic
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from trainables.data.index import File
 from trainables.data.place.hold import NO_ROOM
-from trainables.data.records import File
 from trainables.errors import DataError
 from trainables.rundir import fsync_directory
 

@@ -23,6 +23,7 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.shards import image_of, make_records
 from trainables.config import DataConfig
+from trainables.data.index import INDEX, read_index
 from trainables.data.loader import Loader
 from trainables.data.order import Order
 from trainables.data.place import ahead as looking
@@ -30,7 +31,6 @@ from trainables.data.place import keeper
 from trainables.data.place.ahead import Ahead
 from trainables.data.place.remote import RemoteRecords, Server, open_remote
 from trainables.data.place.transfer import fetch
-from trainables.data.records import INDEX, read_index
 from trainables.data.source import open_on_node, open_source
 from trainables.errors import DataError
 
