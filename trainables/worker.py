@@ -42,6 +42,12 @@ GAUGES = {
     "raydistill_loss": "training loss",
     "raydistill_top1_pct": "validation accuracy, in percent",
 }
+CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+"""glibc's allocator for workers that compute on a CPU: freed tensors are used again instead of given back to the kernel.
+
+By default every step maps its activations anew, page fault by page fault: a tenth of its time. The thresholds are the largest
+that mallopt(3) takes; they count in the main arena alone, and Ray Train runs the loop in a thread, which would have another.
+"""
 _GAUGE_OF = {"images_per_s": "raydistill_images_per_s", "data_pct": "raydistill_data_pct", "loss": "raydistill_loss",
              "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
 
@@ -127,6 +133,7 @@ def fit(
         ),
         run_config=ray.train.RunConfig(
             storage_path=str(storage), name=name, callbacks=callbacks or [],
+            worker_runtime_env={} if use_gpu else {"env_vars": CPU_MALLOC},
             # By default Ray Train waits for room for ever, without a word, also where a node's death has made that hopeless.
             failure_config=ray.train.FailureConfig(controller_failure_limit=0),
         ),
