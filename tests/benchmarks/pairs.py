@@ -78,7 +78,7 @@ class Pair:
         return summary
 
     def plain(self, num_workers: int) -> dict[str, float]:
-        """`images_per_s` of the plain script, and `peak_mib` and `empty_mib` (before its work) of its rank 0."""
+        """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0."""
         options = {
             "teacher": self.teacher, "student": self.student, "size": self.image_size, "batch": self.global_batch_size,
             "classes": NUM_CLASSES, "images": EPOCH_STEPS * self.global_batch_size, "warmup": self.warmup_steps,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from tests.benchmarks.process import peak_rss_mib
+from tests.benchmarks.process import peak_rss_mib, pss_mib
 from trainables.models.registry import build_model
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -90,7 +90,8 @@ def main(args: argparse.Namespace) -> None:
                 seconds = time.perf_counter() - began
                 if rank == 0:
                     speed = {"images_per_s": args.steps * args.batch / seconds}
-                    print(json.dumps({**speed, "peak_mib": peak_rss_mib(), "empty_mib": empty_mib}))
+                    memory = {"peak_mib": peak_rss_mib(), "pss_mib": pss_mib(), "empty_mib": empty_mib}
+                    print(json.dumps({**speed, **memory}))
                 dist.destroy_process_group()
                 return
 
