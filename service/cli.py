@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from service.experiment import default_runs_root, flatten, load, recipes
+from service.experiment import default_runs_root, load, recipes
+from service.trees import flatten
 from trainables.errors import DistillError
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from service import cluster as clusters
 from service.checks import check_source
-from service.experiment import parse_override, put
+from service.experiment import parse_override
 from service.mistakes import explain
 from service.plan import absolute
 from service.progress import Display
 from service.run import check_places
+from service.trees import put
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
 from trainables.models.header import locate

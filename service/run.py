@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from service import cluster as clusters
-from service.experiment import Experiment, Resolved, flatten, read_resolved
+from service.experiment import Experiment, Resolved, read_resolved
 from service.plan import Plan, absolute
 from service.progress import Display
 from service.report.tables import phase_table, stage_table
 from service.tracking import Tracker, default_uri, sync_neighbours
+from service.trees import flatten
 from service.trial import Assignment, Outcome, carry_out
 from trainables.config import TrainConfig
 from trainables.errors import ExperimentError, TrainingError

@@ -12,11 +12,12 @@ from typing import Any
 
 from service import cluster as clusters
 from service.cluster import Cluster
-from service.experiment import Resolved, SweepConfig, flatten
+from service.experiment import Resolved, SweepConfig
 from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
 from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
 from service.search.space import SpaceError, points
+from service.trees import flatten
 from service.trial import Assignment, Outcome, run_trial
 from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, headline, read_lines, write_atomic, write_json

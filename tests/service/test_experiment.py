@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service import strict_yaml
-from service.experiment import Experiment, Resolved, flatten, load, merge, put, read_resolved, recipes
+from service.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.mistakes import known_keys, nearest
 from trainables.errors import ExperimentError
 
@@ -117,28 +117,6 @@ def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
     resolved = load(above)
     assert (resolved.experiment.name, resolved.experiment.seed) == ("above", 5)
     assert resolved.experiment.data.path == "digits"
-
-
-def test_merging_replaces_a_space_as_a_whole_and_sections_key_by_key() -> None:
-    below = {"sweep": {"space": {"a": [1]}, "steps": 3}, "optim": {"lr": 1, "epochs": 2}}
-    merged = merge(below, {"sweep": {"space": {"b": [2]}}, "optim": {"lr": 3}})
-    assert merged == {"sweep": {"space": {"b": [2]}, "steps": 3}, "optim": {"lr": 3, "epochs": 2}}
-    assert below["optim"] == {"lr": 1, "epochs": 2}
-
-
-def test_putting_opens_the_sections_on_the_way() -> None:
-    tree: dict[str, Any] = {"teacher": None}
-    put(tree, "teacher.model", "resnet8", "here")
-    put(tree, "sweep.space.a.b", [1], "here")
-    assert tree == {"teacher": {"model": "resnet8"}, "sweep": {"space": {"a.b": [1]}}}
-
-
-def test_flattening_keeps_a_space_as_one_value() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "sweep": {"space": {"x.y": [1]}}}) == {
-        "a.b": 1,
-        "a.c": {},
-        "sweep.space": {"x.y": [1]},
-    }
 
 
 def test_a_point_of_a_sweep_is_the_experiment_with_its_values() -> None:

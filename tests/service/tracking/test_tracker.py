@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -21,77 +20,12 @@ import pytest
 
 from service.tracking import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
 from service.tracking.sender import CLIENT_ENVIRONMENT, Sender
-from service.tracking.spool import Spool, Target, lines_after
+from service.tracking.spool import Spool, Target
+from tests.service.tracking.store import metrics_of, query, run_of, write_steps
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, append_line, read_lines
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runs' root whose store exists: making one takes seconds, so these tests share it."""
-    from service.tracking.mlflow_store import create_database
-
-    root = tmp_path_factory.mktemp("a folder #1")
-    create_database(root / "mlflow.db", (root / "mlartifacts").as_uri())
-    return root
-
-
-@pytest.fixture
-def run_dir(runs_root: Path, tmp_path: Path) -> RunDir:
-    return RunDir(runs_root / tmp_path.name)
-
-
-@pytest.fixture
-def tracker(runs_root: Path, run_dir: RunDir) -> Tracker:
-    return Tracker(run_dir, default_uri(runs_root), run_dir.root.name, poll_s=0.05)
-
-
-def query(runs_root: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-    with contextlib.closing(sqlite3.connect(runs_root / "mlflow.db", timeout=20)) as store:
-        return store.execute(sql, values).fetchall()
-
-
-RUN = """FROM runs r JOIN tags k ON k.run_uuid = r.run_uuid AND k.key = 'raydistill.key' AND k.value = ?
-    WHERE r.lifecycle_stage = 'active'"""
-
-
-def tag_of(run_dir: RunDir, key: str) -> str:
-    target = Spool(run_dir).target()
-    assert target is not None
-    return f"{target.spool_id}/{key}"
-
-
-def run_of(runs_root: Path, run_dir: RunDir, key: str) -> tuple[str, str, int]:
-    """(id, status, end time) of the one run of `key`."""
-    found = query(runs_root, f"SELECT r.run_uuid, r.status, r.end_time {RUN}", tag_of(run_dir, key))
-    assert len(found) == 1
-    return found[0]
-
-
-def metrics_of(runs_root: Path, run_id: str, name: str) -> list[tuple[int, float, int]]:
-    """(step, value, unix ms) in the order in which the store took them."""
-    return query(
-        runs_root, "SELECT step, value, timestamp FROM metrics WHERE run_uuid = ? AND key = ? ORDER BY rowid", run_id, name
-    )
-
-
-def write_steps(path: Path, steps: range) -> None:
-    """What a worker records, without its fsync."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        for step in steps:
-            values = {"loss": 1 / (step + 1), "images_per_s": 100.0 + step}
-            record = {
-                "kind": "step",
-                "stage": "student",
-                "step": step,
-                "epoch": 0.5,
-                "time_ms": 1_700_000_000_000 + step,
-                "metrics": values,
-            }
-            file.write(json.dumps(record) + "\n")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_followed_line(
@@ -379,21 +313,6 @@ def test_a_server_that_never_answers_keeps_neither_close_nor_the_interpreter_wai
             assert time.monotonic() - began < 20.0
 
 
-def test_lines_are_read_whole_whatever_the_size_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "lines.jsonl"
-    for length in (0, 10, 1000):
-        append_line(path, {"text": "x" * length})
-    path.write_bytes(path.read_bytes() + b'{"torn": 1')
-    size = path.stat().st_size - len(b'{"torn": 1')
-    for chunk_bytes in (1, 7, 100, 10_000):
-        monkeypatch.setattr("service.tracking.spool.CHUNK_BYTES", chunk_bytes)
-        offset, lengths = 0, []
-        while lines := lines_after(path, offset):
-            offset = lines[-1].end
-            lengths += [len(line.record["text"]) for line in lines if line.record]
-        assert (offset, lengths) == (size, [0, 10, 1000])
-
-
 def test_a_moved_run_directory_can_still_be_sent(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
     write_steps(run_dir.stage("student").metrics, range(5))
     tracker.start_run("train", "run")
@@ -432,111 +351,6 @@ def test_the_ui_command_names_the_store_and_listens_on_loopback(runs_root: Path)
     assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{runs_root}/mlflow.db"
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--port") + 1] == "5055"
-
-
-@pytest.fixture
-def checkpoint(run_dir: RunDir) -> Path:
-    """What the loop saves: the weights among the optimizer's state and generators."""
-    import torch
-    from safetensors.torch import save_file
-
-    from trainables.models.registry import build_model
-
-    model = build_model("resnet8", num_classes=3, image_size=8, seed=5)
-    about = {"stage": "student", "model": "resnet8", "num_classes": 3, "image_size": 8, "classes": ["a", "b", "c"],
-             "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25], "progress": {"step": 7}}  # fmt: skip
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    tensors |= {"optim.0.momentum_buffer": torch.ones(5), "rng.0.cpu": torch.get_rng_state()}
-    path = run_dir.stage("student").best
-    path.parent.mkdir(parents=True)
-    save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
-    return path
-
-
-PREDICT = """
-import sys, numpy, mlflow
-model = mlflow.pyfunc.load_model(sys.argv[1])
-import trainables
-assert trainables.__file__.startswith(sys.argv[1]), trainables.__file__
-images_BCHW = numpy.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=numpy.uint8)
-out_BK = model.predict(images_BCHW)
-assert out_BK.dtype == numpy.float32
-numpy.save(sys.argv[2], out_BK)
-print(model.metadata.signature, model.metadata.metadata)
-try:
-    model.predict(images_BCHW.astype(numpy.float64))
-except Exception as error:
-    assert "uint8" in str(error)
-else:
-    raise AssertionError("the signature is not enforced")
-"""
-
-
-def test_a_student_is_logged_once_without_pickle_and_predicts_alone_what_it_predicts_here(
-    runs_root: Path, run_dir: RunDir, tracker: Tracker, checkpoint: Path, tmp_path: Path
-) -> None:
-    import torch
-
-    from trainables.models.registry import build_model
-
-    tracker.start_run("train", "run")
-    tracker.model("train", checkpoint)
-    tracker.model("train", checkpoint)
-    tracker.end_run("train", "FINISHED")
-    assert sync(run_dir).num_pending == 0
-    (run_dir.spool / "sent.json").unlink()
-    assert sync(run_dir).num_pending == 0
-
-    run_id, _, _ = run_of(runs_root, run_dir, "train")
-    models = query(runs_root, "SELECT model_id, status, artifact_location FROM logged_models WHERE source_run_id = ?", run_id)
-    assert len(models) == 1
-    model_id, status, location = models[0]
-    assert status == 2  # READY
-    assert query(runs_root, "SELECT count(*) FROM inputs WHERE source_id = ? AND destination_id = ?", run_id, model_id) == [(1,)]
-    folder = runs_root / "mlartifacts" / "models" / model_id / "artifacts"
-    assert location == folder.as_uri()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert not [
-        path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".pth", ".pyc") or path.read_bytes()[:1] == b"\x80"
-    ]
-    weights = next(path for path in files if path.suffix == ".safetensors")
-    assert weights.stat().st_size < checkpoint.stat().st_size
-    assert "torch==" + torch.__version__.partition("+")[0] in (folder / "requirements.txt").read_text()
-    assert "+" not in (folder / "requirements.txt").read_text()
-
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    result = subprocess.run(
-        [sys.executable, "-I", "-c", PREDICT, str(folder), str(outside / "out.npy")],
-        cwd=outside,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "'classes': ['a', 'b', 'c']" in result.stdout
-    model = build_model("resnet8", num_classes=3, image_size=8, seed=5).eval()
-    images_BCHW = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=np.uint8))
-    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).view(3, 1, 1)
-    with torch.inference_mode():
-        expected_BK = model((images_BCHW.float() / 255 - mean) / std).softmax(1)
-    np.testing.assert_allclose(np.load(outside / "out.npy"), expected_BK, atol=1e-6)
-
-    import mlflow
-
-    client = mlflow.MlflowClient(default_uri(runs_root), default_uri(runs_root))
-    client.create_registered_model("student")
-    version = client.create_model_version("student", location, run_id, model_id=model_id)
-    assert version.version in (1, "1")
-
-
-def test_a_file_that_is_no_checkpoint_is_refused_as_a_model(run_dir: RunDir, tracker: Tracker) -> None:
-    for content in (b"", b"no", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
-        (run_dir.root / "x.safetensors").write_bytes(content)
-        tracker.start_run("train", "run")
-        tracker.model("train", run_dir.root / "x.safetensors")
-        assert sync(run_dir).num_pending == 0
-    assert len(read_lines(run_dir.spool / "refused.jsonl")) == 4
 
 
 def test_what_an_earlier_run_could_not_deliver_arrives_with_the_next_runs_contact(

@@ -1,0 +1,30 @@
+"""A run and its tracker on a real MLflow store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.tracking import Tracker, default_uri
+from trainables.rundir import RunDir
+
+
+@pytest.fixture(scope="session")
+def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs' root whose store exists: making one takes seconds, so these tests share it."""
+    from service.tracking.mlflow_store import create_database
+
+    root = tmp_path_factory.mktemp("a folder #1")
+    create_database(root / "mlflow.db", (root / "mlartifacts").as_uri())
+    return root
+
+
+@pytest.fixture
+def run_dir(runs_root: Path, tmp_path: Path) -> RunDir:
+    return RunDir(runs_root / tmp_path.name)
+
+
+@pytest.fixture
+def tracker(runs_root: Path, run_dir: RunDir) -> Tracker:
+    return Tracker(run_dir, default_uri(runs_root), run_dir.root.name, poll_s=0.05)

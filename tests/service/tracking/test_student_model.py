@@ -1,0 +1,120 @@
+"""The student as an MLflow model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.tracking import Tracker, default_uri, sync
+from tests.service.tracking.store import query, run_of
+from trainables.rundir import RunDir, read_lines
+
+
+@pytest.fixture
+def checkpoint(run_dir: RunDir) -> Path:
+    """What the loop saves: the weights among the optimizer's state and generators."""
+    import torch
+    from safetensors.torch import save_file
+
+    from trainables.models.registry import build_model
+
+    model = build_model("resnet8", num_classes=3, image_size=8, seed=5)
+    about = {"stage": "student", "model": "resnet8", "num_classes": 3, "image_size": 8, "classes": ["a", "b", "c"],
+             "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25], "progress": {"step": 7}}  # fmt: skip
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {"optim.0.momentum_buffer": torch.ones(5), "rng.0.cpu": torch.get_rng_state()}
+    path = run_dir.stage("student").best
+    path.parent.mkdir(parents=True)
+    save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
+    return path
+
+
+PREDICT = """
+import sys, numpy, mlflow
+model = mlflow.pyfunc.load_model(sys.argv[1])
+import trainables
+assert trainables.__file__.startswith(sys.argv[1]), trainables.__file__
+images_BCHW = numpy.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=numpy.uint8)
+out_BK = model.predict(images_BCHW)
+assert out_BK.dtype == numpy.float32
+numpy.save(sys.argv[2], out_BK)
+print(model.metadata.signature, model.metadata.metadata)
+try:
+    model.predict(images_BCHW.astype(numpy.float64))
+except Exception as error:
+    assert "uint8" in str(error)
+else:
+    raise AssertionError("the signature is not enforced")
+"""
+
+
+def test_a_student_is_logged_once_without_pickle_and_predicts_alone_what_it_predicts_here(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker, checkpoint: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from trainables.models.registry import build_model
+
+    tracker.start_run("train", "run")
+    tracker.model("train", checkpoint)
+    tracker.model("train", checkpoint)
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    (run_dir.spool / "sent.json").unlink()
+    assert sync(run_dir).num_pending == 0
+
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    models = query(runs_root, "SELECT model_id, status, artifact_location FROM logged_models WHERE source_run_id = ?", run_id)
+    assert len(models) == 1
+    model_id, status, location = models[0]
+    assert status == 2  # READY
+    assert query(runs_root, "SELECT count(*) FROM inputs WHERE source_id = ? AND destination_id = ?", run_id, model_id) == [(1,)]
+    folder = runs_root / "mlartifacts" / "models" / model_id / "artifacts"
+    assert location == folder.as_uri()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [
+        path for path in files if path.suffix in (".pkl", ".pickle", ".pt", ".pth", ".pyc") or path.read_bytes()[:1] == b"\x80"
+    ]
+    weights = next(path for path in files if path.suffix == ".safetensors")
+    assert weights.stat().st_size < checkpoint.stat().st_size
+    assert "torch==" + torch.__version__.partition("+")[0] in (folder / "requirements.txt").read_text()
+    assert "+" not in (folder / "requirements.txt").read_text()
+
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", PREDICT, str(folder), str(outside / "out.npy")],
+        cwd=outside,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "'classes': ['a', 'b', 'c']" in result.stdout
+    model = build_model("resnet8", num_classes=3, image_size=8, seed=5).eval()
+    images_BCHW = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (300, 3, 8, 8), dtype=np.uint8))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).view(3, 1, 1)
+    with torch.inference_mode():
+        expected_BK = model((images_BCHW.float() / 255 - mean) / std).softmax(1)
+    np.testing.assert_allclose(np.load(outside / "out.npy"), expected_BK, atol=1e-6)
+
+    import mlflow
+
+    client = mlflow.MlflowClient(default_uri(runs_root), default_uri(runs_root))
+    client.create_registered_model("student")
+    version = client.create_model_version("student", location, run_id, model_id=model_id)
+    assert version.version in (1, "1")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_as_a_model(run_dir: RunDir, tracker: Tracker) -> None:
+    for content in (b"", b"no", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}"):
+        (run_dir.root / "x.safetensors").write_bytes(content)
+        tracker.start_run("train", "run")
+        tracker.model("train", run_dir.root / "x.safetensors")
+        assert sync(run_dir).num_pending == 0
+    assert len(read_lines(run_dir.spool / "refused.jsonl")) == 4
