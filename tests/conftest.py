@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.trainables.ranks import Ranks
+
+# A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
