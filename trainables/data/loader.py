@@ -24,7 +24,7 @@ from trainables.data.auto import Enough
 from trainables.data.order import Order, Sharded, Split, rank_part
 from trainables.data.place.remote import RemoteRecords
 from trainables.data.reading import Part, Reader, outcome
-from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
+from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
 from trainables.data.source import Source
 from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
@@ -40,8 +40,8 @@ _CPU = torch.device("cpu")
 class Batch(NamedTuple):
     """One rank's part of a global batch. B may differ by rank and may be 0.
 
-    Its tensors lie in memory that is used again: they hold until the next batch is asked for. Copies to a GPU that were begun
-    before that, on the stream that is current where the next batch is asked for, end well. Whoever keeps a batch clones it.
+    Its tensors lie in memory that is used again: they hold until the batch after the next is asked for, on a GPU's node as on
+    any other. By then a copy to a GPU must be over, and whoever keeps a batch has cloned it.
     """
 
     images_BCHW: torch.Tensor  # uint8, channels last in memory
@@ -123,8 +123,8 @@ class Loader:
 
     @property
     def buffers_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and what is being trained on or copied."""
-        return num_buffers(self._ahead, self._device) * buffer_bytes(self._rows, self._data.image_size) / 2**20
+        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and the two that were given out last."""
+        return num_buffers(self._ahead) * buffer_bytes(self._rows, self._data.image_size) / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -155,13 +155,14 @@ class Loader:
         batch, num_samples = self._data.global_batch_size, len(self._source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        ring = Ring(num_buffers(self._ahead, self._device), self._rows, self._data.image_size, self._device)
+        # Batch k+2+ahead is begun when batch k+2 is asked for, and gets the buffer of batch k.
+        buffers = ring(self._ahead, self._rows, self._data.image_size, pinned=self._device.type == "cuda")
         pending: deque[_Pending] = deque()
         given_s = None  # when the batch before was given out
         try:
             while True:
                 while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, ring.take(), stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, next(buffers), stop))
                 if not pending:
                     return
                 waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
@@ -172,9 +173,8 @@ class Loader:
                     decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
                     self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
                 given_s = now_s
-                buffer = pending.popleft().buffer
+                pending.popleft()
                 yield ready
-                ring.give_back(buffer)
         finally:
             stop.set()
             wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])

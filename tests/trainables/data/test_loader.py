@@ -26,6 +26,7 @@ from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
 from trainables.data.source import Source, open_source
 from trainables.data.synthetic import open_synthetic
+from trainables.device.feed import on_device
 from trainables.errors import DataError
 from trainables.inputs import normalizer
 
@@ -355,19 +356,27 @@ def test_a_disk_that_fails_under_a_folder_of_files_ends_the_epoch(
 
 
 class NumberedSource(SlowSource):
-    """The pixels of sample i are all i mod 251."""
+    """The pixels of sample i are all i mod 251, and its label is i."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.labels_N = np.arange(num_samples)
 
     def read(self, index: int) -> Sample:
         return np.full((2, 2, 3), index % 251, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_holds_until_the_next_is_asked_for(workers: int) -> None:
-    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=workers)
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
+def test_a_batch_holds_until_the_one_after_the_next_is_asked_for(workers: int, prefetch: int) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
+    before = None
     for step, batch in enumerate(loader.epoch(0)):
-        time.sleep(0.01 if step < 10 else 0)  # the threads read on meanwhile
-        assert batch.indices_B.tolist() == _order(0, 600)[10 * step : 10 * step + 10]
-        assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
+        time.sleep(0.01 if step < 10 else 0)  # the threads read on meanwhile, as far as they may
+        for held, number in ((before, step - 1), (batch, step)):
+            if held is not None:
+                assert held.indices_B.tolist() == held.labels_B.tolist() == _order(0, 600)[10 * number : 10 * number + 10]
+                assert (held.images_BCHW == (held.indices_B % 251)[:, None, None, None]).all()
+        before = batch
     loader.close()
 
 
@@ -386,13 +395,13 @@ def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
     data = DataConfig(image_size=32, global_batch_size=32, prefetch_batches=3)
     loader = _loader(source, data, workers=2)
     images_mib = 32 * 32 * 32 * 3 / 2**20
-    assert 4 * images_mib < loader.buffers_mib < 4 * images_mib * 1.01
+    assert 5 * images_mib < loader.buffers_mib < 5 * images_mib * 1.01
     places, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
         places.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
         before = process.memory_info().rss if step == 500 else before
     assert step == 9_999
-    assert len(places) == 4
+    assert len(places) == 5
     assert process.memory_info().rss - before < 4 * 2**20  # one batch kept in a hundred would be 9 MiB
     loader.close()
 
@@ -401,7 +410,7 @@ def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
 def test_a_ranks_buffers_are_as_large_as_its_share(world: int) -> None:
     data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
     loader = _loader(open_synthetic("train", 640, 3, 16), data, world=world, workers=1)
-    assert loader.buffers_mib * 2**20 == 3 * -(-64 // world) * (16 * 16 * 3 + 16)
+    assert loader.buffers_mib * 2**20 == 4 * -(-64 // world) * (16 * 16 * 3 + 16)
     loader.close()
 
 
@@ -532,17 +541,17 @@ def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeF
 
 
 @pytest.mark.gpu
-def test_a_batch_is_not_written_over_while_a_gpu_fetches_it() -> None:
-    source = NumberedSource(4000)
-    data = _data(20, prefetch_batches=2)
-    device, side = torch.device("cuda"), torch.cuda.Stream()
-    loader = Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=2, device=device)
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (2, 0), (2, 2)])
+def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefetch: int) -> None:
+    data, device = _data(20, prefetch_batches=prefetch), torch.device("cuda")
+    loader = Loader(
+        NumberedSource(4000), data, split="train", seed=11, rank=0, world_size=1, loader_workers=workers, device=device
+    )  # fmt: skip
     fetched = []
-    with torch.cuda.stream(side):
-        for batch in loader.epoch(0):
-            torch.cuda._sleep(2_000_000)  # the copy stands in a queue behind this
-            fetched.append((batch.images_BCHW.to(device, non_blocking=True), batch.indices_B.to(device, non_blocking=True)))
-    side.synchronize()
+    for batch in on_device(loader.epoch(0), device):
+        torch.cuda._sleep(2_000_000)  # a slow step: the copy after the next stands in a queue behind it
+        batch.wait()
+        fetched.append((batch.images_BCHW.clone(), batch.indices_B.clone()))
     for images_BCHW, indices_B in fetched:
         assert (images_BCHW == (indices_B % 251)[:, None, None, None]).all()
     assert [index for _, indices_B in fetched for index in indices_B.tolist()] == _order(0, 4000)
