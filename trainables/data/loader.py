@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.auto import Enough
-from trainables.data.order import Order, Sharded, Split, rank_part
-from trainables.data.place.remote import RemoteRecords
+from trainables.data.order import Order, Split, rank_part
 from trainables.data.reading import Part, Reader, outcome
 from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
-from trainables.data.source import Source
+from trainables.data.source import Fetches, Sharded, Source
 from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
 from trainables.errors import DataError
@@ -111,6 +110,7 @@ class Loader:
             split, data.shuffle, seed=seed, num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
         )  # fmt: skip
+        self._follow = source.follow if isinstance(source, Fetches) else None
         view = View(data, split)
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS; or `gpu`."""
@@ -181,8 +181,8 @@ class Loader:
 
     def _begin(self, begin: int, end: int, epoch: int, buffer: Buffer, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        if isinstance(self._source, RemoteRecords):
-            self._source.follow(self._order, epoch, begin)
+        if self._follow:
+            self._follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         pixels_BHWC = buffer.images_BHWC.numpy()
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
