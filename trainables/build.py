@@ -63,8 +63,8 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
-    named: set[str] = field(default_factory=set)
-    """Unreadable images that the log has named."""
+    named: set[tuple[Loader, int]] = field(default_factory=set)
+    """Unreadable images that the log has named: whose, and which."""
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:

@@ -98,7 +98,8 @@ def small_state() -> TrainState:
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     about = {"model": "tiny", "num_classes": 4, "image_size": 1, "classes": list("abcd")}
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress(epoch=2, position=7, step=9), about)
+    progress = Progress(epoch=2, position=7, step=9, skipped={10: "a/10.png (not an image)", 2: "a/2.png (not an image)"})
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), progress, about)
 
 
 def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ class Loader:
     does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
 
-    `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
-    missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a DataError.
+    `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
+    `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
+    DataError.
 
     Raises DataError where `drop` would leave no batch, or a resize would be smaller than its crop.
     """
@@ -101,7 +102,7 @@ class Loader:
             )
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[int, str] = {}
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self._source, self._data = source, data
@@ -219,7 +220,9 @@ class Loader:
 
     def _skip(self, indices_B: NDArray[np.int64], bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
-        self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
+        for row, reason in bad.items():
+            index = int(indices_B[row])
+            self.skipped[index] = f"{self._source.name(index)} ({reason})"
         self.refuse_too_many(self.skipped)
 
     def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
@@ -227,10 +230,10 @@ class Loader:
             log.info("%s", line)
             self.resize(auto.threads)
 
-    def refuse_too_many(self, skipped: Mapping[str, str]) -> None:
-        """Raises DataError where an epoch's unreadable images of this split, name → reason, are more than `max_bad`."""
+    def refuse_too_many(self, skipped: Mapping[int, str]) -> None:
+        """Raises DataError where an epoch's unreadable images of this split (see `skipped`) are more than `max_bad`."""
         if len(skipped) > self.max_bad:
-            first = [f"{name} ({reason})" for name, reason in list(skipped.items())[:_NAMED_IN_ERROR]]
+            first = list(skipped.values())[:_NAMED_IN_ERROR]
             raise DataError(
                 f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
