@@ -48,9 +48,7 @@ class RemoteShards:
         self._closed = False
 
     def path(self, shard: int) -> Path:
-        """The shard's file, fetched first where it must be. Raises as `read` does."""
-        if not is_whole(self.folder, self.shards[shard]):
-            self._bring(shard)
+        """Where the shard's file lies, while it is here."""
         return self.folder / self.shards[shard].file
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
