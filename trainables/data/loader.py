@@ -24,7 +24,7 @@ from trainables.data.auto import Enough
 from trainables.data.order import Order, Split, rank_part
 from trainables.data.reading import Part, Reader, outcome
 from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
-from trainables.data.source import Fetches, Sharded, Source
+from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
 from trainables.errors import DataError
@@ -140,8 +140,10 @@ class Loader:
         return self._batches(epoch, start, self._stop)
 
     def close(self) -> None:
-        """End all work and the threads. A closed loader reads no more."""
+        """End all work and the threads, and close the source where it `Closes`. A closed loader reads no more."""
         self._stop.set()
+        if isinstance(self._source, Closes):  # first: a thread may wait for a shard
+            self._source.close()
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 

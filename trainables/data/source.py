@@ -5,7 +5,6 @@ Shapes: N samples of the split, R samples asked for, H=W pixels, C=3 channels.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +19,7 @@ from trainables.data.index import is_records
 from trainables.data.order import Order, Split
 from trainables.data.place.cache import cached
 from trainables.data.place.remote import is_remote, open_remote
-from trainables.data.place.stage import stage
+from trainables.data.place.stage import open_staged
 from trainables.data.records import open_records
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
@@ -83,6 +82,14 @@ class Fetches(Protocol):
         """What `order` has from this position on will be read next; called as reading goes on."""
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A source that keeps something on its node: a copy, a cache, threads that fetch."""
+
+    def close(self) -> None:
+        """Let go of it now, and not with the last reference. The source is read no more."""
+
+
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
     "digits": lambda data, split: open_digits(split),
     "synthetic": lambda data, split: open_synthetic(split, data.synthetic_images, data.synthetic_classes, data.image_size),
@@ -120,9 +127,4 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
         remote = open_remote(data, split)
         remote.check_room(data.shuffle if split == "train" else "none")
         return remote
-    if data.stage == "none":
-        return open_source(data, split)
-    path, held = stage(data.path, data.stage)
-    source = open_source(data.model_copy(update={"path": path}), split)
-    weakref.finalize(source, held.close)
-    return source
+    return open_source(data, split) if data.stage == "none" else open_staged(data, split)

@@ -86,8 +86,9 @@ class RemoteShards:
                 self._lanes[-1].start()
 
     def close(self) -> None:
-        """End the threads, and the reads that wait for a shard."""
+        """End the threads, and the reads that wait for a shard; let go of the folder."""
         self._closed = True
+        self._held.close()
 
     def _stopped(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()
