@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -457,7 +458,7 @@ def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: p
             seen += batch.indices_B.tolist()
             if caplog.records:
                 break
-            time.sleep(0.03)  # a step takes 5 images in 30 ms, a thread reads them in 10
+            time.sleep(0.1)  # a step takes 5 images in 100 ms, a thread reads them in 10, on a busy machine in 20
     assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
     assert seen == _order(0, 4000)[: len(seen)]
     loader.close()
@@ -504,10 +505,15 @@ def test_closing_a_loader_in_the_middle_of_an_epoch_does_not_hang() -> None:
 
 
 def test_a_new_epoch_ends_the_one_before() -> None:
-    loader = _loader(SlowSource(400), _data(20, prefetch_batches=4), workers=2)
+    source = SlowSource(2000)
+    loader = _loader(source, _data(200, prefetch_batches=8), workers=2)
     old = loader.epoch(0)
     next(old)
-    assert next(loader.epoch(1)).indices_B.tolist() == _order(1, 400)[:20]
+    new = loader.epoch(1)
+    with pytest.raises(CancelledError):
+        list(old)
+    assert [index for batch in new for index in batch.indices_B.tolist()] == _order(1, 2000)
+    assert source.num_reads < 2000 + 9 * 200  # which the old one had set to work
     loader.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,3 +313,4 @@ def test_closing_early_ends_the_decoding_thread(make_folder: MakeFolder) -> None
     batches.close()
     loader.close()
     torch.cuda.synchronize()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode")]
