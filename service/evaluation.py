@@ -71,7 +71,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
 
 
 def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
-    """Top-1, top-5, loss, the number of images, and the unreadable ones by name with their reason.
+    """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
 
     Raises:
         DistillError: one line.

@@ -63,8 +63,13 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
-    named: set[str] = field(default_factory=set)
-    """Unreadable images that the log has named."""
+    named: set[tuple[Loader, int]] = field(default_factory=set)
+    """Unreadable images that the log has named: whose, and which."""
+
+    def close(self) -> None:
+        """End the loaders' threads, and let go of what they keep on this node. The job can train no more."""
+        self.train_loader.close()
+        self.val_loader.close()
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:

@@ -36,8 +36,8 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Images of the unfinished epoch that could not be read, on all ranks: name → reason."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
     partial: list[float] = field(default_factory=list)
     """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
 
@@ -155,6 +155,7 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
     _restore_optimizer(state.optimizer, tensors, meta["optimizer"])
     state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
     state.progress = Progress(**meta["progress"])
+    state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
     if meta["world_size"] == group.world_size:
         torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
         if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:

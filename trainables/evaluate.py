@@ -73,7 +73,7 @@ def evaluate(
 
 
 def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: name → why unreadable.
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: the unreadable, and why.
 
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
@@ -102,6 +102,6 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
         loader.close()
     if not result["num_images"]:
         raise DataError(f"{config.data.path}: not one validation image could be read")
-    skipped = {name: reason for part in gather_objects(loader.skipped, group) for name, reason in part.items()}
+    skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
     loader.refuse_too_many(skipped)
-    return {**result, "skipped_images": float(len(skipped)), "skipped": skipped}
+    return {**result, "skipped_images": float(len(skipped)), "skipped": list(skipped.values())}

@@ -216,18 +216,20 @@ def finish_epoch(job: Job) -> None:
     job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **used})
 
 
-def note_skipped(job: Job, loader: Loader, before: dict[str, str]) -> dict[str, str]:
-    """The images of one split that all ranks could not read in this epoch, those known `before` too; rank 0 names new ones.
+def note_skipped(job: Job, loader: Loader, before: dict[int, str]) -> dict[int, str]:
+    """The images of one split that any rank could not read in this epoch, those known `before` too; rank 0 names new ones.
+
+    See `Loader.skipped`.
 
     Raises:
         DataError: on every rank, where all ranks together met more of them than `data.max_bad` allows.
     """
     everyone = gather_objects(loader.skipped, job.group)
-    skipped = before | {name: reason for part in everyone for name, reason in part.items()}
-    if job.group.is_main:
-        for name in sorted(skipped.keys() - before.keys() - job.named):
-            log.warning("skipped %s: %s", name, skipped[name])
-    job.named |= skipped.keys()
+    skipped = before | {index: image for part in everyone for index, image in part.items()}
+    for index in sorted(skipped.keys() - before.keys()):
+        if job.group.is_main and (loader, index) not in job.named:
+            log.warning("skipped %s", skipped[index])
+    job.named |= {(loader, index) for index in skipped}
     loader.refuse_too_many(skipped)
     return skipped
 

@@ -6,6 +6,7 @@ the progress display read), sets Ray's gauges (Prometheus, Grafana), and at each
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -68,8 +69,11 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     began = time.time()
     try:
         start_logging(stage, group)
-        with Reporter(config, stage, group) as reporter, NodeTelemetry(config, group) as telemetry:
-            job = build(config, group, reporter.report, telemetry.snapshot)
+        with (
+            Reporter(config, stage, group) as reporter,
+            NodeTelemetry(config, group) as telemetry,
+            contextlib.closing(build(config, group, reporter.report, telemetry.snapshot)) as job,
+        ):
             if group.is_main:
                 loader = job.train_loader
                 logging.getLogger("raydistill").info(

@@ -92,8 +92,7 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
             job.train_loader.close()
             job.train_loader = ImageFolderLoader(folder, config.data, int(side.split()[0]))
         train_on(job, pair.warmup_steps + steps)
-        job.train_loader.close()
-        job.val_loader.close()
+        job.close()
         return {**job.throughput.summary(), "data_pct": job.timer.summary()["data_pct"]}
 
 

@@ -75,8 +75,7 @@ def in_stretches(pair: Pair, log_every: int, num_stretches: int = 4) -> Iterator
                 return images / seconds[watched], images / seconds[unwatched]
 
             yield measure
-        job.train_loader.close()
-        job.val_loader.close()
+        job.close()
 
 
 @contextlib.contextmanager

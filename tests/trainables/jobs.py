@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,12 @@ def no_telemetry(whole: bool = False) -> dict[str, float]:
 def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> dict[str, Any]:
     """Run the job on this rank; returns parameters, progress and what was reported."""
     report = Recorded(die_after)
-    job = build(settings, group, report, no_telemetry)
     died = False
-    try:
-        loop.run(job)
-    except InterruptedError:
-        died = True
-    finally:
-        job.train_loader.close()
-        job.val_loader.close()
+    with contextlib.closing(build(settings, group, report, no_telemetry)) as job:
+        try:
+            loop.run(job)
+        except InterruptedError:
+            died = True
     state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
     return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
 

@@ -141,6 +141,5 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
         finally:
             torch.cuda.set_sync_debug_mode("default")
     batches.close()
-    job.train_loader.close()
-    job.val_loader.close()
+    job.close()
     assert int(job.learner.sums[0]) == 300

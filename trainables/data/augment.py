@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainables.data.decode import MAX_PIXELS, StoredImage, UnreadableImageError
+from trainables.data.decode import StoredImage, with_shorter_side
 from trainables.data.decoders.contract import Box
 from trainables.data.order import GOLDEN, mix64
 
@@ -53,16 +53,11 @@ def validation_view(image: Image.Image, image_size: int, val_resize: int | None)
     The same pixels as torchvision's Resize and CenterCrop on a PIL image. An image that already has the size that the
     models see is left as it is, unless `val_resize` asks for a resize. `val_resize` must not be below `image_size`.
 
-    Raises UnreadableImageError for a strip so narrow that the resized image would have more than MAX_PIXELS.
+    Raises UnreadableImageError as `with_shorter_side` does.
     """
     if val_resize is None and image.size == (image_size, image_size):
         return image
-    shorter = default_val_resize(image_size) if val_resize is None else val_resize
-    width, height = image.size
-    longer = int(shorter * max(width, height) / min(width, height))
-    if shorter * longer > MAX_PIXELS:
-        raise UnreadableImageError(f"a strip of {width} by {height} pixels, too narrow to resize")
-    resized = image.resize((shorter, longer) if width <= height else (longer, shorter), Image.Resampling.BILINEAR)
+    resized = with_shorter_side(image, default_val_resize(image_size) if val_resize is None else val_resize)
     left = round((resized.width - image_size) / 2)
     top = round((resized.height - image_size) / 2)
     return resized.crop((left, top, left + image_size, top + image_size))

@@ -107,6 +107,18 @@ def decode_image(sample: Sample) -> Image.Image:
         raise UnreadableImageError(f"truncated or damaged: {_phrase(error)}") from None
 
 
+def with_shorter_side(image: Image.Image, side: int) -> Image.Image:
+    """The image resized (bilinear, antialiased) so that its shorter side has `side` pixels: torchvision's Resize, pixel by pixel.
+
+    Raises UnreadableImageError for a strip so narrow that the result would have more than MAX_PIXELS.
+    """
+    width, height = image.size
+    longer = int(side * max(width, height) / min(width, height))
+    if side * longer > MAX_PIXELS:
+        raise UnreadableImageError(f"a strip of {width} by {height} pixels, too narrow to resize")
+    return image.resize((side, longer) if width <= height else (longer, side), Image.Resampling.BILINEAR)
+
+
 def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive: bool) -> str | None:
     """Why an image of this size, as its header tells, is not decoded; None where it may be."""
     if width * height > MAX_PIXELS:

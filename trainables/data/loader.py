@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.auto import Enough
-from trainables.data.order import Order, Sharded, Split, rank_part
-from trainables.data.place.remote import RemoteRecords
+from trainables.data.order import Order, Split, rank_part
 from trainables.data.reading import Part, Reader, outcome
-from trainables.data.ring import Buffer, Ring, buffer_bytes, num_buffers
-from trainables.data.source import Source
+from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
+from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
 from trainables.errors import DataError
@@ -40,8 +39,8 @@ _CPU = torch.device("cpu")
 class Batch(NamedTuple):
     """One rank's part of a global batch. B may differ by rank and may be 0.
 
-    Its tensors lie in memory that is used again: they hold until the next batch is asked for. Copies to a GPU that were begun
-    before that, on the stream that is current where the next batch is asked for, end well. Whoever keeps a batch clones it.
+    Its tensors lie in memory that is used again: they hold until the batch after the next is asked for, on a GPU's node as on
+    any other. By then a copy to a GPU must be over, and whoever keeps a batch has cloned it.
     """
 
     images_BCHW: torch.Tensor  # uint8, channels last in memory
@@ -69,8 +68,9 @@ class Loader:
     does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
 
-    `skipped` maps the name of each unreadable image that this rank met in this epoch to the reason; those images are
-    missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a DataError.
+    `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
+    `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
+    DataError.
 
     Raises DataError where `drop` would leave no batch, or a resize would be smaller than its crop.
     """
@@ -102,7 +102,7 @@ class Loader:
             )
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
-        self.skipped: dict[str, str] = {}
+        self.skipped: dict[int, str] = {}
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self._source, self._data = source, data
@@ -111,6 +111,7 @@ class Loader:
             split, data.shuffle, seed=seed, num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
         )  # fmt: skip
+        self._follow = source.follow if isinstance(source, Fetches) else None
         view = View(data, split)
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS; or `gpu`."""
@@ -123,8 +124,8 @@ class Loader:
 
     @property
     def buffers_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and what is being trained on or copied."""
-        return num_buffers(self._ahead, self._device) * buffer_bytes(self._rows, self._data.image_size) / 2**20
+        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and the two that were given out last."""
+        return num_buffers(self._ahead) * buffer_bytes(self._rows, self._data.image_size) / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -139,8 +140,10 @@ class Loader:
         return self._batches(epoch, start, self._stop)
 
     def close(self) -> None:
-        """End all work and the threads. A closed loader reads no more."""
+        """End all work and the threads, and close the source where it `Closes`. A closed loader reads no more."""
         self._stop.set()
+        if isinstance(self._source, Closes):  # first: a thread may wait for a shard
+            self._source.close()
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -155,13 +158,14 @@ class Loader:
         batch, num_samples = self._data.global_batch_size, len(self._source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        ring = Ring(num_buffers(self._ahead, self._device), self._rows, self._data.image_size, self._device)
+        # Batch k+2+ahead is begun when batch k+2 is asked for, and gets the buffer of batch k.
+        buffers = ring(self._ahead, self._rows, self._data.image_size, pinned=self._device.type == "cuda")
         pending: deque[_Pending] = deque()
         given_s = None  # when the batch before was given out
         try:
             while True:
                 while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, ring.take(), stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, next(buffers), stop))
                 if not pending:
                     return
                 waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
@@ -172,17 +176,16 @@ class Loader:
                     decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
                     self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
                 given_s = now_s
-                buffer = pending.popleft().buffer
+                pending.popleft()
                 yield ready
-                ring.give_back(buffer)
         finally:
             stop.set()
             wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
 
     def _begin(self, begin: int, end: int, epoch: int, buffer: Buffer, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        if isinstance(self._source, RemoteRecords):
-            self._source.follow(self._order, epoch, begin)
+        if self._follow:
+            self._follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         pixels_BHWC = buffer.images_BHWC.numpy()
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
@@ -219,7 +222,9 @@ class Loader:
 
     def _skip(self, indices_B: NDArray[np.int64], bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
-        self.skipped |= {self._source.name(int(indices_B[row])): reason for row, reason in bad.items()}
+        for row, reason in bad.items():
+            index = int(indices_B[row])
+            self.skipped[index] = f"{self._source.name(index)} ({reason})"
         self.refuse_too_many(self.skipped)
 
     def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
@@ -227,10 +232,10 @@ class Loader:
             log.info("%s", line)
             self.resize(auto.threads)
 
-    def refuse_too_many(self, skipped: Mapping[str, str]) -> None:
-        """Raises DataError where an epoch's unreadable images of this split, name → reason, are more than `max_bad`."""
+    def refuse_too_many(self, skipped: Mapping[int, str]) -> None:
+        """Raises DataError where an epoch's unreadable images of this split (see `skipped`) are more than `max_bad`."""
         if len(skipped) > self.max_bad:
-            first = [f"{name} ({reason})" for name, reason in list(skipped.items())[:_NAMED_IN_ERROR]]
+            first = list(skipped.values())[:_NAMED_IN_ERROR]
             raise DataError(
                 f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "

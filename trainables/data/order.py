@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 10  # 4 are pseudorandom for large N (Luby & Rackoff 1988); a domain of a few values needs more to come near uniform
 _SAMPLES, _BLOCKS, _WINDOW = 1, 2, 3  # what a key is for
 _BLOCK_SAMPLES = 256  # of a source without shards
-
-
-@runtime_checkable
-class Sharded(Protocol):
-    """A source whose samples lie in shards, one after the other."""
-
-    @property
-    def shard_sizes(self) -> Sequence[int]:
-        """Samples of each shard in stored order; their sum is the source's length."""
 
 
 def sample_at(seed: int, epoch: int, positions_B: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:

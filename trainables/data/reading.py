@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
-from trainables.data.memory import MemorySource
-from trainables.data.records import RecordsSource
-from trainables.data.source import Source
+from trainables.data.source import ReadsAhead, ReadsBatches, Source
 from trainables.data.undecoded import Region
 from trainables.data.view import View
 from trainables.errors import DataError, DistillError
@@ -33,6 +31,8 @@ class Reader:
 
     def __init__(self, source: Source, view: View, seed: int) -> None:
         self._source, self._view, self._seed = source, view, seed
+        self._expect = source.expect if isinstance(source, ReadsAhead) else None
+        self._read_batch = source.read_batch if isinstance(source, ReadsBatches) and view.keeps(source.size) else None
 
     def fill(self, first_row: int, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8], epoch: int, stop: Event) -> Part:
         """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; undefined rows are named, bad or undecoded.
@@ -42,11 +42,11 @@ class Reader:
         """
         began_s, bad, undecoded = time.perf_counter(), list[tuple[int, str]](), list[Region]()
         source, view = self._source, self._view
-        if isinstance(source, RecordsSource):
-            source.expect(indices_R)
+        if self._expect:
+            self._expect(indices_R)
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
-        if isinstance(source, MemorySource | RecordsSource) and view.keeps(source.size):
-            source.read_batch(indices_R, out_RHWC)
+        if self._read_batch:
+            self._read_batch(indices_R, out_RHWC)
             view.finish(uniforms_RU, out_RHWC)
             return Part(bad, undecoded, time.perf_counter() - began_s)
         for row, index in enumerate(indices_R.tolist()):

@@ -54,7 +54,7 @@ class RecordsSource:
         return shard, index - (self._ends_S[shard - 1] if shard else 0)
 
     def name(self, index: int) -> str:
-        """What the source of the packed set called the sample; its place where the shard is damaged."""
+        """What the source of the packed set called the sample; its place where the shard is damaged, or not here."""
         shard, row = self.place(index)
         path = self._shards.path(shard)
         return _name(path, row) or f"{path.name}[{row}]"
@@ -152,7 +152,7 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
 
 
 def _name(path: Path, row: int) -> str | None:
-    """A sample's name from its shard; None where that is damaged."""
+    """A sample's name from its shard; None where that is damaged or missing."""
     import pyarrow as pa
 
     try:

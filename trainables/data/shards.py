@@ -24,7 +24,7 @@ class ShardReader(Protocol):
         """These bytes will be read next: the disk may bring them meanwhile. Raises DataError as `read` does."""
 
     def path(self, shard: int) -> Path:
-        """A local file that holds the whole shard."""
+        """The local file of the shard, which may be missing where shards come and go."""
 
 
 class LocalShards:

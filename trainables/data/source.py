@@ -1,13 +1,12 @@
 """Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder.
 
-Shapes: N samples of the split.
+Shapes: N samples of the split, R samples asked for, H=W pixels, C=3 channels.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +16,10 @@ from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.index import is_records
-from trainables.data.order import Split
+from trainables.data.order import Order, Split
 from trainables.data.place.cache import cached
-from trainables.data.place.remote import RemoteRecords, is_remote, open_remote
-from trainables.data.place.stage import stage
+from trainables.data.place.remote import is_remote, open_remote
+from trainables.data.place.stage import open_staged
 from trainables.data.records import open_records
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
@@ -44,6 +43,51 @@ class Source(Protocol):
 
     def read(self, index: int) -> Sample:
         """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A source whose samples lie in shards, one after the other."""
+
+    @property
+    def shard_sizes(self) -> Sequence[int]:
+        """Samples of each shard in stored order; their sum is the source's length."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A source that reads faster what it was told of."""
+
+    def expect(self, indices_R: NDArray[np.int64]) -> None:
+        """These samples will be read next, one after the other. Raises DataError as `read` does."""
+
+
+@runtime_checkable
+class ReadsBatches(Protocol):
+    """A source that may hold pixels of one size."""
+
+    @property
+    def size(self) -> int | None:
+        """Height and width of every image; None where they differ, or are not stored as pixels."""
+
+    def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
+        """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError as `read` does."""
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """A source that brings its samples from elsewhere, in the order in which they will be read."""
+
+    def follow(self, order: Order, epoch: int, position: int) -> None:
+        """What `order` has from this position on will be read next; called as reading goes on."""
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A source that keeps something on its node: a copy, a cache, threads that fetch."""
+
+    def close(self) -> None:
+        """Let go of it now, and not with the last reference. The source is read no more."""
 
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
@@ -79,12 +123,8 @@ def open_on_node(data: DataConfig, split: Split) -> Source:
     check_placement(data)
     if data.cache == "memory":
         return cached(data, split, open_source(data, split))
-    if data.stage == "none" or is_remote(data.path):
-        source = open_source(data, split)
-        if isinstance(source, RemoteRecords):
-            source.check_room(data.shuffle if split == "train" else "none")
-        return source
-    path, held = stage(data.path, data.stage)
-    source = open_source(data.model_copy(update={"path": path}), split)
-    weakref.finalize(source, held.close)
-    return source
+    if is_remote(data.path):
+        remote = open_remote(data, split)
+        remote.check_room(data.shuffle if split == "train" else "none")
+        return remote
+    return open_source(data, split) if data.stage == "none" else open_staged(data, split)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainables.data.order import GOLDEN
 
-_DEVICE_STREAM = 2**32  # an experiment's seeds are smaller
+DEVICE_STREAM = 2**32
+"""Added to the seed; an experiment's seeds are smaller."""
 
 
 class Draws:
@@ -20,26 +21,13 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices_B: Tensor) -> None:
-        self._starts_B = _starts(seed + _DEVICE_STREAM, epoch, indices_B)
+        epoch_start = int(_mix(_mix(torch.tensor(seed + DEVICE_STREAM)) + epoch))  # on the CPU: nothing waits
+        self._starts_B = _mix(indices_B + epoch_start)
 
     def columns(self, first: int, count: int) -> Tensor:
         """Columns [first, first + count) of the batch's random numbers: (B, count) in [0, 1), float64."""
-        return _numbers(self._starts_B, first, count)
-
-
-def uniforms(seed: int, epoch: int, indices_B: Tensor, count: int) -> Tensor:
-    """Random numbers (B, `count`) in [0, 1), float64: `trainables.data.augment.uniforms` on the device of `indices_B`."""
-    return _numbers(_starts(seed, epoch, indices_B), 0, count)
-
-
-def _starts(seed: int, epoch: int, indices_B: Tensor) -> Tensor:
-    epoch_start = int(_mix(_mix(torch.tensor(seed)) + epoch))  # on the CPU: nothing waits
-    return _mix(indices_B + epoch_start)
-
-
-def _numbers(starts_B: Tensor, first: int, count: int) -> Tensor:
-    steps_U = torch.arange(first + 1, first + count + 1, device=starts_B.device) * _signed(GOLDEN)
-    return _right(_mix(starts_B[:, None] + steps_U), 11).double() * 2.0**-53
+        steps_U = torch.arange(first + 1, first + count + 1, device=self._starts_B.device) * _signed(GOLDEN)
+        return _right(_mix(self._starts_B[:, None] + steps_U), 11).double() * 2.0**-53
 
 
 def _mix(values: Tensor) -> Tensor:

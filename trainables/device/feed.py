@@ -41,9 +41,8 @@ def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch
     is given out, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
     A step waits for its own copy only, on the device, by `DeviceBatch.wait`.
 
-    The contract with the loader: the memory of host batch k is not read any more when batch k+2 is asked for; the loader may
-    fill it again from then on. Should the copy not be over by then, this thread sleeps until it is. The device has step k
-    to do by then, which follows that copy: no step is late for it, and the thread is at most two steps ahead of the device.
+    Batch k+2 is asked for when the copy of batch k is over, as `Batch` demands; until then this thread sleeps. The device has
+    step k to do by then, which follows that copy: no step is late for it, and the thread is at most two steps ahead of it.
 
     What a batch has undecoded is decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
     on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from trainables.data.decode import Sample, decode_image
+from trainables.data.decode import Sample, decode_image, with_shorter_side
 from trainables.data.pack.look import quick_look
 
 
@@ -81,8 +81,6 @@ def _encoded(image: Image.Image, max_side: int | None, quality: int) -> Packed:
 def _pixels(sample: Sample, shorter_side: int | None) -> Packed:
     """RGB pixels, the shorter side at most `shorter_side`."""
     image = decode_image(sample)
-    width, height = image.size
-    if shorter_side is not None and min(width, height) > shorter_side:
-        longer = int(shorter_side * max(width, height) / min(width, height))
-        image = image.resize((shorter_side, longer) if width <= height else (longer, shorter_side), Image.Resampling.BILINEAR)
+    if shorter_side is not None and min(image.size) > shorter_side:
+        image = with_shorter_side(image, shorter_side)
     return Packed(image.tobytes(), *image.size)

@@ -116,6 +116,10 @@ class CachedSource:
     def name(self, index: int) -> str:
         return self._source.name(index)
 
+    def close(self) -> None:
+        """This process needs the cache no more."""
+        self._held.close()
+
     def read(self, index: int) -> Sample:
         sample = self._samples.get(index)
         if sample is not None:

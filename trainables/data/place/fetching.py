@@ -48,9 +48,7 @@ class RemoteShards:
         self._closed = False
 
     def path(self, shard: int) -> Path:
-        """The shard's file, fetched first where it must be. Raises as `read` does."""
-        if not is_whole(self.folder, self.shards[shard]):
-            self._bring(shard)
+        """Where the shard's file lies, while it is here."""
         return self.folder / self.shards[shard].file
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
@@ -88,8 +86,9 @@ class RemoteShards:
                 self._lanes[-1].start()
 
     def close(self) -> None:
-        """End the threads, and the reads that wait for a shard."""
+        """End the threads, and the reads that wait for a shard; let go of the folder."""
         self._closed = True
+        self._held.close()
 
     def _stopped(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()

@@ -105,6 +105,10 @@ class RemoteRecords(RecordsSource):
         smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
         raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
 
+    def close(self) -> None:
+        """This process needs the shards no more: the threads that fetch end, and reads that wait for a shard."""
+        self._shards.close()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return open_remote, self.opened_with
 

@@ -11,9 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from trainables.config import DataConfig
 from trainables.data.index import INDEX, File, Index, read_index
+from trainables.data.order import Split
 from trainables.data.place.hold import GRACE_S, RAM, Hold, alone, folder_bytes, free_bytes, hold, human, remove_others, usable
 from trainables.data.place.transfer import Folder, NoRoomError, StoppedError, fetch
+from trainables.data.records import RecordsSource
+from trainables.data.shards import LocalShards
 from trainables.errors import DataError
 from trainables.rundir import write_atomic
 
@@ -52,6 +56,26 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
             held.close()
             raise
     return str(target), held
+
+
+class StagedRecords(RecordsSource):
+    """One split of a packed set as this node's copy has it; see `open_staged`."""
+
+    _held: Hold
+
+    def close(self) -> None:
+        """This process needs the copy no more."""
+        self._held.close()
+
+
+def open_staged(data: DataConfig, split: Split) -> StagedRecords:
+    """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
+    path, held = stage(data.path, data.stage)
+    root = Path(path)
+    index = read_index(root)
+    source = StagedRecords(root, index, split, LocalShards(root, index.splits[split].shards))
+    source._held = held
+    return source
 
 
 def is_whole(folder: Path, file: File) -> bool:

@@ -159,6 +159,14 @@ def test_opening_fetches_no_shard(packed: Path, node: Path) -> None:
     assert _bytes_of_shards(node) == 0
 
 
+def test_naming_a_sample_fetches_no_shard(packed: Path, node: Path) -> None:
+    source = open_remote(_data(packed.as_uri(), node), "train")
+    assert source.name(2 * ROWS + 3) == "train-00002.arrow[3]"
+    assert _bytes_of_shards(node) == 0
+    source.read(2 * ROWS)
+    assert source.name(2 * ROWS + 3) == f"train/{2 * ROWS + 3}"
+
+
 @pytest.mark.parametrize("shuffle", ["window(64)", "none"])
 def test_an_epoch_reads_every_sample_and_the_cache_keeps_its_bound(packed: Path, node: Path, shuffle: str) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.place import keeper
 from trainables.data.place import stage as staging
-from trainables.data.place.hold import folder_bytes, hold, remove_others
+from trainables.data.place.hold import alone, folder_bytes, hold, remove_others
 from trainables.data.place.stage import stage
 from trainables.data.records import open_records
 from trainables.data.source import open_on_node
@@ -240,6 +241,14 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     with caplog.at_level(logging.INFO, "raydistill"):
         _, held = stage(str(root), str(to), grace_s=GRACE_S)
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
+        with alone(held.folder / "copying"):
+            waiting, deadline = pool.submit(stage, str(root), str(to), grace_s=GRACE_S), time.monotonic() + 20
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
+        waiting.result()[1].close()
     held.close()
 
 
