@@ -246,6 +246,19 @@ def test_pixels_do_not_depend_on_threads_or_world_size(make_folder: MakeFolder, 
         assert all((found[index] == expected[index]).all() for index in expected)
 
 
+def test_an_epoch_goes_on_where_it_was_left(make_folder: MakeFolder, name: str) -> None:
+    data = _config(make_folder(train={"a": 9, "b": 8}, val={"a": 1}), name)
+    whole = list(_epoch(_loader(data)))
+    assert [len(batch.labels_B) for batch in whole] == [6, 6, 5]
+    loader = _loader(data)
+    rest = list(on_device(loader.epoch(2, whole[0].position), CPU, 2))
+    loader.close()
+    assert [batch.position for batch in rest] == [12, 17]
+    for mine, other in zip(rest, whole[1:], strict=True):
+        assert torch.equal(mine.indices_B, other.indices_B)
+    assert torch.equal(rest[-1].images_BCHW, whole[-1].images_BCHW)
+
+
 def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder, name: str) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     expected = _pixels(_epoch(_loader(_config(root, name))))

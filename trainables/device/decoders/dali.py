@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn, types
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from trainables.data.undecoded import Region
 from trainables.device.decoders.nvimagecodec import code_stream
@@ -52,7 +53,7 @@ class Dali:
             self._pipeline = None  # before the next one takes as much memory
             self._pipeline = self._build()
             return []
-        return [torch.from_dlpack(image) for image in images]
+        return [from_dlpack(image) for image in images]
 
     def _build(self) -> Any:
         on_gpu = self._device.type == "cuda"
