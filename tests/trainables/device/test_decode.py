@@ -99,9 +99,9 @@ def _loader(data: DataConfig, rank: int = 0, world: int = 1, workers: int = 0, d
     )  # fmt: skip
 
 
-def _epoch(loader: Loader, device: torch.device = CPU) -> Iterator[DeviceBatch]:
+def _epoch(loader: Loader, device: torch.device = CPU, start: int = 0) -> Iterator[DeviceBatch]:
     """An epoch's batches, which outlive the loader's memory; then the loader is closed."""
-    for batch in on_device(loader.epoch(2), device, 2):
+    for batch in on_device(loader.epoch(2, start), device, 2):
         batch.wait()
         yield batch._replace(
             images_BCHW=batch.images_BCHW.clone(), labels_B=batch.labels_B.clone(), indices_B=batch.indices_B.clone()
@@ -250,13 +250,11 @@ def test_an_epoch_goes_on_where_it_was_left(make_folder: MakeFolder, name: str) 
     data = _config(make_folder(train={"a": 9, "b": 8}, val={"a": 1}), name)
     whole = list(_epoch(_loader(data)))
     assert [len(batch.labels_B) for batch in whole] == [6, 6, 5]
-    loader = _loader(data)
-    rest = list(on_device(loader.epoch(2, whole[0].position), CPU, 2))
-    loader.close()
+    rest = list(_epoch(_loader(data), start=whole[0].position))
     assert [batch.position for batch in rest] == [12, 17]
     for mine, other in zip(rest, whole[1:], strict=True):
         assert torch.equal(mine.indices_B, other.indices_B)
-    assert torch.equal(rest[-1].images_BCHW, whole[-1].images_BCHW)
+        assert torch.equal(mine.images_BCHW, other.images_BCHW)
 
 
 def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder, name: str) -> None:
