@@ -142,8 +142,8 @@ class Experiment(Section):
             )
         if self.scale.sync_batch_norm and self.scale.use_gpu is False:
             raise ValueError("scale.sync_batch_norm works on GPUs only: set scale.use_gpu or leave it out")
-        if self.data.decoder == "gpu" and self.scale.use_gpu is False:
-            raise ValueError("data.decoder gpu works on GPUs only: set scale.use_gpu, or data.decoder to auto")
+        if self.data.decodes_on_device and self.scale.use_gpu is False:
+            raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self
 
     def stage(

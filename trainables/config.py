@@ -27,6 +27,9 @@ NonNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
 
+ON_DEVICE = ("gpu", "dali")
+"""What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
+
 
 class Section(BaseModel):
     """One frozen part of an experiment; unknown keys are refused."""
@@ -82,8 +85,8 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
-    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil", "gpu"] = Field(
-        "auto", description="library that decodes JPEG; auto: the fastest one installed; gpu: crop_flip's crops on the GPU"
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil", "gpu", "dali"] = Field(
+        "auto", description="library that decodes JPEG; auto: the fastest one installed; gpu, dali: crop_flip's crops on the GPU"
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"
@@ -111,11 +114,17 @@ class DataConfig(Section):
     synthetic_images: Count = Field(2048, description="training images of the `synthetic` source")
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
+    @property
+    def decodes_on_device(self) -> bool:
+        """Whether training's crops are decoded on the device."""
+        return self.decoder in ON_DEVICE
+
     @model_validator(mode="after")
-    def _crops_for_the_gpu(self) -> Self:
-        if self.decoder == "gpu" and self.augment != "crop_flip":
+    def _crops_for_the_device(self) -> Self:
+        if self.decodes_on_device and self.augment != "crop_flip":
             raise ValueError(
-                f"decoder gpu decodes what augment crop_flip cuts out, and augment is {self.augment}: write decoder auto"
+                f"decoder {self.decoder} decodes what augment crop_flip cuts out, and augment is {self.augment}: "
+                "write decoder auto"
             )
         return self
 

@@ -235,6 +235,8 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["scale.sync_batch_norm=true", "scale.use_gpu=false"], "works on GPUs only"),
         (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
         (["data.decoder=gpu"], "augment is none: write decoder auto"),
+        (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),
+        (["data.decoder=dali"], "decoder dali decodes what augment crop_flip cuts out"),
         (["distill.method_weight=1"], "has no term of its own"),
         (["sweep.metric=speed"], "trials have no 'speed'"),
         (["sweep.metric=top1"], "did you mean top1_pct?"),

@@ -114,7 +114,7 @@ class Loader:
         self._follow = source.follow if isinstance(source, Fetches) else None
         view = View(data, split)
         self.decoder = view.decoder
-        """Which library decodes JPEG, see DECODERS; or `gpu`."""
+        """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._reader = Reader(source, view, seed)
         self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
@@ -217,7 +217,8 @@ class Loader:
             images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
         labels_B, numbers_B = buffer.labels_B[: len(indices_B)], buffer.indices_B[: len(indices_B)]
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        undecoded = Undecoded(regions, self._most_threads, partial(self._skip, indices_B)) if regions else None
+        skip = partial(self._skip, indices_B)
+        undecoded = Undecoded(self.decoder, regions, self._most_threads, skip) if regions else None
         return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position, undecoded)
 
     def _skip(self, indices_B: NDArray[np.int64], bad: Mapping[int, str]) -> None:

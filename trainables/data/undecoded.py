@@ -21,6 +21,8 @@ class Region(NamedTuple):
 class Undecoded(NamedTuple):
     """The rows of one batch that are not decoded, in order."""
 
+    decoder: str
+    """What decodes them, by its name in REGION_DECODERS."""
     regions: list[Region]
     threads: int
     """How many threads of the CPU the device's decoder may use."""

@@ -1,6 +1,6 @@
 """From a stored sample to the pixels that the models see: crop, decode what the crop needs, resize, flip.
 
-With `data.decoder: gpu` the crop alone is chosen here, for training's JPEG files; the device does the rest.
+With `data.decoder: gpu` or `dali` the crop alone is chosen here, for training's JPEG files; the device does the rest.
 
 Shapes: B samples, U random numbers a sample, H=W=data.image_size pixels, C=3 channels.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS, Recipe, crop_and_flip
 from trainables.data.decode import Sample, StoredImage
-from trainables.data.decoders import GPU, open_decoder
+from trainables.data.decoders import open_decoder
 from trainables.data.decoders.contract import read_header
 from trainables.data.order import Split
 from trainables.data.undecoded import Region
@@ -33,15 +33,12 @@ class View:
         # what validation says is compared with published figures
         self._recipe = Recipe(data.val_resize, exact=not training or data.fidelity == "exact")
         self._image_size = data.image_size
-        self.on_device = training and data.decoder == GPU
+        self.on_device = training and data.decodes_on_device
         """Whether `region` may find something to leave to the device."""
         self._decoder = open_decoder(data.decoder)
+        self.decoder = data.decoder if self.on_device else self._decoder.name
+        """The decoder in use, by its name in DECODERS or REGION_DECODERS."""
         self.num_uniforms = self._augment.num_uniforms
-
-    @property
-    def decoder(self) -> str:
-        """The decoder in use, by its name in DECODERS, or GPU."""
-        return GPU if self.on_device else self._decoder.name
 
     def keeps(self, size: int | None) -> bool:
         """Whether `into` shows images of this height and width as they are stored. None: they differ."""

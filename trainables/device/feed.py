@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainables.data.loader import Batch
 from trainables.data.undecoded import Undecoded
-from trainables.device.decode import region_decoder
+from trainables.device.decode import fill, region_decoder
 
 
 class DeviceBatch(NamedTuple):
@@ -55,8 +55,8 @@ def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[Device
     for batch in batches:
         ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, epoch, batch.position, None)
         if batch.undecoded is not None:
-            decoder = region_decoder(batch.images_BCHW.device, batch.undecoded.threads)
-            ready = _without(decoder.fill(batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
+            decoder = region_decoder(batch.undecoded.decoder, batch.images_BCHW.device, batch.undecoded.threads)
+            ready = _without(fill(decoder, batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
         yield ready
 
 
@@ -134,6 +134,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
 def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:
     device = images_BCHW.device
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        bad = region_decoder(device, undecoded.threads).fill(undecoded.regions, images_BCHW)
+        decoder = region_decoder(undecoded.decoder, device, undecoded.threads)
+        bad = fill(decoder, undecoded.regions, images_BCHW)
     copied.record(stream)
     return bad

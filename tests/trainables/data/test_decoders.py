@@ -13,12 +13,13 @@ import pytest
 from PIL import Image, ImageFile
 
 from tests.trainables.data.photos import encoded, photo
-from trainables.config import DataConfig
+from trainables.config import ON_DEVICE, DataConfig
 from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
-from trainables.data.decoders import DECODERS, GPU, open_decoder
+from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.contract import Box, Decoder, read_header
 from trainables.data.pack.look import quick_look
+from trainables.device.decoders import REGION_DECODERS
 from trainables.errors import DataError
 
 EXIF_ROTATED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
@@ -232,7 +233,8 @@ def test_threads_share_a_decoder(decoder: Decoder) -> None:
 
 
 def test_the_configuration_offers_every_decoder_and_auto() -> None:
-    assert get_args(DataConfig.model_fields["decoder"].annotation) == ("auto", *DECODERS, GPU)
+    assert get_args(DataConfig.model_fields["decoder"].annotation) == ("auto", *DECODERS, *REGION_DECODERS)
+    assert tuple(REGION_DECODERS) == ON_DEVICE
 
 
 def test_auto_is_the_first_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

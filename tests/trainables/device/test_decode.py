@@ -1,4 +1,4 @@
-"""Crops decoded on the device: the code of the GPU, run by nvImageCodec's decoder for the CPU; and, where there is one, a GPU."""
+"""Crops decoded on the device: the code of the GPU, run by each library's decoder for the CPU; and, where there is one, a GPU."""
 
 from __future__ import annotations
 
@@ -24,15 +24,28 @@ from trainables.data.source import open_source
 from trainables.data.undecoded import Region
 from trainables.data.view import View
 from trainables.device import decode as device_decode
-from trainables.device.decode import RegionDecoder, check_decoder
+from trainables.device.decode import check_decoder, fill
+from trainables.device.decoders import REGION_DECODERS
+from trainables.device.decoders.contract import RegionDecoder
 from trainables.device.feed import DeviceBatch, on_device
 from trainables.errors import DataError
-
-pytest.importorskip("nvidia.nvimgcodec")
 
 CPU = torch.device("cpu")
 SIZE = 48
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+_MODULES = {"gpu": "nvidia.nvimgcodec", "dali": "nvidia.dali"}
+
+
+@pytest.fixture(params=REGION_DECODERS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a library that is installed, by `data.decoder`."""
+    pytest.importorskip(_MODULES[request.param], reason=f"data.decoder: {request.param} is not installed", exc_type=ImportError)
+    return str(request.param)
+
+
+@pytest.fixture
+def decoder(name: str) -> RegionDecoder:
+    return REGION_DECODERS[name](CPU, 1)
 
 
 def _region(row: int, data: bytes, box: Box, flip: bool = False) -> Region:
@@ -45,10 +58,10 @@ def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
     return torch.full((rows, SIZE, SIZE, 3), 77, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)
 
 
-def _exact(data: bytes, box: Box, flip: bool = False) -> np.ndarray:
+def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> np.ndarray:
     """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
-    cut(StoredImage(data, open_decoder("pil")), box, flip, out_HWC, exact=True)
+    cut(StoredImage(data, open_decoder(decoder)), box, flip, out_HWC, exact=True)
     return out_HWC
 
 
@@ -73,10 +86,10 @@ def _without_pixels(data: bytes) -> bytes:
     return data[: data.index(b"\xff\xda")] + b"\xff\xd9"
 
 
-def _config(root: Path, **changes: object) -> DataConfig:
+def _config(root: Path, decoder: str, **changes: object) -> DataConfig:
     return DataConfig.model_validate(
         {"path": str(root), "image_size": SIZE, "global_batch_size": 6, "augment": "crop_flip", "last_batch": "short",
-         "max_bad": 0.3, "decoder": "gpu", **changes}
+         "max_bad": 0.3, "decoder": decoder, **changes}
     )  # fmt: skip
 
 
@@ -87,9 +100,9 @@ def _loader(data: DataConfig, rank: int = 0, world: int = 1, workers: int = 0, d
     )  # fmt: skip
 
 
-def _epoch(loader: Loader, device: torch.device = CPU) -> Iterator[DeviceBatch]:
+def _epoch(loader: Loader, device: torch.device = CPU, start: int = 0) -> Iterator[DeviceBatch]:
     """An epoch's batches, which outlive the loader's memory; then the loader is closed."""
-    for batch in on_device(loader.epoch(2), device, 2):
+    for batch in on_device(loader.epoch(2, start), device, 2):
         batch.wait()
         yield batch._replace(
             images_BCHW=batch.images_BCHW.clone(), labels_B=batch.labels_B.clone(), indices_B=batch.indices_B.clone()
@@ -108,44 +121,42 @@ def _pixels(batches: Iterator[DeviceBatch]) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("kind", JPEGS)
-def test_a_crop_is_the_exact_one_within_a_rounding(kind: str, flip: bool) -> None:
+def test_a_crop_is_the_exact_one_within_a_rounding(decoder: RegionDecoder, kind: str, flip: bool) -> None:
     boxes = [box for box in _boxes(149, 115, 40) if box[2] - box[0] > 4 and box[3] - box[1] > 4]
     images_BCHW = _room(len(boxes))
     regions = [_region(row, JPEGS[kind], box, flip) for row, box in enumerate(boxes)]
-    assert RegionDecoder(CPU, 1).fill(regions, images_BCHW) == {}
+    assert fill(decoder, regions, images_BCHW) == {}
     for shown_HWC, box in zip(_shown(images_BCHW), boxes, strict=True):
         expected_HWC = _exact(JPEGS[kind], box, flip)
         assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1, box
         assert _psnr_db(shown_HWC, expected_HWC) > 50, box
 
 
-def test_every_crop_stands_in_its_row_and_other_rows_stay_as_they_are() -> None:
+def test_every_crop_stands_in_its_row_and_other_rows_stay_as_they_are(decoder: RegionDecoder) -> None:
     images_BCHW = _room(7)
     boxes = {5: (0, 0, 100, 90), 0: (20, 10, 90, 100), 3: (5, 5, 6, 6)}
-    RegionDecoder(CPU, 1).fill([_region(row, JPEGS["4:2:0"], box) for row, box in boxes.items()], images_BCHW)
+    assert fill(decoder, [_region(row, JPEGS["4:2:0"], box) for row, box in boxes.items()], images_BCHW) == {}
     for row, shown_HWC in enumerate(_shown(images_BCHW)):
         expected_HWC = _exact(JPEGS["4:2:0"], boxes[row]) if row in boxes else np.full_like(shown_HWC, 77)
         assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1
 
 
-def test_a_batch_that_is_decoded_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_decoded_in_parts_is_the_same(decoder: RegionDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(_boxes(149, 115, 30))]
     whole_BCHW, parts_BCHW = _room(len(regions)), _room(len(regions))
-    decoder = RegionDecoder(CPU, 1)
-    decoder.fill(regions, whole_BCHW)
+    fill(decoder, regions, whole_BCHW)
     monkeypatch.setattr(device_decode, "_MOST_PIXELS", 5_000)
     assert 3 < len(list(device_decode._parts(regions))) < len(regions)
-    decoder.fill(regions, parts_BCHW)
+    fill(decoder, regions, parts_BCHW)
     assert torch.equal(whole_BCHW, parts_BCHW)
 
 
-def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named() -> None:
-    decoder = RegionDecoder(CPU, 1)
+def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named(decoder: RegionDecoder) -> None:
     whole, box = JPEGS["4:2:0"], (10, 10, 120, 100)
     files = [data for data in _damaged(12) if (header := read_header(data)) and header.ycbcr and header[:2] == (149, 115)]
     files += [_without_pixels(whole), whole[: len(whole) // 2] + b"\xff\xd9", whole]
     images_BCHW = _room(len(files))
-    bad = decoder.fill([_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
+    bad = fill(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
     alone = decoder.decode([_region(0, data, box) for data in files])
     assert any(pixels is None for pixels in alone)
     assert "truncated" in bad[len(files) - 3]
@@ -154,20 +165,51 @@ def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named() -> None:
             assert row not in bad
         elif row in bad:
             with pytest.raises(UnreadableImageError):
-                _exact(data, box)
+                _exact(data, box, decoder="auto")
         else:
-            assert (shown_HWC == _exact(data, box)).all()
+            assert (shown_HWC == _exact(data, box, decoder="auto")).all()
     assert abs(_shown(images_BCHW)[-1].astype(int) - _exact(whole, box)).max() <= 1
 
 
+def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
+    boxes = _boxes(149, 115, 300)
+    regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(boxes)]
+    expected = [StoredImage(region.data, open_decoder("pil")).part(region.box) for region in regions]
+    held = list[tuple[torch.Tensor | None, np.ndarray]]()
+    for count in (300, 0, 1, 129, 128, 3):
+        decoded = decoder.decode(regions[:count])
+        assert len(decoded) == count
+        held += zip(decoded, expected[:count], strict=True)
+    for pixels, expected_HWC in held:  # also those of the first run, after the last
+        assert pixels is not None
+        assert (pixels.numpy() == expected_HWC).all()
+    assert fill(decoder, [], _room(0)) == {}
+
+
+def test_a_file_that_stops_the_decoder_costs_no_other_file_its_place(decoder: RegionDecoder) -> None:
+    """Its header is whole, but it cannot be decoded: where a library tells of no other file then, these go to the CPU."""
+    whole, box = JPEGS["4:2:0"], (10, 10, 120, 100)
+    bad_code = bytearray(whole)
+    table = whole.index(b"\xff\xc4") + 5
+    bad_code[table : table + 16] = b"\xff" * 16
+    for place in (0, 2, 4):
+        files = [whole] * 5
+        files[place] = bytes(bad_code)
+        images_BCHW = _room(5)
+        bad = fill(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
+        assert bad.keys() == {place}
+        assert "damaged" in bad[place]
+        for row in set(range(5)) - bad.keys():
+            assert abs(_shown(images_BCHW)[row].astype(int) - _exact(whole, box)).max() <= 1
+    assert all(pixels is not None for pixels in decoder.decode([_region(0, whole, box)] * 3))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: MakeFolder, workers: int) -> None:
+def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: MakeFolder, name: str, workers: int) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     _mixed(root)
-    exact, ours = (
-        _loader(_config(root, **changes), workers=workers) for changes in ({"decoder": "auto", "fidelity": "exact"}, {})
-    )
-    assert (ours.decoder, exact.decoder in DECODERS) == ("gpu", True)
+    exact, ours = (_loader(data, workers=workers) for data in (_config(root, "auto", fidelity="exact"), _config(root, name)))
+    assert (ours.decoder, exact.decoder in DECODERS) == (name, True)
     for mine, other in zip(_epoch(ours), _epoch(exact), strict=True):
         assert torch.equal(mine.indices_B, other.indices_B)
         assert torch.equal(mine.labels_B, other.labels_B)
@@ -178,10 +220,10 @@ def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: M
     assert ours.skipped == exact.skipped == {13: "train/b/004.jpg (not an image)"}
 
 
-def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder) -> None:
+def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder, name: str) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     _mixed(root)
-    loader = _loader(_config(root))
+    loader = _loader(_config(root, name))
     left = [
         int(batch.indices_B[region.row])
         for batch in loader.epoch(2)
@@ -191,10 +233,10 @@ def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder) -> 
     assert sorted(left) == sorted(set(range(17)) - {0, 3, 10, 13})
 
 
-def test_pixels_do_not_depend_on_threads_or_world_size(make_folder: MakeFolder) -> None:
+def test_pixels_do_not_depend_on_threads_or_world_size(make_folder: MakeFolder, name: str) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
     _mixed(root)
-    data = _config(root)
+    data = _config(root, name)
     expected = _pixels(_epoch(_loader(data)))
     assert len(expected) == 16
     for world, workers in ((1, 3), (2, 0), (3, 2)):
@@ -205,26 +247,37 @@ def test_pixels_do_not_depend_on_threads_or_world_size(make_folder: MakeFolder) 
         assert all((found[index] == expected[index]).all() for index in expected)
 
 
-def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder) -> None:
+def test_an_epoch_goes_on_where_it_was_left(make_folder: MakeFolder, name: str) -> None:
+    data = _config(make_folder(train={"a": 9, "b": 8}, val={"a": 1}), name)
+    whole = list(_epoch(_loader(data)))
+    assert [len(batch.labels_B) for batch in whole] == [6, 6, 5]
+    rest = list(_epoch(_loader(data), start=whole[0].position))
+    assert [batch.position for batch in rest] == [12, 17]
+    for mine, other in zip(rest, whole[1:], strict=True):
+        assert torch.equal(mine.indices_B, other.indices_B)
+        assert torch.equal(mine.images_BCHW, other.images_BCHW)
+
+
+def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder, name: str) -> None:
     root = make_folder(train={"a": 9, "b": 8}, val={"a": 1})
-    expected = _pixels(_epoch(_loader(_config(root))))
-    for name in ("a/002.jpg", "b/005.jpg"):
-        file = root / "train" / name
+    expected = _pixels(_epoch(_loader(_config(root, name))))
+    for bad in ("a/002.jpg", "b/005.jpg"):
+        file = root / "train" / bad
         file.write_bytes(_without_pixels(file.read_bytes()))
-    loader = _loader(_config(root))
+    loader = _loader(_config(root, name))
     found = _pixels(_epoch(loader))
     assert found.keys() == expected.keys() - {2, 14}
     assert all((found[index] == expected[index]).all() for index in found)
     assert sorted(loader.skipped) == [2, 14]
     assert all("truncated" in reason for reason in loader.skipped.values())
-    strict = _loader(_config(root, max_bad=0.1))
+    strict = _loader(_config(root, name, max_bad=0.1))
     with pytest.raises(DataError, match=r"2 unreadable images in one epoch, more than the 1 of 17"):
         list(_epoch(strict))
 
 
-def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder) -> None:
+def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder, name: str) -> None:
     root = make_folder(train={"a": 2}, val={"a": 5})
-    data = _config(root)
+    data = _config(root, name)
     loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=0)
     assert loader.decoder in DECODERS
     assert all(batch.undecoded is None for batch in loader.epoch(0))
@@ -241,37 +294,46 @@ def test_a_very_large_image_is_left_to_the_cpu() -> None:
     assert view.region(0, np.asarray(Image.open(io.BytesIO(data))), row_U) is None
 
 
-def test_a_gpu_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line() -> None:
-    with pytest.raises(DataError, match=r"^data\.decoder: gpu needs a worker with a GPU, .*; write data\.decoder=auto$"):
-        check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), CPU, 1)
+@pytest.mark.parametrize("name", REGION_DECODERS)
+def test_a_devices_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.decoder: {name} needs a worker with a GPU, .*; write data\.decoder=auto$"):
+        check_decoder(DataConfig(decoder=name, augment="crop_flip"), CPU, 1)  # type: ignore[arg-type]
     check_decoder(DataConfig(decoder="auto"), CPU, 1)
-    with pytest.raises(ValueError, match="augment is pad_crop_flip: write decoder auto"):
-        DataConfig(decoder="gpu", augment="pad_crop_flip")
+    with pytest.raises(ValueError, match=f"decoder {name} decodes .* augment is pad_crop_flip: write decoder auto"):
+        DataConfig(decoder=name, augment="pad_crop_flip")  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node could")
-def test_a_node_that_cannot_decode_is_told_from_one_that_can() -> None:
-    assert device_decode._decodes(RegionDecoder(CPU, 1))
-    with pytest.raises(
-        DataError, match=r"^data\.decoder: gpu cannot be used on this node \(.*\[nvjpeg\], or write data"
-    ) as caught:
-        check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), torch.device("cuda", 0), 1)
+@pytest.mark.parametrize("name", REGION_DECODERS)
+def test_a_node_that_cannot_decode_is_refused_in_one_line(name: str) -> None:
+    said = rf"^data\.decoder: {name} cannot be used on this node \(.*\); pip install nvidia-.*, or write data\.decoder=auto$"
+    with pytest.raises(DataError, match=said) as caught:
+        check_decoder(DataConfig(decoder=name, augment="crop_flip"), torch.device("cuda", 0), 1)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_a_decoder_that_decodes_is_told_from_one_that_does_not(decoder: RegionDecoder) -> None:
+    class Nothing:
+        def decode(self, regions: list[Region]) -> list[torch.Tensor | None]:
+            return [None] * len(regions)
+
+    assert device_decode._decodes(decoder)
+    assert not device_decode._decodes(Nothing())
 
 
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("kind", sorted(JPEGS.keys() - {"rgb inside"}))
-def test_nvjpegs_crops_are_near_to_the_exact_ones(kind: str) -> None:
+def test_a_gpus_crops_are_near_to_the_exact_ones(name: str, kind: str) -> None:
     device = torch.device("cuda", 0)
     boxes = [box for box in _boxes(149, 115, 40) if box[2] - box[0] > 4 and box[3] - box[1] > 4]
     regions = [_region(row, JPEGS[kind], box, row % 2 == 1) for row, box in enumerate(boxes)]
-    decoder = RegionDecoder(device, 2)
+    decoder = REGION_DECODERS[name](device, 2)
     decoded = decoder.decode(regions)
     torch.cuda.synchronize()
     assert all(pixels is not None and pixels.is_cuda for pixels in decoded)  # nothing is left to the CPU
     images_BCHW = _room(len(boxes), device)
-    assert decoder.fill(regions, images_BCHW) == {}
+    assert fill(decoder, regions, images_BCHW) == {}
     figures = [
         _psnr_db(shown_HWC, _exact(region.data, region.box, region.flip))
         for shown_HWC, region in zip(_shown(images_BCHW), regions, strict=True)
@@ -283,15 +345,15 @@ def test_nvjpegs_crops_are_near_to_the_exact_ones(kind: str) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_gpus_batches_are_complete_and_near_to_the_exact_ones(make_folder: MakeFolder, workers: int) -> None:
+def test_a_gpus_batches_are_complete_and_near_to_the_exact_ones(make_folder: MakeFolder, name: str, workers: int) -> None:
     device = torch.device("cuda", 0)
     root = make_folder(train={"a": 60, "b": 50}, val={"a": 1})
     _mixed(root)
     file = root / "train" / "a" / "007.jpg"
     file.write_bytes(_without_pixels(file.read_bytes()))
-    check_decoder(_config(root), device, 2)
-    exact = _loader(_config(root, decoder="auto", fidelity="exact"), workers=workers)
-    ours = _loader(_config(root), workers=workers, device=device)
+    check_decoder(_config(root, name), device, 2)
+    exact = _loader(_config(root, "auto", fidelity="exact"), workers=workers)
+    ours = _loader(_config(root, name), workers=workers, device=device)
     expected, found = _pixels(_epoch(exact)), {}
     for batch in on_device(ours.epoch(2), device, 2):
         batch.wait()
@@ -305,9 +367,9 @@ def test_a_gpus_batches_are_complete_and_near_to_the_exact_ones(make_folder: Mak
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_closing_early_ends_the_decoding_thread(make_folder: MakeFolder) -> None:
+def test_closing_early_ends_the_decoding_thread(make_folder: MakeFolder, name: str) -> None:
     device = torch.device("cuda", 0)
-    loader = _loader(_config(make_folder(train={"a": 60}, val={"a": 1})), workers=2, device=device)
+    loader = _loader(_config(make_folder(train={"a": 60}, val={"a": 1}), name), workers=2, device=device)
     batches = on_device(loader.epoch(0), device)
     next(batches).wait()
     batches.close()

@@ -1,6 +1,6 @@
 """The libraries that decode JPEG, by `data.decoder`; `auto` takes the first of them that is installed.
 
-`gpu` is none of them: training's crops are decoded on the device (`trainables.device.decode`), and these do the rest.
+`gpu` and `dali` are none of them: training's crops are decoded on the device (`trainables.device`), and these do the rest.
 
 The order is that of measured speed: milliseconds of CPU for a RandomResizedCrop(224), linear resize included, of 167 ImageNet
 files of 110 KB in the mean. Each gives PIL's pixels, bit for bit, where nothing is shrunk:
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainables.config import ON_DEVICE
 from trainables.data.decoders.contract import Decoder
 from trainables.errors import DataError
 
@@ -63,17 +64,15 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
     "pil": _pil,
 }
 
-GPU = "gpu"
-
 _PACKAGES = {"nvimagecodec": "nvidia-nvimgcodec-cu12"}  # where it is not the decoder's name
 
 
 def open_decoder(name: str) -> Decoder:
-    """The decoder of this name, or the fastest one installed for `auto` and for the CPU's part of `gpu`.
+    """The decoder of this name, or the fastest one installed for `auto` and for the CPU's part where a device decodes.
 
     Raises DataError where it is not installed.
     """
-    if name not in ("auto", GPU):
+    if name not in ("auto", *ON_DEVICE):
         try:
             return DECODERS[name]()
         except ImportError as error:

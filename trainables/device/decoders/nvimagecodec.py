@@ -1,0 +1,60 @@
+"""`gpu`: nvJPEG through nvImageCodec; on the CPU nvImageCodec's own decoder, whose pixels are PIL's, by the same code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from nvidia import nvimgcodec
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from trainables.data.undecoded import Region
+
+_AS_PIL = ":fancy_upsampling=1 :fast_idct=0"
+
+
+class NvImageCodec:
+    """A RegionDecoder. Raises RuntimeError where it finds no driver for `device`, a GPU by its number or the CPU."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        kinds, on = nvimgcodec.BackendKind, nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY
+        backends = [kinds.CPU_ONLY]
+        if device.type == "cuda":
+            on = device.index
+            backends = [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]
+        self._device = device
+        self._decoder = nvimgcodec.Decoder(
+            device_id=on, max_num_cpu_threads=threads, options=_AS_PIL, backends=[nvimgcodec.Backend(kind) for kind in backends]
+        )
+        self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB)
+
+    def decode(self, regions: list[Region]) -> list[Tensor | None]:
+        """See RegionDecoder."""
+        streams, places = [], []
+        pixels: list[Tensor | None] = [None] * len(regions)
+        for place, region in enumerate(regions):
+            if (stream := code_stream(region)) is not None:
+                streams.append(stream)
+                places.append(place)
+        on_gpu = self._device.type == "cuda"
+        cuda_stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
+        images: list[Any] = self._decoder.decode(streams, params=self._params, cuda_stream=cuda_stream) if streams else []
+        for place, image in zip(places, images, strict=True):
+            left, top, right, bottom = regions[place].box
+            if image is not None and tuple(image.shape) == (bottom - top, right - left, 3):
+                pixels[place] = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
+        return pixels
+
+
+def code_stream(region: Region) -> Any | None:
+    """The part of a file as nvImageCodec takes it; None where it refuses the header, or finds another size there than we did."""
+    left, top, right, bottom = region.box
+    try:
+        stream = nvimgcodec.CodeStream(np.frombuffer(region.data, dtype=np.uint8))
+        if (stream.height, stream.width) == (region.header.height, region.header.width):
+            return stream.get_sub_code_stream(region=nvimgcodec.Region(top, left, bottom, right))
+    except (RuntimeError, ValueError):
+        pass
+    return None
