@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from service.experiment import default_runs_root, load, recipes
-from service.trees import flatten
 from trainables.errors import DistillError
 
 if TYPE_CHECKING:
     from service.experiment import Resolved
+
+
+def default_runs_root() -> Path:
+    """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
+    if named := os.environ.get("RAYDISTILL_RUNS"):
+        return Path(named).expanduser().absolute()
+    here = Path.cwd()
+    return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
+
 
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value, such as data.global_batch_size=256."
@@ -47,6 +54,8 @@ def cli() -> None:
 @RUNS
 def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
     """Train the teacher if it has no weights, then distil the student."""
+    from service.experiment import load
+
     start("train", load(recipe_or_file, overrides), out, root)
 
 
@@ -57,6 +66,8 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 @RUNS
 def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
+    from service.experiment import load
+
     start("sweep", load(recipe_or_file, overrides), out, root)
 
 
@@ -218,6 +229,8 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
 @cli.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""
+    from service.experiment import recipes
+
     width = max(map(len, recipes()))
     for name, text in recipes().items():
         click.echo(f"{name:{width}}  {text}")
@@ -229,6 +242,9 @@ def list_recipes() -> None:
 def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
     """The resolved experiment, each value with where it comes from."""
     import json
+
+    from service.experiment import load
+    from service.trees import flatten
 
     resolved = load(recipe_or_file, overrides)
     flat = flatten(resolved.experiment.model_dump(mode="json"))

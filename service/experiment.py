@@ -317,11 +317,3 @@ def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) 
                 check_model_name(section.model)
         except ModelError as error:
             raise ExperimentError(f"{sources.get(key, where)}: {key}: {error}") from error
-
-
-def default_runs_root() -> Path:
-    """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
-    if named := os.environ.get("RAYDISTILL_RUNS"):
-        return Path(named).expanduser().absolute()
-    here = Path.cwd()
-    return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"

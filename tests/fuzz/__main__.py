@@ -1,7 +1,7 @@
 """`python -m tests.fuzz images|largest|shards [--count N] [--seed N] [--first N]`: exit code 1 where an input broke a promise.
 
-Each input gives a sample or a named error in one line, in 2 s, within the memory that `child.MAX_MIB` says, and never ends the
-process. Inputs are a function of seed and number: `--first 4711 --count 1` tries one of them again.
+Each input gives a sample or a named error in one line, within the time and memory that `child` allows, and the process
+lives. Inputs are a function of seed and number: `--first 4711 --count 1` tries one of them again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number, problem in figures.wrong.items():
         print(f"input {number}: {problem}")
     if not figures.wrong:
-        print(f"each a sample or a named error within {MAX_S:g} s and {MAX_MIB[args.subject]:,} MiB")
+        print(f"each a sample or a named error within {MAX_S[args.subject]:g} s and {MAX_MIB[args.subject]:,} MiB")
         return 0
     keep(args.subject, args.seed, list(figures.wrong)[:_MOST_KEPT], args.keep)
     print(f"the first {_MOST_KEPT} of them lie in {args.keep}" if len(figures.wrong) > _MOST_KEPT else f"they lie in {args.keep}")

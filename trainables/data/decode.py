@@ -38,8 +38,10 @@ MAX_PIXELS = 89_478_485
 _MAX_PIXELS_A_BYTE = 1024
 """Of a JPEG file, where 8 × 8 pixels take a bit or more, so that it has half as many at the most. What claims more would be
 decoded as grey for the most part."""
-_MAX_PIXELS_SCANNED = 2_000_000_000
+_MAX_PIXELS_SCANNED = 1_600_000_000
 """A progressive JPEG file comes in some ten scans, and each of them, however few its bytes, goes over the whole image."""
+_LONGEST_SIDE = 2**24
+"""Of a line of 8 bytes a pixel PIL counts the bits in an int, and calls it a lack of memory where they are more."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _BOMB = "more pixels than PIL's limit against decompression bombs"
 
@@ -123,6 +125,8 @@ def too_costly(width: int, height: int, encoded: bytes | memoryview, progressive
     """Why an image of this size, as its header tells, is not decoded; None where it may be."""
     if width * height > MAX_PIXELS:
         return _BOMB
+    if max(width, height) > _LONGEST_SIDE:
+        return "longer or wider than PIL can decode"
     if encoded[:2] == _JPEG and width * height > _MAX_PIXELS_A_BYTE * len(encoded):
         return "truncated or damaged: too few bytes for its size"
     if progressive and width * height * bytes(encoded).count(_SCAN) > _MAX_PIXELS_SCANNED:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fuzz.originals import flat_png
 from tests.trainables.data.photos import encoded, photo
 from trainables.data import decode
 from trainables.data.decode import UnreadableImageError, decode_image, read_file
@@ -104,6 +105,11 @@ def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode, "MAX_PIXELS", 100)
     with pytest.raises(UnreadableImageError, match="decompression bombs"):
         decode_image(FILES["png"])
+
+
+def test_a_strip_that_pil_would_call_a_lack_of_memory_is_unreadable() -> None:
+    with pytest.raises(UnreadableImageError, match="longer or wider than PIL can decode"):
+        decode_image(flat_png(2**26, 1))
 
 
 def test_a_file_that_is_missing_or_a_folder_is_unreadable(tmp_path: Path) -> None:
