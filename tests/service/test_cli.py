@@ -400,7 +400,7 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "recipes", lambda: 1 / 0)
+    monkeypatch.setattr("service.experiment.recipes", lambda: 1 / 0)
     assert exit_code("recipes") == 1
     said = capsys.readouterr().err
     assert said.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa  # here, so that processes that are forked have it
 from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -114,8 +115,6 @@ def _packed(job: ShardJob, sample: Any) -> Packed:
 
 def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], names: list[str], sizes: NDArray[np.int32]) -> File:
     """An Arrow file of one record batch, uncompressed, so that every image's bytes lie in it as they are."""
-    import pyarrow as pa
-
     encoded = [name.encode() for name in names]
     name_ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     count = len(names)
@@ -131,16 +130,12 @@ def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], name
 
 def _column(values_n: NDArray[Any]) -> Any:
     """An Arrow array; `pyarrow.array` would import pandas, for half a second and 40 MiB."""
-    import pyarrow as pa
-
     kind = {"int32": pa.int32(), "int64": pa.int64()}[values_n.dtype.name]
     return pa.Array.from_buffers(kind, len(values_n), [None, pa.py_buffer(np.ascontiguousarray(values_n))])
 
 
 def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
     """The rows of a split from those of its shards, each (5, n)."""
-    import pyarrow as pa
-
     joined = np.concatenate(rows, axis=1)
     columns = [_column(column.astype(kind)) for column, kind in zip(joined, ROW_COLUMNS.values(), strict=True)]
     return write_batch(path, pa.record_batch(columns, names=list(ROW_COLUMNS)))
@@ -148,8 +143,6 @@ def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
 
 def write_batch(path: Path, batch: Any) -> File:
     """Write one record batch as an Arrow file, hashed on its way."""
-    import pyarrow as pa
-
     with replacing(path) as beside, open(beside, "wb") as file:
         sink = _Hashed(file)
         with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -176,8 +169,6 @@ class _Hashed:
 
 def _image_offset(path: Path) -> int:
     """Where in a shard the bytes of its first image begin."""
-    import pyarrow as pa
-
     with pa.memory_map(str(path)) as mapped:
         whole = mapped.read_buffer()
         data = pa.ipc.open_file(whole).get_batch(0).column("image").buffers()[2]
