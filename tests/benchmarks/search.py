@@ -1,7 +1,7 @@
 """The guided searcher beside those that see a black box, on simulated clusters.
 
 Each cluster is searched by ours until it has nothing more to ask; then by each peer with as many GPU-seconds as that took. Seeds
-0–99 are there to tune on, 100–299 are reported. TPE needs optuna, BOHB needs hpbandster; a peer that is not installed is left out.
+0–99 are there to tune on, 100–299 are reported. TPE needs optuna, BOHB needs hpbandster; what is not installed is left out.
 `python -m tests.benchmarks.search --seeds 0 100` prints a row a cluster, and `--metric gpu_s_per_epoch` asks for another best.
 """
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.benchmarks.peers.searchers import PEERS
 from tests.benchmarks.simulation.cluster import Cluster, Measured
 from tests.benchmarks.simulation.draw import MAX_POINTS, MIN_POINTS, Drawn
 from tests.benchmarks.simulation.parts import (
@@ -23,6 +24,7 @@ from tests.benchmarks.simulation.parts import (
     Trouble,
 )
 from tests.benchmarks.simulation.queueing import PHASES, Luck, simulate
+from tests.benchmarks.simulation.session import Session, grid_gpu_s
 
 SEEDS = range(12)
 
@@ -229,6 +231,37 @@ def test_probes_agree_with_the_truth() -> None:
     assert len(ratios) == len(points)
     assert np.abs(np.array(ratios) - 1.0).max() < 0.04
     assert min(cluster.regret(point) for point in cluster.points) == 0.0
+
+
+def test_a_session_pays_for_a_start_where_the_group_changes_and_for_every_step() -> None:
+    space: dict[str, list[Any]] = {
+        "scale.num_workers": [1, 2],
+        "data.global_batch_size": [32, 128],
+        "data.loader_workers": [4, 40],
+    }
+    session = Session(Cluster(0, Drawn("compute", plant(1, 2, cores=Cores(32, 0.0, 0.5)), space, reserved=True)), 0)
+    small, too_many, big, *_, two_small, _, two_big, _ = session.cluster.points
+    assert session.probe(too_many, 10).status == "infeasible"
+    assert (session.gpu_s, session.num_probes) == (0.0, 0)
+    seen = session.probe(small, 100, enough=lambda steps_s: len(steps_s) >= 20)
+    assert len(seen.steps_s) == 20
+    assert session.gpu_s == pytest.approx(20.0 + 30 * seen.steps_s.mean(), rel=0.01)
+    costs = []
+    for point in (small, big, small, two_small, two_big):
+        before = session.gpu_s
+        seen = session.probe(point, 20)
+        costs.append(
+            session.gpu_s - before - point["scale.num_workers"] * 30 * (seen.steps_s.mean() if len(seen.steps_s) else 0.0)
+        )
+    assert costs == pytest.approx([0.0, 25.0, 20.0, 40.0, 0.0], abs=0.1)  # the third after memory ran out
+
+
+@pytest.mark.parametrize("name", ["random", "random, short probes", "ASHA"])
+def test_a_peer_spends_its_budget_and_finds_the_best_with_enough_of_it(name: str) -> None:
+    cluster = Cluster(7)
+    found = [cluster.regret(PEERS[name](cluster, share * grid_gpu_s(cluster), 1, "images_per_s")) for share in (0.02, 2.0)]
+    assert found[1] <= min(found[0], 0.03)
+    assert PEERS[name](cluster, 0.0, 1, "images_per_s") is None
 
 
 def test_a_machine_like_that_of_the_published_diaries_tells_their_story() -> None:

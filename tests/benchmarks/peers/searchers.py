@@ -53,6 +53,11 @@ class Account:
             as_figure(probe.point, float(probe.steps_s.mean()), self._num_images, self._metric) if len(probe.steps_s) else -np.inf
         )
 
+    def worse_than_all(self) -> float:
+        """A figure for a point that does not run: 0 images a second, or twice the highest cost."""
+        lowest = min((figure for figure in self.figures.values() if np.isfinite(figure)), default=0.0)
+        return lowest - abs(lowest)
+
     def best(self) -> Point | None:
         index = max(self.figures, key=lambda i: self.figures[i], default=None)
         return None if index is None or self.figures[index] == -np.inf else self.session.cluster.points[index]
@@ -92,17 +97,14 @@ def tpe(steps: int, warm_up: int) -> Search:
                 for key, values in axes.values.items()
             ]
             figure = account.measure(axes.index(ranks), steps, warm_up)
-            if figure is None:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            else:
-                study.tell(trial, figure)
+            study.tell(trial, account.worse_than_all() if figure is None else figure)  # a failed trial would teach TPE nothing
         return account.best()
 
     return search
 
 
 def asha(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
-    """Successive halving without waiting: one of the best third of a rung goes on, where there is one, else a new random point."""
+    """Successive halving without waiting: one of the best third of a rung goes on where there is one, else a new random point."""
     fresh = iter(np.random.default_rng([cluster.seed, seed, 1]).permutation(len(cluster.points)).tolist())
     return _halving(cluster, budget_gpu_s, seed, metric, fresh, lambda rung, index, figure: None)
 

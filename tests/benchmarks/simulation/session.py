@@ -57,7 +57,7 @@ class Session:
         if isinstance(measured, str):
             self._group = 0  # a group that ran out of memory is not used again
             self._pay(num_workers, start_s + OOM_S)
-            return Probe(point, measured, peak_memory_mib=None)
+            return Probe(point, measured)
         num = next((k for k in range(MIN_STEPS, steps, CHECK_EVERY) if enough and enough(measured.steps_s[:k])), steps)
         steps_s = measured.steps_s[:num]
         self._pay(num_workers, start_s + measured.warm_up_s + float(steps_s.sum()))
