@@ -1,0 +1,205 @@
+"""The searchers that see a black box: random, Optuna's TPE, ASHA's rule, BOHB. Each spends a given number of GPU-seconds.
+
+All are given what favours them: an order of the values where there is one, points that cannot run for nothing, the last probe
+although it goes over the budget, no second measurement of a point that is proposed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.simulation.cluster import Cluster, Point, as_figure
+from tests.benchmarks.simulation.session import GRID_STEPS, GRID_WARM_UP, WARM_UP, Probe, Session
+
+SHORT_STEPS = 30
+ETA, RUNGS = 3, (25, 75, 225)
+"""Of ASHA and BOHB: a third goes on to three times as many steps."""
+PATIENCE = 200
+"""Proposals in a row that cost nothing, after which a searcher has nothing more to say."""
+Search = Callable[[Cluster, float, int, str], Point | None]
+
+
+class Account:
+    """What was seen, in the metric's own sense (the larger the better), and what may still be spent."""
+
+    def __init__(self, cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> None:
+        self.session, self._budget_gpu_s, self._metric = Session(cluster, seed), budget_gpu_s, metric
+        self._num_images = cluster.plant.num_images
+        self.figures: dict[int, float] = {}
+        self._idle = 0
+
+    @property
+    def open(self) -> bool:
+        return self.session.gpu_s < self._budget_gpu_s and self._idle < PATIENCE
+
+    def measure(self, index: int, steps: int, warm_up: int) -> float | None:
+        """The figure of a point, measured unless it is known; None where it does not run."""
+        if index in self.figures:
+            self._idle += 1
+            return self.figures[index] if np.isfinite(self.figures[index]) else None
+        probe = self.session.probe(self.session.cluster.points[index], steps, warm_up)
+        self._idle = self._idle + 1 if probe.status == "infeasible" else 0
+        self.figures[index] = self.figure(probe)
+        return self.figures[index] if probe.status == "ok" else None
+
+    def figure(self, probe: Probe) -> float:
+        return (
+            as_figure(probe.point, float(probe.steps_s.mean()), self._num_images, self._metric) if len(probe.steps_s) else -np.inf
+        )
+
+    def worse_than_all(self) -> float:
+        """A figure for a point that does not run: 0 images a second, or twice the highest cost."""
+        lowest = min((figure for figure in self.figures.values() if np.isfinite(figure)), default=0.0)
+        return lowest - abs(lowest)
+
+    def best(self) -> Point | None:
+        index = max(self.figures, key=lambda i: self.figures[i], default=None)
+        return None if index is None or self.figures[index] == -np.inf else self.session.cluster.points[index]
+
+
+def random(steps: int, warm_up: int) -> Search:
+    """Points in any order, none of them twice."""
+
+    def search(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+        account = Account(cluster, budget_gpu_s, seed, metric)
+        for index in np.random.default_rng([cluster.seed, seed]).permutation(len(cluster.points)):
+            if not account.open:
+                break
+            account.measure(int(index), steps, warm_up)
+        return account.best()
+
+    return search
+
+
+def tpe(steps: int, warm_up: int) -> Search:
+    """Optuna's TPE, multivariate."""
+
+    def search(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=cluster.seed * 101 + seed, multivariate=True)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        account, axes = Account(cluster, budget_gpu_s, seed, metric), Axes(cluster.points)
+        while account.open:
+            trial = study.ask()
+            ranks = [
+                trial.suggest_int(key, 0, len(values) - 1)
+                if axes.ordered[key]
+                else values.index(trial.suggest_categorical(key, values))
+                for key, values in axes.values.items()
+            ]
+            figure = account.measure(axes.index(ranks), steps, warm_up)
+            study.tell(trial, account.worse_than_all() if figure is None else figure)  # a failed trial would teach TPE nothing
+        return account.best()
+
+    return search
+
+
+def asha(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+    """Successive halving without waiting: one of the best third of a rung goes on where there is one, else a new random point."""
+    fresh = iter(np.random.default_rng([cluster.seed, seed, 1]).permutation(len(cluster.points)).tolist())
+    return _halving(cluster, budget_gpu_s, seed, metric, fresh, lambda rung, index, figure: None)
+
+
+def bohb(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+    """ASHA's rule over the proposals of hpbandster's own BOHB: a kernel density of the best points of the largest rung."""
+    import ConfigSpace
+    from hpbandster.optimizers.config_generators.bohb import BOHB
+
+    np.random.seed((cluster.seed * 101 + seed) % 2**32)  # hpbandster draws from NumPy's one generator
+    warnings.simplefilter("ignore")
+    axes = Axes(cluster.points)
+    space = ConfigSpace.ConfigurationSpace(seed=cluster.seed * 101 + seed)
+    for key, values in axes.values.items():
+        ranked = ConfigSpace.UniformFloatHyperparameter(key, 0.0, len(values) - 1e-6)
+        space.add(ranked if axes.ordered[key] else ConfigSpace.CategoricalHyperparameter(key, list(range(len(values)))))
+    logger = logging.getLogger("raydistill.bohb")
+    logger.setLevel(logging.CRITICAL)
+    generator = BOHB(space, logger=logger)
+    proposed: dict[int, dict[str, Any]] = {}
+
+    def propose() -> Iterator[int]:
+        for _ in range(100 * len(cluster.points)):
+            config, _ = generator.get_config(RUNGS[0])
+            index = axes.index([int(config[key]) for key in axes.values])
+            proposed[index] = config
+            yield index
+
+    def tell(rung: int, index: int, figure: float | None) -> None:
+        result = None if figure is None else {"loss": -figure}
+        generator.new_result(
+            SimpleNamespace(id=(index,), kwargs={"budget": RUNGS[rung], "config": proposed[index]}, result=result, exception=None)
+        )
+
+    return _halving(cluster, budget_gpu_s, seed, metric, propose(), tell)
+
+
+def _halving(
+    cluster: Cluster,
+    budget_gpu_s: float,
+    seed: int,
+    metric: str,
+    fresh: Iterator[int],
+    tell: Callable[[int, int, float | None], None],
+) -> Point | None:
+    account = Account(cluster, budget_gpu_s, seed, metric)
+    steps_s: dict[int, list[float]] = {}
+    rungs: list[dict[int, float]] = [{} for _ in RUNGS]
+    idle = 0
+    while account.session.gpu_s < budget_gpu_s and idle < PATIENCE:
+        rung, index = next(
+            ((r + 1, i) for r in reversed(range(len(RUNGS) - 1)) if (i := _promoted(rungs[r], rungs[r + 1])) is not None), (0, -1)
+        )
+        if rung == 0 and (index := next(fresh, -1)) < 0:
+            break
+        if rung == 0 and index in rungs[0]:
+            idle += 1
+            continue
+        spent = account.session.gpu_s
+        probe = account.session.probe(cluster.points[index], RUNGS[rung] - len(steps_s.get(index, ())))
+        idle = idle + 1 if account.session.gpu_s == spent else 0
+        steps_s[index] = [*steps_s.get(index, ()), *probe.steps_s]
+        figure = account.figure(Probe(probe.point, probe.status, np.array(steps_s[index])))
+        rungs[rung][index] = account.figures[index] = figure
+        tell(rung, index, figure if probe.status == "ok" else None)
+    highest = next((rung for rung in reversed(rungs) if rung), {})
+    index = max(highest, key=lambda i: highest[i], default=-1)
+    return cluster.points[index] if index >= 0 and np.isfinite(highest[index]) else None
+
+
+def _promoted(rung: dict[int, float], above: dict[int, float]) -> int | None:
+    """The best of a rung's top third that has not gone on yet."""
+    top = sorted(rung, key=lambda i: -rung[i])[: len(rung) // ETA]
+    return next((i for i in top if i not in above and np.isfinite(rung[i])), None)
+
+
+class Axes:
+    """A grid's points by the ranks of their values."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.values = {key: list(dict.fromkeys(point[key] for point in points)) for key in points[0]}
+        self.ordered = {key: not isinstance(values[0], str) for key, values in self.values.items()}
+        self._indices = {tuple(point.values()): index for index, point in enumerate(points)}
+
+    def index(self, ranks: Sequence[int]) -> int:
+        return self._indices[tuple(values[rank] for values, rank in zip(self.values.values(), ranks, strict=True))]
+
+
+PEERS: dict[str, Search] = {
+    "random": random(GRID_STEPS, GRID_WARM_UP),
+    "random, short probes": random(SHORT_STEPS, WARM_UP),
+    "TPE": tpe(GRID_STEPS, GRID_WARM_UP),
+    "TPE, short probes": tpe(SHORT_STEPS, WARM_UP),
+    "ASHA": asha,
+    "BOHB": bohb,
+}
+NEEDS = {"TPE": "optuna", "TPE, short probes": "optuna", "BOHB": "hpbandster"}
+"""What a peer comes with, where it is not written here."""

@@ -1,0 +1,146 @@
+"""A cluster of a seed: what a searcher may ask of it, and the truth that it is judged by."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.simulation.draw import EXTRAS, Drawn, draw
+from tests.benchmarks.simulation.parts import Floats, Setting
+from tests.benchmarks.simulation.queueing import Luck, simulate
+
+Point = Mapping[str, Any]
+TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 200, 1000, 60
+MIN_FEASIBLE = 20
+CONTENDERS = 0.06
+"""Points whose shorter truth is within this of the best's are told apart by a longer one."""
+METRICS = ("images_per_s", "epoch_s", "gpu_s_per_epoch")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A probe's steps after its warm-up, and what the warm-up took."""
+
+    steps_s: Floats
+    phases_s: dict[str, Floats]
+    peak_memory_mib: float
+    warm_up_s: float
+
+
+class Cluster:
+    """Hardware, networks, data and a space, all of a seed; every answer is a pure function of its arguments."""
+
+    def __init__(self, seed: int, drawn: Drawn | None = None) -> None:
+        self.seed = seed
+        for attempt in itertools.count():
+            self._drawn = drawn or draw(seed, attempt)
+            self.kind, self.plant = self._drawn.kind, self._drawn.plant
+            if drawn or sum(self.status(point) == "ok" for point in self.points) >= MIN_FEASIBLE:
+                break
+            del self.points  # the next attempt has others
+
+    @cached_property
+    def points(self) -> list[Point]:
+        space = self._drawn.space
+        return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+
+    def status(self, point: Point) -> str:
+        """ok, oom, or infeasible: more CPUs than a node has, or a batch of which some ranks get nothing."""
+        setting = self.setting(point)
+        ranks = min(setting.num_workers, self.plant.gpus_per_node)
+        if self._drawn.reserved and ranks * (1 + setting.loader_workers) > self.plant.cores.threads:
+            return "infeasible"
+        if point["data.global_batch_size"] < setting.num_workers:
+            return "infeasible"
+        return "ok" if self.plant.memory.fits(self.peak_memory_mib(point)) else "oom"
+
+    def peak_memory_mib(self, point: Point) -> float:
+        setting = self.setting(point)
+        return self.plant.memory.peak_mib(setting.batch, setting.memory)
+
+    def setting(self, point: Point) -> Setting:
+        num_workers = int(point["scale.num_workers"])
+        changes: dict[str, float] = {}
+        for key, values in EXTRAS.items():
+            changes |= values[point[key]] if key in point else {}
+        batch = -(-int(point["data.global_batch_size"]) // num_workers)
+        return Setting(num_workers, batch, int(point["data.loader_workers"]), **changes)
+
+    def measure(self, point: Point, steps: int, rng: np.random.Generator, warm_up: int = 10, at_s: float = 0.0) -> Measured | str:
+        """`steps` steps after `warm_up`, on GPUs that have been at work for `at_s` seconds; or why there are none."""
+        if (status := self.status(point)) != "ok":
+            return status
+        seen = simulate(self.plant, [self.setting(point)], Luck.draw(self.plant, warm_up + steps, rng), at_s)
+        phases_s = {phase: seconds_TP[warm_up:, 0] for phase, seconds_TP in seen.phases_s_TP.items()}
+        steps_s = seen.steps_s_TP[:, 0]
+        return Measured(steps_s[warm_up:], phases_s, self.peak_memory_mib(point), float(steps_s[:warm_up].sum()))
+
+    def truth(self, point: Point) -> float:
+        """Mean seconds of a step in the long run, on warm GPUs; infinite where there is none."""
+        return self._truths[self.key(point)]
+
+    def figure(self, point: Point, metric: str = "images_per_s") -> float:
+        """The truth as a metric; the larger the better, so that times and costs come with a minus."""
+        return as_figure(point, self.truth(point), self.plant.num_images, metric)
+
+    def regret(self, point: Point | None, metric: str = "images_per_s") -> float:
+        """Share that the best point is better by; 1 for none."""
+        best = max(self.figure(other, metric) for other in self.points)
+        if point is None or not np.isfinite(self.truth(point)):
+            return 1.0
+        mine = self.figure(point, metric)
+        return 1.0 - mine / best if best > 0 else 1.0 - best / mine
+
+    @staticmethod
+    def key(point: Point) -> tuple[Any, ...]:
+        return tuple(sorted(point.items()))
+
+    @cached_property
+    def _truths(self) -> dict[tuple[Any, ...], float]:
+        """Of every point; those near the top longer. All under the same luck, whose part in a difference is small for that."""
+        truths = {self.key(point): np.inf for point in self.points}
+        runs = [point for point in self.points if self.status(point) == "ok"]
+        truths |= self._long_runs(runs, TRUTH_STEPS)
+        for metric in ("images_per_s", "gpu_s_per_epoch"):
+            figures = {self.key(p): as_figure(p, truths[self.key(p)], self.plant.num_images, metric) for p in runs}
+            best = max(figures.values())
+            near = [p for p in runs if figures[self.key(p)] > best - CONTENDERS * abs(best)]
+            truths |= self._long_runs(near, LONG_TRUTH_STEPS)
+        return truths
+
+    def _long_runs(self, points: list[Point], steps: int) -> dict[tuple[Any, ...], float]:
+        luck = Luck.draw(self.plant, SETTLE_STEPS + steps, np.random.default_rng([self.seed, 6]))
+        found = {}
+        for group in _groups(points):
+            seen = simulate(self.plant, [self.setting(point) for point in group], luck, at_s=np.inf)
+            means_P = seen.steps_s_TP[SETTLE_STEPS:].mean(0)
+            found |= {self.key(point): float(mean) for point, mean in zip(group, means_P, strict=True)}
+        return found
+
+
+def as_figure(point: Point, step_s: float, num_images: int, metric: str) -> float:
+    """A step's time as a metric, the larger the better.
+
+    Raises:
+        ValueError: no such metric.
+    """
+    images_per_s = point["data.global_batch_size"] / step_s
+    if metric == "images_per_s":
+        return float(images_per_s)
+    epoch_s = num_images / images_per_s if images_per_s else np.inf
+    if metric == "epoch_s":
+        return -float(epoch_s)
+    if metric == "gpu_s_per_epoch":
+        return -float(epoch_s * point["scale.num_workers"])
+    raise ValueError(f"no metric {metric!r}: choose from {', '.join(METRICS)}")
+
+
+def _groups(points: list[Point]) -> Iterator[list[Point]]:
+    """Points of one GPU count each."""
+    for num_workers in sorted({point["scale.num_workers"] for point in points}):
+        yield [point for point in points if point["scale.num_workers"] == num_workers]
