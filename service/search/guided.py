@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from service.search.memory_model import MemoryModel
@@ -33,10 +34,13 @@ from service.search.step_time import MODEL_ERROR, Measured, StepTime, times
 
 __all__ = ["Guided", "Hardware", "Observation", "Point"]
 
+Flags = NDArray[np.bool_]
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1}  # power of num_workers in what one image costs
 FIRST_PROBES = 4  # by optimal design, before gains are compared
 DRAWS = 192
 DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
+PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
+GRID_STEPS = 250  # of a point of the grid, to compare with
 KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
 WARM_UP_STEPS = 10  # that every probe pays for and does not count
 
@@ -49,6 +53,7 @@ class Belief:
     gain_M: Array  # expected gain over the best, relative
     beats_M: Array  # probability of beating the best by more than the tolerance
     step_s_M: Array
+    spread_M: Array  # standard deviation of the step time, relative
 
 
 class Guided:
@@ -124,7 +129,10 @@ class Guided:
             self._why = f"{self._name(row)} tells most about the step's parameters for its GPU time"
         else:
             belief = self._belief()
-            worth = candidates & (belief.beats_M > DOUBT)
+            cost_M = self._cost(belief.step_s_M)
+            room = self._fits()
+            whole = float((self.layout.workers_M * (self.start_s + GRID_STEPS * belief.step_s_M))[room].sum())
+            worth = candidates & ((belief.beats_M > DOUBT) | (belief.gain_M > PRICE * cost_M / whole))
             best = self._name(belief.best)
             if not worth.any():
                 chance = float(belief.beats_M[candidates].max())
@@ -133,7 +141,7 @@ class Guided:
                     f"(the likeliest with a probability of {chance:.1%})"
                 )
                 return None
-            row = int(np.argmax(np.where(worth, belief.gain_M / self._cost(belief.step_s_M), -1.0)))
+            row = int(np.argmax(np.where(worth, belief.gain_M / cost_M, -1.0)))
             self._why = (
                 f"{self._name(row)} beats {best} by more than {self.tolerance:.0%} with a probability of {belief.beats_M[row]:.0%}"
             )
@@ -166,11 +174,11 @@ class Guided:
         named = [f"{point[key]} {label}" if key != GLOBAL_BATCH else f"{label} {point[key]}" for key, label in axes.items()]
         return ", ".join([*named, *(f"{key} {value}" for key, value in point.items() if key not in axes)])
 
-    def _candidates(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _candidates(self) -> Flags:
         """Neither told nor pending, in memory, and without a value that only ever failed."""
         open_M = np.ones(len(self.points), dtype=bool)
         open_M[[row for row, _ in self.told] + self.pending] = False
-        open_M &= self.memory.fits(self.kind_M, self.layout.batch_M)
+        open_M &= self._fits()
         worked = np.zeros(len(self.points), dtype=bool)
         worked[[row for row, seen in self.told if seen.status in ("ok", "oom")]] = True
         broke = np.zeros(len(self.points), dtype=int)
@@ -184,6 +192,9 @@ class Guided:
                 open_M &= self.layout.workers_M < workers
         return open_M
 
+    def _fits(self) -> Flags:
+        return self.memory.fits(self.kind_M, self.layout.batch_M)
+
     def _cost(self, step_s_M: Array) -> Array:
         """GPU-seconds of a probe of each point."""
         lengths = [len(seen.steps_s) for _, seen in self._ok()] or [20]
@@ -191,7 +202,7 @@ class Guided:
         start_M = np.where(self.layout.workers_M == self.group, 0.0, self.start_s)
         return self.layout.workers_M * (start_M + steps * step_s_M)
 
-    def _informative(self, candidates: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+    def _informative(self, candidates: Flags) -> int:
         """The candidate that shrinks the parameters' uncertainty most for its cost (D-optimal: Chaloner and Verdinelli 1995).
 
         The gain of one observation is log det(I + J Σ Jᵀ / error²), J being its derivatives by the parameters.
@@ -208,6 +219,12 @@ class Guided:
         if self.memory.capacity_mib == np.inf:  # nothing known of memory: begin in the lower half of the batches
             low = self.layout.batch_M <= np.median(self.layout.batch_M[candidates])
             candidates = candidates & low
+        elif self.memory.is_line_unknown():  # no bigger batch is tried before two peaks give the line
+            known = [(kind, batch) for kind, peaks in self.memory.seen.items() for batch in peaks]
+            other = np.zeros_like(candidates)
+            for kind, batch in known:
+                other |= (self.kind_M == kind) & (self.layout.batch_M != batch)
+            candidates = candidates & other if (candidates & other).any() else candidates
         cost_M = self._cost(times(self.model.mean_P, self.layout).step)
         return int(np.argmax(np.where(candidates, gain_M / np.sqrt(cost_M), -1.0)))
 
@@ -255,4 +272,6 @@ class Guided:
         density_SM = np.exp(-0.5 * scaled_SM**2) / math.sqrt(2 * math.pi)
         gain_M = weights_S @ (ahead_SM * ndtr(scaled_SM) + spread_M * density_SM)
         beats_M = weights_S @ ndtr((ahead_SM - math.log1p(self.tolerance)) / spread_M)
-        return Belief(best, gain_M, beats_M, np.exp(weights_S @ step_SM))
+        step_M = weights_S @ step_SM
+        total_M = np.sqrt(weights_S @ (step_SM - step_M) ** 2 + rest.variance_M)
+        return Belief(best, gain_M, beats_M, np.exp(step_M), total_M)

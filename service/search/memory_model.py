@@ -38,11 +38,24 @@ class MemoryModel:
         peaks = self.seen.get(kind) or {}
         if not peaks:
             return np.zeros_like(batch_M)
-        batches, values = np.array(sorted(peaks.items())).T
-        if len(peaks) == 1:
-            return np.where(batch_M > batches[0], values[0] * batch_M / batches[0], values[0])
-        slope, base = np.polyfit(batches, values, 1)
-        return np.maximum(base + max(slope, 0.0) * batch_M, 0.0)
+        if len(peaks) > 1:
+            slope, base = self._line(peaks)
+            return np.maximum(base + slope * batch_M, 0.0)
+        # Weights and optimizer state hardly change with the kind: half of the smallest base known is taken for granted.
+        ((batch, peak),) = peaks.items()
+        base = 0.5 * min((self._line(other)[1] for other in self.seen.values() if len(other) > 1), default=0.0)
+        base = min(max(base, 0.0), peak)
+        return base + (peak - base) * np.maximum(batch_M / batch, 1.0)
+
+    @staticmethod
+    def _line(peaks: dict[float, float]) -> tuple[float, float]:
+        """Slope and base through two or more probes."""
+        slope, base = np.polyfit(*np.array(sorted(peaks.items())).T, 1)
+        return max(float(slope), 0.0), float(base)
+
+    def is_line_unknown(self) -> bool:
+        """Whether a probe of another batch would tell how the peak grows, and none has so far."""
+        return bool(self.seen) and all(len(peaks) < 2 for peaks in self.seen.values())
 
     def fits(self, kind_M: Array, batch_M: Array) -> Array:
         """Whether each batch is believed to fit. A kind that nobody tried borrows the line of the hungriest."""

@@ -18,15 +18,16 @@ from service.search.points import Array, Layout
 
 AMPLITUDES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 BELIEVED, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, and standard deviation of its logarithm
-OCTAVES = 1.5  # over which a residual along an axis stays the same
+OCTAVES = (1.0, 1.5, 1.5)  # of workers, batch, loader workers: how far along an axis a residual stays the same
 DRIFT = 0.002  # relative drift of the cluster for each probe, standard deviation
 
 
 def similarity(a: Layout, b: Layout) -> Array:
     """Correlation of the residuals of two sets of points: Matérn 3/2 in octaves of each axis, less across categories."""
     square = np.zeros((len(a.workers_M), len(b.workers_M)))
-    for left, right in ((a.workers_M, b.workers_M), (a.batch_M, b.batch_M), (a.threads_M + 1, b.threads_M + 1)):
-        square += (np.subtract.outer(np.log2(left), np.log2(right)) / OCTAVES) ** 2
+    axes = ((a.workers_M, b.workers_M), (a.batch_M, b.batch_M), (a.threads_M + 1, b.threads_M + 1))
+    for (left, right), octaves in zip(axes, OCTAVES, strict=True):
+        square += (np.subtract.outer(np.log2(left), np.log2(right)) / octaves) ** 2
     for left, right in zip(a.member_KM, b.member_KM, strict=True):
         square += 0.5 * np.not_equal.outer(left, right)
     distance = np.sqrt(3 * square)
