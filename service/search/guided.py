@@ -28,7 +28,7 @@ from service.search.points import (
     categories,
     identity,
 )
-from service.search.probes import relative_error
+from service.search.probes import SlowSteps
 from service.search.residuals import DRIFT, Residuals
 from service.search.step_time import MODEL_ERROR, Measured, StepTime, times
 
@@ -94,6 +94,7 @@ class Guided:
         self.told: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
         self.model = self.prior
+        self.slow = SlowSteps()
         self.amplitude = 0.0  # of what the model leaves unexplained, relative
         self.group: float | None = None  # num_workers of the probe before
         self._why = "nothing was measured yet"
@@ -117,6 +118,7 @@ class Guided:
         ok = self._ok()
         if seen.status == "ok":
             self.model = self.prior.fitted(self._measured(ok))
+            self.slow = SlowSteps.of([one.steps_s for _, one in ok])
 
     def ask(self) -> Point | None:
         """The next point to probe; None when no further probe is worth it, or none is left."""
@@ -152,7 +154,7 @@ class Guided:
     def enough(self, steps_s: Sequence[float]) -> bool:
         """Whether a probe's mean step time is known to 3%, or the probe has had its steps."""
         count = len(steps_s)
-        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * relative_error(steps_s) <= KNOWN)
+        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * self.slow.mean(steps_s).error <= KNOWN)
 
     def best(self) -> Point | None:
         """The best measured point, its neighbours' and the model's word taken into account; None where nothing ran."""
@@ -233,8 +235,7 @@ class Guided:
         pairs = self._ok()
         measured, model = self._measured(pairs), self.model
         rows = np.array([row for row, _ in pairs] + self.pending)
-        log_O, noise_O = measured.logs_3M[0], np.array([max(relative_error(seen.steps_s), 0.005) for _, seen in pairs])
-        noise_O = np.where(np.isfinite(noise_O), noise_O, 0.05)
+        log_O, noise_O = measured.logs_3M[0], measured.noise_M
         if self.pending:  # believed: as if each had brought what the model says
             guess = times(model.mean_P, self.layout.take(self.pending))
             parts = np.log(np.stack([guess.step, guess.work, guess.forward]))
@@ -245,6 +246,7 @@ class Guided:
                 self.layout.take(rows.tolist()),
                 np.concatenate([measured.logs_3M, parts], axis=1),
                 np.concatenate([measured.errors_3M, errors], axis=1),
+                noise_O,
             )
             model = self.prior.fitted(measured)
         order = {id(seen): place for place, (_, seen) in enumerate(self.told)}

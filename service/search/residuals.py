@@ -18,8 +18,15 @@ from service.search.points import Array, Layout
 
 AMPLITUDES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 BELIEVED, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, and standard deviation of its logarithm
-OCTAVES = (1.0, 1.5, 1.5)  # of workers, batch, loader workers: how far along an axis a residual stays the same
+OCTAVES = (1.0, 1.5, 0.8)  # of workers, batch, loader workers: how far along an axis a residual stays the same
+WALK = 0.05  # relative error that each doubling of the workers adds: more nodes are other hardware, not more of the same
+OWN = 0.01  # relative error of each point that its neighbours know nothing of: which convolution was chosen, what a cache holds
 DRIFT = 0.002  # relative drift of the cluster for each probe, standard deviation
+
+
+def steps_apart(a: Layout, b: Layout) -> Array:
+    """Covariance of a random walk over the doublings of workers (and of the cost of what no worker count has seen)."""
+    return WALK**2 * np.minimum.outer(np.log2(a.workers_M), np.log2(b.workers_M))
 
 
 def similarity(a: Layout, b: Layout) -> Array:
@@ -52,7 +59,10 @@ class Residuals:
         """
         at = layout.take(rows_O.astype(int))
         alike_OO = similarity(at, at)
-        rest_OO = np.diag(noise_O**2) + DRIFT**2 * np.outer(order_O, order_O)
+        walk_OO = steps_apart(at, at)
+        same_MO = np.equal.outer(np.arange(len(layout.workers_M)), rows_O)
+        own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
+        rest_OO = np.diag(noise_O**2) + own_OO + DRIFT**2 * np.outer(order_O, order_O) + walk_OO
         best, amplitude = -np.inf, BELIEVED
         for tried in AMPLITUDES:
             factor, low = cho_factor(explained_OO + tried**2 * alike_OO + rest_OO, lower=True)
@@ -61,8 +71,9 @@ class Residuals:
             evidence -= 0.5 * (np.log(tried / BELIEVED) / SPREAD) ** 2
             if evidence > best:
                 best, amplitude = evidence, tried
-        cross_MO = amplitude**2 * similarity(layout, at)
+        cross_MO = amplitude**2 * similarity(layout, at) + steps_apart(layout, at) + OWN**2 * same_MO
         factor = cho_factor(amplitude**2 * alike_OO + rest_OO, lower=True)
         gain_MO = cho_solve(factor, cross_MO.T).T
-        variance_M = np.maximum(amplitude**2 - np.einsum("mo,mo->m", gain_MO, cross_MO), 0.0)
+        own_M = amplitude**2 + OWN**2 + WALK**2 * np.log2(layout.workers_M)
+        variance_M = np.maximum(own_M - np.einsum("mo,mo->m", gain_MO, cross_MO), 0.0)
         return cls(amplitude, gain_MO, variance_M)

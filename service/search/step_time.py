@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 from scipy.special import digamma
 
 from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
-from service.search.probes import relative_error
+from service.search.probes import SlowSteps
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,24 @@ PARAMETERS = (
     Parameter("thread_contention", "slowdown of a thread for each further one on its node (memory, locks)", 0.01, 1.0),
     Parameter("node_images_per_s", "images/s that a node's disk or network brings", 2e4, 1.7),
     Parameter("overlap", "sharpness of max(supply, work): 1 is none, many is a queue that never runs dry", 6.0, 0.6),
+    Parameter("crowding_supply", "slowdown of decoding for each thread too many, per core", 0.1, 1.0),
+    Parameter("crowding_work", "slowdown of the GPU's host for each thread too many, per core", 0.02, 1.0),
     Parameter("image_s", "s of one image on a full GPU", 2e-3, 2.0),
     Parameter("knee_images", "images below which a GPU is not full", 8.0, 1.0),
     Parameter("fixed_s", "s of launches and Python a step", 2e-2, 1.5),
     Parameter("forward_share", "share of the local work that is forward (teacher and student)", 0.35, 0.5),
     Parameter("reduce_node_s", "s of an all-reduce inside a node at infinitely many workers", 5e-3, 1.7),
     Parameter("reduce_net_s", "s of an all-reduce between nodes at infinitely many nodes", 3e-2, 1.7),
-    Parameter("hop_s", "s of latency for each further worker in the ring", 1e-4, 1.5),
+    Parameter("hop_s", "s of latency for each further worker in the ring", 3e-5, 1.2),
     Parameter("hidden_share", "share of the backward that an all-reduce may hide behind", 0.5, 0.5),
     Parameter("sharing", "slowdown for each further worker on a node (PCIe, heat, host threads)", 0.02, 1.3),
     Parameter("straggler", "slowdown of the slowest of n workers, per H_n − 1", 0.02, 1.0),
 )
 PLACE = {parameter.name: place for place, parameter in enumerate(PARAMETERS)}
 EXTRA_SPREAD = 0.5  # of the two multipliers (decode speed, GPU speed) that each further value of an extra key gets
-SHARPNESS = 8.0  # of the p-norms: two equal terms give 9% more than either
+SHARPNESS = 12.0  # of the p-norms: two equal terms give 6% more than either
 MODEL_ERROR = {"step": 0.03, "work": 0.05, "forward": 0.08}  # relative: what a form this simple is off by, at best
+LEAST_NOISE, UNKNOWN_NOISE = 0.005, 0.05  # of a probe's mean; the latter of a probe of one step
 ROBUST = 2.0  # residuals beyond so many standard deviations count linearly, not squared
 
 
@@ -99,13 +102,14 @@ def times(logs: Array, layout: Layout) -> Times:
     rate = of["thread_images_per_s"] * decode
     contended = 1 + of["thread_contention"] * (threads * per_node - 1)
     free_cores = np.maximum(layout.cores - 0.5 * per_node, 0.5 * layout.cores)  # the training threads take their part
+    excess = np.maximum((threads + 1) * per_node / layout.cores - 1, 0)
     supply = _larger(
         batch * contended / (rate * threads),
-        batch * per_node / (rate * free_cores),
+        batch * per_node / (rate * free_cores) * (1 + of["crowding_supply"] * excess),
         batch * per_node / of["node_images_per_s"] + 0 * rate,
     )
     computed = of["image_s"] * slower * _larger(batch + 0 * of["knee_images"], of["knee_images"] + 0 * batch)
-    crowded = 1 + of["sharing"] * (per_node - 1)
+    crowded = (1 + of["sharing"] * (per_node - 1)) * (1 + of["crowding_work"] * excess)
     fixed = of["fixed_s"] * crowded
     local = fixed + computed * crowded
     forward = local * np.minimum(of["forward_share"], 0.9)
@@ -132,16 +136,19 @@ class Measured:
     layout: Layout
     logs_3M: Array  # step, work, forward
     errors_3M: Array
+    noise_M: Array  # of the step alone, without what the model's form is off by
 
     @classmethod
     def of(cls, layout: Layout, observations: Sequence[Observation]) -> Measured:
         """Means of `ok` observations. Layout and observations go together."""
+        slow = SlowSteps.of([seen.steps_s for seen in observations])
         logs_3M = np.full((3, len(observations)), np.nan)
         errors_3M = np.ones_like(logs_3M)
+        noise_M = np.zeros(len(observations))
         for m, seen in enumerate(observations):
-            step = float(np.mean(seen.steps_s))
-            error = relative_error(seen.steps_s)
-            noise = max(error if math.isfinite(error) else 0.05, 0.005)
+            mean = slow.mean(seen.steps_s)
+            step, noise = mean.step_s, max(mean.error, LEAST_NOISE) if math.isfinite(mean.error) else UNKNOWN_NOISE
+            noise_M[m] = noise
             parts = seen.phases_s
             # Phases are means over ranks and may come from a timer of their own: shares are taken of their own sum.
             total = sum(parts.values())
@@ -151,7 +158,7 @@ class Measured:
                 if value > 0:
                     logs_3M[row, m] = math.log(value)
                 errors_3M[row, m] = math.hypot(noise, MODEL_ERROR[name])
-        return cls(layout, logs_3M, errors_3M)
+        return cls(layout, logs_3M, errors_3M, noise_M)
 
     def residuals(self, logs: Array) -> Array:
         """Model less measurement in standard deviations, for parameters ...P: ...R."""
