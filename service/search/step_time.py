@@ -160,6 +160,17 @@ class Measured:
                 errors_3M[row, m] = math.hypot(noise, MODEL_ERROR[name])
         return cls(layout, logs_3M, errors_3M, noise_M)
 
+    def joined(self, logs_3N: Array, layout: Layout) -> Measured:
+        """These and N more that are taken for measured; `layout` is of all."""
+        count = logs_3N.shape[1]
+        errors = np.array(list(MODEL_ERROR.values()))[:, None] * np.ones(count)
+        return Measured(
+            layout,
+            np.concatenate([self.logs_3M, logs_3N], axis=1),
+            np.concatenate([self.errors_3M, errors], axis=1),
+            np.concatenate([self.noise_M, np.full(count, UNKNOWN_NOISE / 2)]),
+        )
+
     def residuals(self, logs: Array) -> Array:
         """Model less measurement in standard deviations, for parameters ...P: ...R."""
         known = np.isfinite(self.logs_3M)
