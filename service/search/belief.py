@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtr
 
+from service.search.formulas import times
+from service.search.measured import MODEL_ERROR, Measured
 from service.search.points import Array, Layout
 from service.search.residuals import DRIFT, Residuals
-from service.search.step_time import MODEL_ERROR, Measured, StepTime, times
+from service.search.step_time import StepTime
 
 DRAWS = 192
 SLOW = 5.0  # standard deviations by which a probe is too slow for the model: an outlier, maybe, and not worth its own word
@@ -56,12 +58,12 @@ class Belief:
         ahead_SM, rest_M = self.ahead()
         scaled_SM = ahead_SM / rest_M
         density_SM = np.exp(-0.5 * scaled_SM**2) / math.sqrt(2 * math.pi)
-        return self.weights_S @ (ahead_SM * ndtr(scaled_SM) + rest_M * density_SM)
+        return np.asarray(self.weights_S @ (ahead_SM * ndtr(scaled_SM) + rest_M * density_SM))
 
     def beats_M(self, margin: float) -> Array:
         """Probability that a point beats the best measured one by more than `margin`, relative."""
         ahead_SM, rest_M = self.ahead()
-        return self.weights_S @ ndtr((ahead_SM - math.log1p(margin)) / rest_M)
+        return np.asarray(self.weights_S @ ndtr((ahead_SM - math.log1p(margin)) / rest_M))
 
 
 def believe(

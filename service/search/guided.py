@@ -9,18 +9,21 @@ Shapes: M points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.search.belief import Belief, believe
+from service.search.formulas import times
+from service.search.measured import MODEL_ERROR, Measured
 from service.search.memory_model import MemoryModel
+from service.search.neighbours import unchecked
 from service.search.points import (
     GLOBAL_BATCH,
     LOADER_WORKERS,
     NUM_WORKERS,
     Array,
+    Flags,
     Hardware,
     Observation,
     Point,
@@ -28,20 +31,17 @@ from service.search.points import (
     identity,
 )
 from service.search.probes import SlowSteps
-from service.search.step_time import MODEL_ERROR, Measured, StepTime, times
+from service.search.step_time import StepTime
 
 __all__ = ["Guided", "Hardware", "Observation", "Point"]
 
-Flags = NDArray[np.bool_]
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1}  # power of num_workers in what one image costs
 FIRST_PROBES = 4  # by optimal design, before gains are compared
 DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
 PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
 KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
 WARM_UP_STEPS, GRID_STEPS = 10, 250  # that every probe pays for and does not count; of a point of the grid, to compare with
-CHECK_WITHIN = 0.35  # neighbours of the best that the model believes to be worse by more are left alone
 CHECK_SHARE = 0.06  # of the grid's GPU time that a search may have spent when it checks neighbours
-ALIKE = 0.03  # a value was checked where a measured point with it is as close to the best of its kind
 
 
 class Guided:
@@ -208,6 +208,11 @@ class Guided:
         self._why = f"{self._name(row)} tells most about what a step is made of, for its GPU time"
         return row
 
+    def _neighbours(self, belief: Belief, open_M: Flags) -> list[int]:
+        tried_M = np.zeros_like(open_M)
+        tried_M[[row for row, _ in self.told] + self.pending] = True
+        return list(unchecked(self.layout, self.global_M, belief.value_M, belief.best, open_M, tried_M))
+
     def _next(self, open_M: Flags) -> int | None:
         belief = self.belief()
         cost_M, gain_M, beats_M = self._cost(belief.step_s_M), belief.gain_M(), belief.beats_M(self.tolerance)
@@ -222,7 +227,7 @@ class Guided:
                 f"{self.tolerance:.0%} with a probability of {beats_M[row]:.0%}"
             )
             return row
-        if checks := [row for row in self._unchecked(belief, open_M) if self.spent_gpu_s + cost_M[row] < CHECK_SHARE * whole]:
+        if checks := [row for row in self._neighbours(belief, open_M) if self.spent_gpu_s + cost_M[row] < CHECK_SHARE * whole]:
             row = min(checks, key=lambda row: float(cost_M[row]))
             self._why = f"{self._name(row)} is checked as a neighbour of the best, {best}, which the model believes to be better"
             return row
@@ -232,24 +237,3 @@ class Guided:
             f"the likeliest is so with a probability of {chance:.1%}"
         )
         return None
-
-    def _unchecked(self, belief: Belief, open_M: Flags) -> Iterator[int]:
-        """For each value next to the best point's on each axis, the best point with it, unless one as good was measured."""
-        workers_M, best = self.layout.workers_M, belief.best
-        here_M = workers_M == workers_M[best]
-        sides = [here_M & (member_M != member_M[best]) for member_M in self.layout.member_KM]
-        for axis_M, among_M in ((workers_M, here_M | True), (self.global_M, here_M), (self.layout.threads_M, here_M)):
-            values = np.unique(axis_M[among_M])
-            place = int(np.searchsorted(values, axis_M[best]))
-            sides += [among_M & (axis_M == value) for value in [*values[max(place - 1, 0) : place], *values[place + 1 : place + 2]]]
-        value_M = belief.value_M
-        tried_M = np.zeros_like(open_M)
-        tried_M[[row for row, _ in self.told] + self.pending] = True
-        for side_M in sides:
-            side_M = side_M & (open_M | tried_M)
-            if not side_M.any():
-                continue
-            least = float(value_M[side_M].min())
-            done = (side_M & tried_M & (value_M <= least + ALIKE)).any()
-            if not done and least - value_M[best] < CHECK_WITHIN:
-                yield int(np.argmin(np.where(side_M & open_M, value_M, np.inf)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from service.search.points import Array
+from service.search.points import Array, Flags
 
 HEADROOM = 0.97  # of a GPU's memory: what fragmentation and the driver may take is not for use
 
@@ -50,14 +51,14 @@ class MemoryModel:
     @staticmethod
     def _line(peaks: dict[float, float]) -> tuple[float, float]:
         """Slope and base through two or more probes."""
-        slope, base = np.polyfit(*np.array(sorted(peaks.items())).T, 1)
+        slope, base = np.polyfit(list(peaks), list(peaks.values()), 1)
         return max(float(slope), 0.0), float(base)
 
     def is_line_unknown(self) -> bool:
         """Whether a probe of another batch would tell how the peak grows, and none has so far."""
         return bool(self.seen) and all(len(peaks) < 2 for peaks in self.seen.values())
 
-    def fits(self, kind_M: Array, batch_M: Array) -> Array:
+    def fits(self, kind_M: NDArray[np.int_], batch_M: Array) -> Flags:
         """Whether each batch is believed to fit. A kind that nobody tried borrows the line of the hungriest."""
         limit = HEADROOM * self.capacity_mib
         fits_M = np.ones(len(batch_M), dtype=bool)

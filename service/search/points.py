@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
 
@@ -79,6 +80,7 @@ class Layout:
         Raises:
             KeyError: a point without one of the three axes.
         """
+        member_KM = [[key in point and repr(point[key]) == value for point in points] for key, value in extras]
         workers_M = np.array([float(point[NUM_WORKERS]) for point in points])
         per_node_M = np.minimum(workers_M, hardware.gpus_per_node)
         return cls(
@@ -88,12 +90,10 @@ class Layout:
             batch_M=np.array([math.ceil(point[GLOBAL_BATCH] / point[NUM_WORKERS]) for point in points], dtype=float),
             threads_M=np.array([float(point[LOADER_WORKERS]) for point in points]),
             cores=float(hardware.cpus_per_node),
-            member_KM=np.array([[key in p and repr(p[key]) == value for p in points] for key, value in extras], dtype=float).reshape(
-                len(extras), len(points)
-            ),
+            member_KM=np.array(member_KM, dtype=float).reshape(len(extras), len(points)),
         )
 
-    def take(self, rows: Sequence[int]) -> Layout:
+    def take(self, rows: Sequence[int] | NDArray[np.int_]) -> Layout:
         """Some of the points."""
         at = np.asarray(rows, dtype=int)
         return Layout(

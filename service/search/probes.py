@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from service.search.points import Array
+
 USUAL = 0.25  # steps within a quarter of the median are usual ones
 PRIOR_STEPS = 40  # what the other probes weigh, in steps
 ALIKE = 0.15  # a probe whose slow steps add so much more or less than elsewhere (a starved queue's bursts) stands for itself
 
 
-def relative_error(steps_s: Sequence[float]) -> float:
+def relative_error(steps_s: Sequence[float] | Array) -> float:
     """Standard error of the mean step time, over that mean.
 
     Steps are not independent: a full prefetch queue hides a slow decode until it is empty, a hot GPU stays slow. The variance
@@ -62,14 +64,15 @@ class SlowSteps:
     @classmethod
     def of(cls, probes: Sequence[Sequence[float]]) -> SlowSteps:
         """Pooled over probes, each step counting the same; probes that are mostly unusual steps are left out."""
-        ratios = [times_S / usual.mean() for times_S in map(np.asarray, probes) if (usual := _usual(times_S)) is not None]
+        probed = [np.asarray(steps_s, dtype=float) for steps_s in probes]
+        ratios = [times_S / usual_S.mean() for times_S in probed if (usual_S := _usual(times_S)) is not None]
         if not ratios:
             return cls()
         ratio_S = np.concatenate(ratios)
         slow_S = np.where(np.abs(ratio_S - 1) > USUAL, ratio_S - 1, 0.0)
         return cls(float(ratio_S.mean() - 1), float(slow_S.std()))
 
-    def mean(self, steps_s: Sequence[float]) -> Mean:
+    def mean(self, steps_s: Sequence[float] | Array) -> Mean:
         """A probe's mean, its slow steps weighed with those of all probes. Needs at least one step."""
         times_S = np.asarray(steps_s, dtype=float)
         plain = Mean(float(times_S.mean()), relative_error(times_S))
@@ -85,7 +88,7 @@ class SlowSteps:
         return Mean(float(usual_S.mean()) * (1 + added), error)
 
 
-def _usual(times_S: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+def _usual(times_S: Array) -> Array | None:
     """The steps near the median; None where they are not the great majority."""
     usual_S = times_S[np.abs(times_S / np.median(times_S) - 1) <= USUAL]
     return usual_S if len(usual_S) >= 0.7 * len(times_S) else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
 from service.search.points import Array, Layout
@@ -25,7 +26,7 @@ DRIFT = 0.002  # relative drift of the cluster for each probe, standard deviatio
 
 
 def steps_apart(a: Layout, b: Layout) -> Array:
-    """Covariance of a random walk over the doublings of workers (and of the cost of what no worker count has seen)."""
+    """Covariance of a random walk over the doublings of workers."""
     return WALK**2 * np.minimum.outer(np.log2(a.workers_M), np.log2(b.workers_M))
 
 
@@ -50,19 +51,27 @@ class Residuals:
     variance_M: Array
 
     @classmethod
-    def of(cls, layout: Layout, rows_O: Array, order_O: Array, residual_O: Array, noise_O: Array, explained_OO: Array) -> Residuals:
+    def of(
+        cls,
+        layout: Layout,
+        rows_O: NDArray[np.int_],
+        ages_O: Array,
+        residual_O: Array,
+        noise_O: Array,
+        explained_OO: Array,
+    ) -> Residuals:
         """Condition on observations of some rows of `layout`.
 
-        `order_O` counts the probes before each one, `residual_O` is log(measured) − log(model), `noise_O` its standard deviation,
+        `ages_O` counts the probes since each one, `residual_O` is log(measured) − log(model), `noise_O` its standard deviation,
         `explained_OO` the covariance that the model's prior parameters give the observations: it belongs into the evidence
         (Rasmussen and Williams 2006, 2.7), or a model bent through few points would look perfect.
         """
-        at = layout.take(rows_O.astype(int))
+        at = layout.take(rows_O)
         alike_OO = similarity(at, at)
         walk_OO = steps_apart(at, at)
         same_MO = np.equal.outer(np.arange(len(layout.workers_M)), rows_O)
         own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
-        rest_OO = np.diag(noise_O**2) + own_OO + DRIFT**2 * np.outer(order_O, order_O) + walk_OO
+        rest_OO = np.diag(noise_O**2) + own_OO + DRIFT**2 * np.outer(ages_O, ages_O) + walk_OO
         best, amplitude = -np.inf, BELIEVED
         for tried in AMPLITUDES:
             factor, low = cho_factor(explained_OO + tried**2 * alike_OO + rest_OO, lower=True)
