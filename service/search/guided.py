@@ -1,0 +1,239 @@
+"""Which point of a sweep to probe next, so that the best one is found for little GPU time.
+
+A few probes where the step-time model learns most; then those with the best expected gain a GPU-second; then the best point's
+neighbours, in case the model is wrong about them. It ends when nothing is believed to beat the best by more than the tolerance.
+Nothing here knows who runs a probe.
+
+Shapes: M points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.search.belief import Belief, believe
+from service.search.formulas import times
+from service.search.measured import MODEL_ERROR, Measured
+from service.search.memory_model import MemoryModel
+from service.search.neighbours import unchecked
+from service.search.points import (
+    GLOBAL_BATCH,
+    LOADER_WORKERS,
+    NUM_WORKERS,
+    Array,
+    Flags,
+    Hardware,
+    Observation,
+    Point,
+    categories,
+    identity,
+)
+from service.search.probes import SlowSteps
+from service.search.step_time import StepTime
+
+__all__ = ["Guided", "Hardware", "Observation", "Point"]
+
+METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1}  # power of num_workers in what one image costs
+FIRST_PROBES = 4  # by optimal design, before gains are compared
+DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
+PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
+KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
+WARM_UP_STEPS, GRID_STEPS = 10, 250  # that every probe pays for and does not count; of a point of the grid, to compare with
+CHECK_SHARE = 0.06  # of the grid's GPU time that a search may have spent when it checks neighbours
+
+
+class Guided:
+    """Asked for points, told what they brought; the same tells in the same order give the same next point."""
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        hardware: Hardware,
+        *,
+        metric: str = "images_per_s",
+        tolerance: float = 0.03,
+        seed: int = 0,
+        max_steps: int = 60,
+        start_s: float = 25.0,
+    ) -> None:
+        """`max_steps` bounds one probe; `start_s` is what a new group of workers takes before its first step.
+
+        Raises:
+            ValueError: no points, or a metric that is none of `METRICS`.
+            KeyError: a point without scale.num_workers, data.global_batch_size or data.loader_workers.
+        """
+        if not points:
+            raise ValueError("a search needs at least one point")
+        if metric not in METRICS:
+            raise ValueError(f"metric {metric} cannot be searched for: write one of {', '.join(METRICS)}")
+        self.tolerance, self.seed, self.max_steps, self.start_s = tolerance, seed, max_steps, start_s
+        self.points = list({identity(point): point for point in points}.values())
+        self.row = {identity(point): row for row, point in enumerate(self.points)}
+        self.prior = StepTime.prior(hardware, categories(self.points))
+        self.layout = self.prior.layout(self.points)
+        columns = [tuple(column) for column in self.layout.member_KM.T]
+        self.kind_M = np.array([list(dict.fromkeys(columns)).index(column) for column in columns])
+        self.global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
+        self.offset_M = METRICS[metric] * np.log(self.layout.workers_M) - np.log(self.global_M)
+        self.memory = MemoryModel()
+        self.told: list[tuple[int, Observation]] = []
+        self.pending: list[int] = []
+        self.model = self.prior
+        self.slow = SlowSteps()
+        self.group: float | None = None  # num_workers of the probe before
+        self.spent_gpu_s = 0.0  # as far as the planner can tell
+        self._why = "nothing was measured yet"
+
+    def tell(self, point: Point, seen: Observation) -> None:
+        """Take up what a point brought, in any order, asked for or not.
+
+        Raises:
+            KeyError: the point is none of the sweep's.
+        """
+        row = self.row[identity(point)]
+        if row in self.pending:
+            self.pending.remove(row)
+        if seen.status == "ok" and not len(seen.steps_s):
+            seen = Observation("failed")
+        workers, batch = float(self.layout.workers_M[row]), float(self.layout.batch_M[row])
+        last = self.layout.workers_M[self.told[-1][0]] if self.told else None
+        if seen.status != "infeasible":
+            start_s = 0.0 if last == workers else self.start_s
+            warm_up_s = WARM_UP_STEPS * float(np.mean(seen.steps_s)) if len(seen.steps_s) else 0.0
+            self.spent_gpu_s += workers * (start_s + warm_up_s + float(sum(seen.steps_s)))
+        self.told.append((row, seen))
+        self.group = workers
+        if seen.status in ("ok", "oom"):
+            self.memory.tell(int(self.kind_M[row]), batch, seen.peak_memory_mib, seen.gpu_memory_mib, seen.status == "oom")
+        if seen.status == "ok":
+            self.model = self.prior.fitted(self._measured())
+            self.slow = SlowSteps.of([one.steps_s for _, one in self._ok()])
+
+    def ask(self) -> Point | None:
+        """The next point to probe; None when no further probe is worth it, or none is left."""
+        open_M = self._open()
+        if not open_M.any():
+            self._why = "every point that can run was measured"
+            return None
+        row = self._first(open_M) if len(self._ok()) + len(self.pending) < FIRST_PROBES or not self._ok() else self._next(open_M)
+        if row is None:
+            return None
+        self.pending.append(row)
+        self.group = self.layout.workers_M[row]
+        return self.points[row]
+
+    def enough(self, steps_s: Sequence[float]) -> bool:
+        """Whether a probe's mean step time is known to 3%, or the probe has had its steps."""
+        count = len(steps_s)
+        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * self.slow.mean(steps_s).error <= KNOWN)
+
+    def best(self) -> Point | None:
+        """The best measured point, its neighbours' and the model's word taken into account; None where nothing ran."""
+        return self.points[self.belief().best] if self._ok() else None
+
+    def why(self) -> str:
+        """Why the last answer of `ask` was given, in a sentence."""
+        return self._why
+
+    def belief(self) -> Belief:
+        """What is believed of all points, in the order of `points`. Needs a point that ran."""
+        told = [(place, row) for place, (row, seen) in enumerate(self.told) if seen.status == "ok"]
+        rows, ages = [row for _, row in told], [len(self.told) - place for place, _ in told]
+        seed = (self.seed, len(self.told), len(self.pending))
+        measured = self._measured()
+        return believe(self.prior, self.model, measured, rows, ages, self.pending, self.layout, self.offset_M, seed)
+
+    def _ok(self) -> list[tuple[int, Observation]]:
+        return [(row, seen) for row, seen in self.told if seen.status == "ok"]
+
+    def _measured(self) -> Measured:
+        pairs = self._ok()
+        return Measured.of(self.layout.take([row for row, _ in pairs]), [seen for _, seen in pairs])
+
+    def _name(self, row: int) -> str:
+        point = self.points[row]
+        axes = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
+        named = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
+        return ", ".join([named, *(f"{key} {value}" for key, value in point.items() if key not in axes)])
+
+    def _fits(self) -> Flags:
+        return self.memory.fits(self.kind_M, self.layout.batch_M)
+
+    def _open(self) -> Flags:
+        """Neither told nor pending, in memory, and without a value that only ever failed."""
+        open_M = self._fits()
+        open_M[[row for row, _ in self.told] + self.pending] = False
+        worked, broke = np.zeros(len(open_M), dtype=bool), np.zeros(len(open_M), dtype=int)
+        for row, seen in self.told:
+            worked[row] |= seen.status in ("ok", "oom")
+            broke[row] += seen.status in ("failed", "infeasible")
+        member_KM = self.layout.member_KM.astype(bool)
+        for member_M in [*member_KM, *~member_KM]:
+            if broke[member_M].sum() >= 2 and not worked[member_M].any():
+                open_M &= ~member_M
+        for workers in np.unique(self.layout.workers_M):  # a cluster that shrank holds no more than that either
+            more_M = self.layout.workers_M >= workers
+            if broke[self.layout.workers_M == workers].sum() >= 2 and not worked[more_M].any():
+                open_M &= ~more_M
+        return open_M
+
+    def _cost(self, step_s_M: Array) -> Array:
+        """GPU-seconds of a probe of each point."""
+        lengths = [len(seen.steps_s) for _, seen in self._ok()] or [2 * FLOOR_STEPS]
+        start_M = np.where(self.layout.workers_M == self.group, 0.0, self.start_s)
+        return self.layout.workers_M * (start_M + (WARM_UP_STEPS + float(np.median(lengths))) * step_s_M)
+
+    def _first(self, open_M: Flags) -> int:
+        """The point that shrinks the parameters' uncertainty most for its cost (D-optimal: Chaloner and Verdinelli 1995).
+
+        The gain of one observation is log det(I + J Σ Jᵀ / error²), J being its derivatives by the parameters.
+        """
+        J_M3P = np.moveaxis(self.model.jacobian(self.layout), 0, 1) / np.array(list(MODEL_ERROR.values()))[:, None]
+        covariance_PP = self.model.covariance_PP
+        for row in self.pending:  # as if they had been measured
+            lift_P3 = covariance_PP @ J_M3P[row].T
+            covariance_PP = covariance_PP - lift_P3 @ np.linalg.solve(np.eye(3) + J_M3P[row] @ lift_P3, lift_P3.T)
+        gain_M = np.linalg.slogdet(np.eye(3) + J_M3P @ covariance_PP @ np.swapaxes(J_M3P, 1, 2))[1]
+        if self.memory.capacity_mib == np.inf:  # nothing known of memory: begin in the lower half of the batches
+            open_M = open_M & (self.layout.batch_M <= np.median(self.layout.batch_M[open_M]))
+        elif self.memory.is_line_unknown():  # no bigger batch is tried before two peaks give the line
+            other_M = np.zeros_like(open_M)
+            for kind, peaks in self.memory.seen.items():
+                other_M |= (self.kind_M == kind) & ~np.isin(self.layout.batch_M, list(peaks))
+            open_M = open_M & other_M if (open_M & other_M).any() else open_M
+        cost_M = self._cost(times(self.model.mean_P, self.layout).step)
+        row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
+        self._why = f"{self._name(row)} tells most about what a step is made of, for its GPU time"
+        return row
+
+    def _neighbours(self, belief: Belief, open_M: Flags) -> list[int]:
+        tried_M = np.zeros_like(open_M)
+        tried_M[[row for row, _ in self.told] + self.pending] = True
+        return list(unchecked(self.layout, self.global_M, belief.value_M, belief.best, open_M, tried_M))
+
+    def _next(self, open_M: Flags) -> int | None:
+        belief = self.belief()
+        cost_M, gain_M, beats_M = self._cost(belief.step_s_M), belief.gain_M(), belief.beats_M(self.tolerance)
+        whole_M = self.layout.workers_M * (self.start_s + GRID_STEPS * belief.step_s_M)
+        whole = float(whole_M[self._fits()].sum())
+        best = self._name(belief.best)
+        worth_M = open_M & ((beats_M > DOUBT) | (gain_M > PRICE * cost_M / whole))
+        if worth_M.any():
+            row = int(np.argmax(np.where(worth_M, gain_M / cost_M, -1.0)))
+            self._why = (
+                f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {best}, and beats it by more than "
+                f"{self.tolerance:.0%} with a probability of {beats_M[row]:.0%}"
+            )
+            return row
+        if checks := [row for row in self._neighbours(belief, open_M) if self.spent_gpu_s + cost_M[row] < CHECK_SHARE * whole]:
+            row = min(checks, key=lambda row: float(cost_M[row]))
+            self._why = f"{self._name(row)} is checked as a neighbour of the best, {best}, which the model believes to be better"
+            return row
+        chance = float(beats_M[open_M].max())
+        self._why = (
+            f"no untested point is believed to be more than {self.tolerance:.0%} better than {best}; "
+            f"the likeliest is so with a probability of {chance:.1%}"
+        )
+        return None

@@ -1,0 +1,69 @@
+"""Observations as a fit wants them: logarithms of step, work and forward, and how far each may be off.
+
+Shapes: ... any leading axes (samples of the parameters), M points, N points joined to them, P parameters, R residuals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.search.formulas import times
+from service.search.points import Array, Layout, Observation
+from service.search.probes import SlowSteps
+
+MODEL_ERROR = {"step": 0.03, "work": 0.05, "forward": 0.08}  # relative: what a form this simple is off by, at best
+LEAST_NOISE, UNKNOWN_NOISE = 0.005, 0.05  # of a probe's mean; the latter of a probe of one step
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Observations as residuals want them: logarithms and their standard deviations, NaN where not measured."""
+
+    layout: Layout
+    logs_3M: Array  # step, work, forward
+    errors_3M: Array
+    noise_M: Array  # of the step alone, without what the model's form is off by
+
+    @classmethod
+    def of(cls, layout: Layout, observations: Sequence[Observation]) -> Measured:
+        """Means of `ok` observations. Layout and observations go together."""
+        slow = SlowSteps.of([seen.steps_s for seen in observations])
+        logs_3M = np.full((3, len(observations)), np.nan)
+        errors_3M = np.ones_like(logs_3M)
+        noise_M = np.zeros(len(observations))
+        for m, seen in enumerate(observations):
+            mean = slow.mean(seen.steps_s)
+            step, noise = mean.step_s, max(mean.error, LEAST_NOISE) if math.isfinite(mean.error) else UNKNOWN_NOISE
+            noise_M[m] = noise
+            parts = seen.phases_s
+            # Phases are means over ranks and may come from a timer of their own: shares are taken of their own sum.
+            total = sum(parts.values())
+            work = step * (1 - parts["data"] / total) if "data" in parts and total > 0 else math.nan
+            forward = step * (parts.get("teacher", 0.0) + parts["student"]) / total if "student" in parts else math.nan
+            for row, (name, value) in enumerate((("step", step), ("work", work), ("forward", forward))):
+                if value > 0:
+                    logs_3M[row, m] = math.log(value)
+                errors_3M[row, m] = math.hypot(noise, MODEL_ERROR[name])
+        return cls(layout, logs_3M, errors_3M, noise_M)
+
+    def joined(self, logs_3N: Array, layout: Layout) -> Measured:
+        """These and N more that are taken for measured; `layout` is of all."""
+        count = logs_3N.shape[1]
+        errors = np.array(list(MODEL_ERROR.values()))[:, None] * np.ones(count)
+        return Measured(
+            layout,
+            np.concatenate([self.logs_3M, logs_3N], axis=1),
+            np.concatenate([self.errors_3M, errors], axis=1),
+            np.concatenate([self.noise_M, np.full(count, UNKNOWN_NOISE / 2)]),
+        )
+
+    def residuals(self, logs: Array) -> Array:
+        """Model less measurement in standard deviations, for parameters ...P: ...R."""
+        known = np.isfinite(self.logs_3M)
+        seen = times(logs, self.layout)
+        model = np.log(np.stack([seen.step, seen.work, seen.forward], axis=-2))[..., known]
+        return (model - self.logs_3M[known]) / self.errors_3M[known]

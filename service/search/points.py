@@ -1,0 +1,107 @@
+"""What a search over training throughput sees: the cluster, the points of the sweep as numbers, and what a probe brought.
+
+Shapes: M points, K extra categories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Point = Mapping[str, Any]
+Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
+
+NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
+PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is known of the cluster before anything is measured."""
+
+    nodes: int
+    gpus_per_node: int  # or CPU slots where there is no GPU
+    cpus_per_node: float
+    num_images: int  # of an epoch
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one probe brought. Only `ok` has times."""
+
+    status: Literal["ok", "oom", "failed", "infeasible"]
+    steps_s: Sequence[float] = ()  # wall time of each measured step, warm-up left out
+    phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see PHASES
+    peak_memory_mib: float | None = None  # of the worst rank
+    gpu_memory_mib: float | None = None  # what a GPU has
+
+
+def identity(point: Point) -> tuple[tuple[str, str], ...]:
+    """A point's name: equal for equal points, whatever the order of their keys."""
+    return tuple(sorted((key, repr(value)) for key, value in point.items()))
+
+
+def categories(points: Sequence[Point]) -> tuple[Category, ...]:
+    """Every value of every extra key but the first one seen, which is what the others are compared with.
+
+    A key with one value only tells nothing and is left out.
+    """
+    values: dict[str, dict[str, None]] = {}
+    for point in points:
+        for key, value in point.items():
+            if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS):
+                values.setdefault(key, {})[repr(value)] = None
+    return tuple((key, value) for key, seen in values.items() for value in list(seen)[1:])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Points as columns of numbers."""
+
+    workers_M: Array
+    nodes_M: Array  # nodes that the workers fill, one after the other
+    per_node_M: Array  # workers on the fullest node
+    batch_M: Array  # images a worker and step
+    threads_M: Array  # loader threads of a worker; 0 decodes in the training thread
+    cores: float  # of a node
+    member_KM: Array  # 1 where the point has the category
+
+    @classmethod
+    def of(cls, points: Sequence[Point], hardware: Hardware, extras: Sequence[Category]) -> Layout:
+        """Read the three axes of every sweep, and which extra categories each point has.
+
+        Raises:
+            KeyError: a point without one of the three axes.
+        """
+        member_KM = [[key in point and repr(point[key]) == value for point in points] for key, value in extras]
+        workers_M = np.array([float(point[NUM_WORKERS]) for point in points])
+        per_node_M = np.minimum(workers_M, hardware.gpus_per_node)
+        return cls(
+            workers_M=workers_M,
+            nodes_M=np.ceil(workers_M / hardware.gpus_per_node),
+            per_node_M=per_node_M,
+            batch_M=np.array([math.ceil(point[GLOBAL_BATCH] / point[NUM_WORKERS]) for point in points], dtype=float),
+            threads_M=np.array([float(point[LOADER_WORKERS]) for point in points]),
+            cores=float(hardware.cpus_per_node),
+            member_KM=np.array(member_KM, dtype=float).reshape(len(extras), len(points)),
+        )
+
+    def take(self, rows: Sequence[int] | NDArray[np.int_]) -> Layout:
+        """Some of the points."""
+        at = np.asarray(rows, dtype=int)
+        return Layout(
+            self.workers_M[at],
+            self.nodes_M[at],
+            self.per_node_M[at],
+            self.batch_M[at],
+            self.threads_M[at],
+            self.cores,
+            self.member_KM[:, at],
+        )
