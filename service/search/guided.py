@@ -211,7 +211,7 @@ class Guided:
     def _neighbours(self, belief: Belief, open_M: Flags) -> list[int]:
         tried_M = np.zeros_like(open_M)
         tried_M[[row for row, _ in self.told] + self.pending] = True
-        return list(unchecked(self.layout, self.global_M, belief.value_M, belief.best, open_M, tried_M))
+        return list(unchecked(self.layout, self.global_M, belief, open_M, tried_M))
 
     def _next(self, open_M: Flags) -> int | None:
         belief = self.belief()

@@ -9,19 +9,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from service.search.belief import Belief
 from service.search.points import Array, Flags, Layout
 
 WITHIN = 0.35  # values that the model believes to be worse by more (in logarithms) are left alone
 WORKERS_WITHIN = 0.6  # of workers, where a model is wrong by most; halving them at ideal speed-up loses log 2 and is left alone
+GOOD_FIT = 0.04  # amplitude of the residuals up to which the model is taken at its word
 ALIKE = 0.03  # a value is checked where a measured point with it is as close to the best point with it
 
 
-def unchecked(layout: Layout, global_M: Array, value_M: Array, best: int, open_M: Flags, tried_M: Flags) -> Iterator[int]:
+def unchecked(layout: Layout, global_M: Array, belief: Belief, open_M: Flags, tried_M: Flags) -> Iterator[int]:
     """For each next value of each axis, the cheapest point with it (row), unless one about as good was measured.
 
     The next larger and smaller number of workers with whatever else is best there; with the best point's number of workers,
-    the next batches and loader workers and every other value of each extra key. `value_M` is the logarithm of the cost.
+    the next batches and loader workers and every other value of each extra key. Where the model leaves much unexplained, its
+    word that a neighbour is worse counts less, and all values of the axes are neighbours.
     """
+    best, value_M = belief.best, belief.value_M
+    distrust = 5 * max(belief.amplitude - GOOD_FIT, 0.0)
     here_M = layout.workers_M == layout.workers_M[best]
     sides = [(here_M & (member_M != member_M[best]), WITHIN) for member_M in layout.member_KM]
     anywhere_M = np.ones_like(here_M)
@@ -33,7 +38,8 @@ def unchecked(layout: Layout, global_M: Array, value_M: Array, best: int, open_M
     for axis_M, among_M, within in axes:
         values = np.unique(axis_M[among_M])
         place = int(np.searchsorted(values, axis_M[best]))
-        for value in (*values[max(place - 1, 0) : place], *values[place + 1 : place + 2]):
+        reach = len(values) if distrust else 1
+        for value in (*values[max(place - reach, 0) : place], *values[place + 1 : place + 1 + reach]):
             sides.append((among_M & (axis_M == value), within))
     for side_M, within in sides:
         usable_M = side_M & (open_M | tried_M)
@@ -41,5 +47,5 @@ def unchecked(layout: Layout, global_M: Array, value_M: Array, best: int, open_M
             continue
         least = float(value_M[usable_M].min())
         checked = bool((side_M & tried_M & (value_M <= least + ALIKE)).any())
-        if not checked and least - value_M[best] < within:
+        if not checked and least - value_M[best] < within + distrust:
             yield int(np.argmin(np.where(side_M & open_M, value_M, np.inf)))

@@ -125,12 +125,15 @@ def test_an_extra_key_is_searched_with_the_three_axes() -> None:
     assert len(seen) <= 0.25 * len(points)
 
 
-def test_a_surface_that_no_step_time_explains_still_ends_near_its_best() -> None:
+@pytest.mark.parametrize("height", [0.3, 1.0])
+@pytest.mark.parametrize("shift", [0.0, 0.7, 2.8])
+def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: float, height: float) -> None:
     points = grid([1, 2, 4, 8], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
 
     def step_s(at: Mapping[str, Any]) -> float:  # waves along every axis, none of which is a cost of training
         workers, batch, threads = (math.log2(at[key]) for key in (*at,))
-        return 0.2 * math.exp(0.5 * math.sin(2 * workers) + 0.4 * math.cos(1.7 * batch) + 0.4 * math.sin(1.5 * threads + workers))
+        waves = 0.5 * math.sin(2 * workers + shift) + 0.4 * math.cos(1.7 * batch + 2 * shift)
+        return 0.2 * math.exp(height * (waves + 0.4 * math.sin(1.5 * threads + workers + 3 * shift)))
 
     def cost(at: Mapping[str, Any]) -> float:
         return step_s(at) / at["data.global_batch_size"]
@@ -141,7 +144,7 @@ def test_a_surface_that_no_step_time_explains_still_ends_near_its_best() -> None
     best = search.best()
     assert best is not None
     assert cost(best) / min(map(cost, points)) - 1 <= 0.03
-    assert search.belief().amplitude > 0.1  # it knows that the model fits badly
+    assert search.belief().amplitude > 0.05  # it knows that the model fits badly
     assert len(search.told) < len(points) / 2
 
 
