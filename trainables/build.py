@@ -68,8 +68,10 @@ class Job:
 
     def close(self) -> None:
         """End the loaders' threads, and let go of what they keep on this node. The job can train no more."""
-        self.train_loader.close()
-        self.val_loader.close()
+        try:
+            self.train_loader.close()
+        finally:
+            self.val_loader.close()
 
 
 def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:

@@ -81,7 +81,11 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
                     config.stage, config.model, group.world_size, group.device.type, time.time() - began,
                     loader.decoder, loader.buffers_mib,
                 )  # fmt: skip
-            summary = loop.run(job)
+            try:
+                summary = loop.run(job)
+            except Exception as error:
+                note_error(stage, group, error)  # before the loaders are closed, which may wait for a disk
+                raise
         dist.barrier()  # every rank has finished before the stage counts as complete
         if group.is_main:
             write_json(
@@ -137,7 +141,7 @@ def fit(
         ),
         run_config=ray.train.RunConfig(
             storage_path=str(storage), name=name, callbacks=callbacks or [],
-            worker_runtime_env={} if use_gpu else {"env_vars": CPU_MALLOC},
+            worker_runtime_env={} if use_gpu else {"env_vars": {k: v for k, v in CPU_MALLOC.items() if k not in os.environ}},
             # By default Ray Train waits for room for ever, without a word, also where a node's death has made that hopeless.
             failure_config=ray.train.FailureConfig(controller_failure_limit=0),
         ),

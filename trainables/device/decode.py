@@ -19,7 +19,7 @@ from trainables.config import DataConfig
 from trainables.data.augment import cut
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.contract import read_header
+from trainables.data.decoders.contract import Decoder, read_header
 from trainables.data.undecoded import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS
 from trainables.device.decoders.contract import RegionDecoder
@@ -65,7 +65,7 @@ def fill(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dic
 def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
     if not regions:
         return {}
-    bad, decoder = {}, open_decoder("auto")
+    bad, decoder = {}, _cpu_decoder()
     out_HWC = np.empty((*out_BCHW.shape[-2:], 3), dtype=np.uint8)
     for region in regions:
         try:
@@ -75,6 +75,11 @@ def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
         else:
             out_BCHW[region.row].copy_(torch.from_numpy(out_HWC).permute(2, 0, 1))
     return bad
+
+
+@functools.cache
+def _cpu_decoder() -> Decoder:
+    return open_decoder("auto")
 
 
 def _finish(device: torch.device) -> None:
@@ -114,13 +119,11 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
     if device.type != "cuda":
         raise DataError(f"{key} needs a worker with a GPU, and this one trains on the CPU; write data.decoder=auto")
     try:
-        decoder = region_decoder(data.decoder, device, threads)
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-    else:
-        if _decodes(decoder):
+        if _decodes(region_decoder(data.decoder, device, threads)):
             return
         reason = "it decodes nothing"
+    except (ImportError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
     raise DataError(
         f"{key} cannot be used on this node ({reason}); pip install {PACKAGES[data.decoder]}, or write data.decoder=auto"
     )
