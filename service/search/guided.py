@@ -30,7 +30,6 @@ from service.search.points import (
     categories,
     identity,
 )
-from service.search.probes import SlowSteps
 from service.search.step_time import StepTime
 
 __all__ = ["Guided", "Hardware", "Observation", "Point"]
@@ -74,14 +73,15 @@ class Guided:
         self.prior = StepTime.prior(hardware, categories(self.points))
         self.layout = self.prior.layout(self.points)
         columns = [tuple(column) for column in self.layout.member_KM.T]
-        self.kind_M = np.array([list(dict.fromkeys(columns)).index(column) for column in columns])
+        kinds = {column: kind for kind, column in enumerate(dict.fromkeys(columns))}
+        self.kind_M = np.array([kinds[column] for column in columns])
         self.global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
         self.offset_M = METRICS[metric] * np.log(self.layout.workers_M) - np.log(self.global_M)
         self.memory = MemoryModel()
         self.told: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
         self.model = self.prior
-        self.slow = SlowSteps()
+        self.measured = Measured.of(self.layout.take([]), [])
         self.group: float | None = None  # num_workers of the probe before
         self.spent_gpu_s = 0.0  # as far as the planner can tell
         self._why = "nothing was measured yet"
@@ -108,8 +108,9 @@ class Guided:
         if seen.status in ("ok", "oom"):
             self.memory.tell(int(self.kind_M[row]), batch, seen.peak_memory_mib, seen.gpu_memory_mib, seen.status == "oom")
         if seen.status == "ok":
-            self.model = self.prior.fitted(self._measured())
-            self.slow = SlowSteps.of([one.steps_s for _, one in self._ok()])
+            pairs = self._ok()
+            self.measured = Measured.of(self.layout.take([row for row, _ in pairs]), [one for _, one in pairs])
+            self.model = self.prior.fitted(self.measured)
 
     def ask(self) -> Point | None:
         """The next point to probe; None when no further probe is worth it, or none is left."""
@@ -127,7 +128,7 @@ class Guided:
     def enough(self, steps_s: Sequence[float]) -> bool:
         """Whether a probe's mean step time is known to 3%, or the probe has had its steps."""
         count = len(steps_s)
-        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * self.slow.mean(steps_s).error <= KNOWN)
+        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * self.measured.slow.mean(steps_s).error <= KNOWN)
 
     def best(self) -> Point | None:
         """The best measured point, its neighbours' and the model's word taken into account; None where nothing ran."""
@@ -142,15 +143,10 @@ class Guided:
         told = [(place, row) for place, (row, seen) in enumerate(self.told) if seen.status == "ok"]
         rows, ages = [row for _, row in told], [len(self.told) - place for place, _ in told]
         seed = (self.seed, len(self.told), len(self.pending))
-        measured = self._measured()
-        return believe(self.prior, self.model, measured, rows, ages, self.pending, self.layout, self.offset_M, seed)
+        return believe(self.prior, self.model, self.measured, rows, ages, self.pending, self.layout, self.offset_M, seed)
 
     def _ok(self) -> list[tuple[int, Observation]]:
         return [(row, seen) for row, seen in self.told if seen.status == "ok"]
-
-    def _measured(self) -> Measured:
-        pairs = self._ok()
-        return Measured.of(self.layout.take([row for row, _ in pairs]), [seen for _, seen in pairs])
 
     def _name(self, row: int) -> str:
         point = self.points[row]

@@ -27,6 +27,7 @@ class Measured:
     logs_3M: Array  # step, work, forward
     errors_3M: Array
     noise_M: Array  # of the step alone, without what the model's form is off by
+    slow: SlowSteps
 
     @classmethod
     def of(cls, layout: Layout, observations: Sequence[Observation]) -> Measured:
@@ -48,7 +49,7 @@ class Measured:
                 if value > 0:
                     logs_3M[row, m] = math.log(value)
                 errors_3M[row, m] = math.hypot(noise, MODEL_ERROR[name])
-        return cls(layout, logs_3M, errors_3M, noise_M)
+        return cls(layout, logs_3M, errors_3M, noise_M, slow)
 
     def joined(self, logs_3N: Array, layout: Layout) -> Measured:
         """These and N more that are taken for measured; `layout` is of all."""
@@ -59,6 +60,7 @@ class Measured:
             np.concatenate([self.logs_3M, logs_3N], axis=1),
             np.concatenate([self.errors_3M, errors], axis=1),
             np.concatenate([self.noise_M, np.full(count, UNKNOWN_NOISE / 2)]),
+            self.slow,
         )
 
     def residuals(self, logs: Array) -> Array:
