@@ -61,7 +61,9 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
 class StagedRecords(RecordsSource):
     """One split of a packed set as this node's copy has it; see `open_staged`."""
 
-    _held: Hold
+    def __init__(self, root: Path, index: Index, split: Split, held: Hold) -> None:
+        super().__init__(root, index, split, LocalShards(root, index.splits[split].shards))
+        self._held = held
 
     def close(self) -> None:
         """This process needs the copy no more."""
@@ -71,11 +73,7 @@ class StagedRecords(RecordsSource):
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
     """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
     path, held = stage(data.path, data.stage)
-    root = Path(path)
-    index = read_index(root)
-    source = StagedRecords(root, index, split, LocalShards(root, index.splits[split].shards))
-    source._held = held
-    return source
+    return StagedRecords(Path(path), read_index(Path(path)), split, held)
 
 
 def is_whole(folder: Path, file: File) -> bool:
