@@ -32,10 +32,9 @@ from trainables.data.folder import FolderSource
 from trainables.data.index import read_index
 from trainables.data.loader import Batch, Loader
 from trainables.distributed import Group
+from trainables.worker import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")
-KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-"""Without, glibc gives a step's memory back or not as chance has it: 12,000 to 27,000 page faults, 8 to 14% of its time."""
 
 
 @contextlib.contextmanager
@@ -46,7 +45,7 @@ def comparisons(short: bool, cifar: Path | None = None) -> Iterator[list[Compari
         subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, check=True)
         work = [str(images.absolute()), str(packed), "3" if short else "40"]
         command = ["-m", "tests.benchmarks.feeding"]
-        sides = Sides({side: partial(answer_of, [*command, side, *work], **KEEPS_MEMORY) for side in SIDES})
+        sides = Sides({side: partial(answer_of, [*command, side, *work], **CPU_MALLOC) for side in SIDES})
         share, fed = (
             sides.pair(SIDES[0], SIDES[1], "data_pct"),
             "images/s in the loop: records at auto / DataLoader over ImageFolder",
