@@ -18,9 +18,9 @@ from trainables.distributed import all_reduce_sum, check_replicas, gather_object
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
+from trainables.phases import PHASES
 from trainables.rundir import headline
 from trainables.step import SUMS, train_step
-from trainables.timing import PHASES
 
 log = logging.getLogger("raydistill")
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
+from trainables.phases import PHASES
+
 COLUMNS = (*PHASES, "step")
 KEEP_STEPS = 10_000
 """Steps that quantiles look back on; means, minima and maxima are exact over all steps."""

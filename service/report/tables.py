@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from trainables.phases import PHASES
 from trainables.rundir import RunDir, read_lines
 from trainables.telemetry import decode_throttle
 
 SCALE = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
-PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 
 
 def number(value: Any, digits: int = 2) -> str:

@@ -19,7 +19,6 @@ Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
 
 NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
-PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Hardware:
     nodes: int
     gpus_per_node: int  # or CPU slots where there is no GPU
     cpus_per_node: float
-    num_images: int  # of an epoch
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Observation:
 
     status: Literal["ok", "oom", "failed", "infeasible"]
     steps_s: Sequence[float] = ()  # wall time of each measured step, warm-up left out
-    phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see PHASES
+    phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see trainables.phases
     peak_memory_mib: float | None = None  # of the worst rank
     gpu_memory_mib: float | None = None  # what a GPU has
 

@@ -64,7 +64,7 @@ def search_one(seed: int, metric: str, peers: tuple[str, ...]) -> Row:
 
     cluster = Cluster(seed)
     plant = cluster.plant
-    hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cores.threads, plant.num_images)
+    hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cores.threads)
     session, thinking_s = Session(cluster, 0), [0.0]
     began = time.perf_counter()
     guided = Guided(cluster.points, hardware, metric=metric, seed=seed, max_steps=MAX_STEPS)

@@ -23,8 +23,9 @@ from tests.benchmarks.simulation.parts import (
     Setting,
     Trouble,
 )
-from tests.benchmarks.simulation.queueing import PHASES, Luck, simulate
+from tests.benchmarks.simulation.queueing import Luck, simulate
 from tests.benchmarks.simulation.session import Session, grid_gpu_s
+from trainables.phases import PHASES
 
 SEEDS = range(12)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trainables import timing
-from trainables.timing import COLUMNS, PHASES, CudaClock, PhaseTimer
+from trainables.phases import PHASES
+from trainables.timing import COLUMNS, CudaClock, PhaseTimer
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

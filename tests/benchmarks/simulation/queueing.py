@@ -18,7 +18,6 @@ from scipy.signal import lfilter
 
 from tests.benchmarks.simulation.parts import Floats, Plant, Setting, per_point
 
-PHASES = ("data", "h2d", "augment", "teacher", "student", "backward", "optimizer")
 MEMORY_STEPS = 20
 """How long a node's reading speed remembers."""
 

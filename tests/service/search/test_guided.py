@@ -14,8 +14,8 @@ from service.search.guided import Guided, Hardware, Observation
 from service.search.points import identity
 from tests.service.search.queues import Queues, grid, point
 
-ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16, num_images=50_000)
-FOUR_NODES = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=16, num_images=50_000)
+ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16)
+FOUR_NODES = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=16)
 SMALL = grid([1, 2, 4], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
 LARGE = grid([1, 2, 4, 8, 16], [64, 128, 256, 512, 1024, 2048], [1, 2, 3, 4, 6, 8])
 CLUSTERS = {
@@ -138,7 +138,7 @@ def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: fl
     def cost(at: Mapping[str, Any]) -> float:
         return step_s(at) / at["data.global_batch_size"]
 
-    search, rng = Guided(points, Hardware(2, 4, 16, 50_000)), np.random.default_rng(5)
+    search, rng = Guided(points, Hardware(2, 4, 16)), np.random.default_rng(5)
     while (at := search.ask()) is not None:
         search.tell(at, Observation("ok", [step_s(at) * float(np.exp(rng.normal(0, 0.03))) for _ in range(15)]))
     best = search.best()

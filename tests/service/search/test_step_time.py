@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from service.search.formulas import PARAMETERS, PLACE, times
-from service.search.points import PHASES, Hardware, Observation
+from service.search.points import Hardware, Observation
 from service.search.step_time import StepTime, fit
 from tests.service.search.queues import grid, point
+from trainables.phases import PHASES
 
 IMAGENET = 1_281_167
-EIGHT_GPUS = Hardware(nodes=1, gpus_per_node=8, cpus_per_node=32, num_images=IMAGENET)
+EIGHT_GPUS = Hardware(nodes=1, gpus_per_node=8, cpus_per_node=32)
 
 # GPUs, global batch, loader workers of each GPU, s/step, of it data (the middle of its range), s/epoch
 KD = [
@@ -45,7 +46,7 @@ def test_two_gpus_lose_at_a_batch_of_32_and_gain_at_128_since_the_all_reduce_com
     images = 33_000  # only scales all times; the table does not say
     points = [point(workers, batch, 8) for workers, batch, _ in INCEPTION]
     seen = [Observation("ok", [seconds / 30 * batch / images] * 10) for _, batch, seconds in INCEPTION]
-    hardware = Hardware(nodes=1, gpus_per_node=2, cpus_per_node=32, num_images=images)
+    hardware = Hardware(nodes=1, gpus_per_node=2, cpus_per_node=32)
     predicted = fit(points, seen, hardware).predict(points)
     one_32, one_64, one_128, two_32, two_128 = 30 * predicted.epoch_s(points, images)
     assert two_32 > one_32
@@ -69,7 +70,7 @@ def test_the_two_rows_of_teacher_training_keep_their_order() -> None:
     assert [small, large] == pytest.approx([800, 770], rel=0.03)
 
 
-CLUSTER = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=24, num_images=IMAGENET)
+CLUSTER = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=24)
 SPREAD = grid([1, 2, 4, 8, 16], [64, 256, 1024, 4096], [1, 4, 12])
 
 
