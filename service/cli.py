@@ -95,6 +95,8 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
         click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
         raise
     click.echo(f"result: {run_dir.result}")
+    if run_dir.report.exists():
+        click.echo(f"page: {run_dir.report}")
     if result.get("mlflow"):
         click.echo(f"records: {result['mlflow']['uri']}")
         click.echo(f"open them with: distill ui --runs {root}")
@@ -139,16 +141,45 @@ def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root:
 
 @cli.command()
 @DIR
-def report(directory: Path) -> None:
-    """The tables of a finished or running run or sweep."""
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Where the page goes; default: DIR/report.html.")
+@click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")
+def report(directory: Path, html: Path | None, watch: bool) -> None:
+    """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
     from service.progress import output
+    from service.report.page import write_page
     from service.report.tables import report_of
     from service.run import reopen
 
-    _, run_dir, result = reopen(directory)
     console = output()
+    if watch:
+        from service.report.watch import watch as follow
+
+        run_dir, result = follow(directory, console, html)
+    else:
+        _, run_dir, result = reopen(directory)
     for part in report_of(result, run_dir):
         console.print(part, soft_wrap=isinstance(part, str))
+    click.echo(f"page: {write_page(run_dir, result, html)}")
+
+
+@cli.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the comparison as a page here.")
+def compare(a: Path, b: Path, html: Path | None) -> None:
+    """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
+    from service.progress import output
+    from service.report.compare import compare as run_compare
+    from service.report.comparison import said, write_comparison
+    from service.report.records import open_records
+
+    comparison = run_compare(open_records(a), open_records(b))
+    console = output()
+    for part in said(comparison):
+        console.print(part, soft_wrap=isinstance(part, str))
+    if html:
+        write_comparison(comparison, html)
+        click.echo(f"page: {html}")
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -140,6 +140,11 @@ class RunDir:
         return self.root / "result.json"
 
     @property
+    def report(self) -> Path:
+        """The run as one HTML page."""
+        return self.root / "report.html"
+
+    @property
     def spool(self) -> Path:
         return self.root / "spool"
 

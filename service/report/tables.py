@@ -8,16 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
+from service.report.names import natural, number
+from service.report.records import SCALE, spread
+from service.report.winner import command, lines
 from trainables.phases import PHASES
-from trainables.rundir import RunDir, read_lines
+from trainables.rundir import RunDir, StageDir, read_lines
 from trainables.telemetry import decode_throttle
 
-SCALE = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
-
-
-def number(value: Any, digits: int = 2) -> str:
-    """A number for a cell; a dash where there is none."""
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) else "–"
+__all__ = ["SCALE", "number", "report_of", "sweep_table", "verdict"]
 
 
 def sweep_table(result: Mapping[str, Any]) -> Table:
@@ -35,6 +33,8 @@ def sweep_table(result: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
     best = (result.get("best") or {}).get("id")
     for trial in result["trials"]:
+        if trial["status"] == "untested":  # what a guided search did not need to try; the verdict counts them
+            continue
         m = trial.get("metrics") or {}
         notes = [
             trial["status"],
@@ -101,11 +101,6 @@ def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     return table
 
 
-def natural(place: str) -> list[int]:
-    """Sort key: node2 before node10."""
-    return [int(digits) for digits in re.findall(r"\d+", place)]
-
-
 def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
     """Where the time went, and what the nodes did meanwhile."""
     tables = (phase_table(metrics, f"a step of {who}"), node_table(metrics, f"the hardware under {who}: mean (most)"))
@@ -127,30 +122,8 @@ def stage_table(result: Mapping[str, Any]) -> Table:
 
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
-    """Sentences under a sweep's table: which configuration won and where its step's time goes."""
-    best = result.get("best")
-    if not best:
-        return ["no trial is complete: nothing to compare yet"]
-    m, scale = best["metrics"], best["scale"]
-    count = scale["scale.num_workers"]
-    who = ("GPU" if result.get("use_gpu") else "worker") + "s" * (count != 1)
-    lines = [
-        f"best: trial {best['id']} with {count} {who} × batch {scale['data.global_batch_size']} × "
-        f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, "
-        f"{number(m.get('epoch_s'))} s an epoch" + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
-    ]
-    shares = {phase: m[f"phase/{phase}_ms"] for phase in PHASES if m.get(f"phase/{phase}_ms")}
-    total = m.get("phase/step_ms") or sum(shares.values())
-    if shares and total:
-        ranked = sorted(shares.items(), key=lambda item: -item[1])
-        lines.append("its step: " + ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked))
-    if any((trial.get("metrics") or {}).get("epoch_projected") for trial in result["trials"]):
-        lines.append("* projected from fewer steps than an epoch has")
-    if any(trial.get("oversubscribed") for trial in result["trials"]):
-        lines.append(
-            "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
-        )
-    return lines
+    """Sentences under a sweep's table: which configuration won, why, where its step's time goes, and how sure that is."""
+    return lines(result, [{**row, "error": spread(row.get("steps_s") or [])} for row in result["trials"]])
 
 
 def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
@@ -162,15 +135,17 @@ def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
         parts += [sweep_table(result), *verdict(result)]
         if result.get("best"):
             parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
+            parts.append(f"train at that point: {command(run_dir.root, result['best'])}")
     elif result.get("stages"):
         parts.append(stage_table(result))
         for stage in result["stages"]:
             parts += measured(stage["metrics"], f"the {stage['stage']}") if stage["metrics"] else []
     if result["status"] != "complete":
         for path in sorted(run_dir.root.rglob("metrics.jsonl")):
-            if lines := read_lines(path):
-                m = lines[-1]["metrics"]
-                where, speed = path.parent.relative_to(run_dir.root), number(m.get("images_per_s"), 1)
-                parts.append(f"{where}: step {lines[-1]['step']}, {speed} images/s")
+            stage = StageDir(path.parent)
+            if not stage.result.exists() and (records := read_lines(path)):
+                m = records[-1]["metrics"]
+                where, speed = stage.root.relative_to(run_dir.root), number(m.get("images_per_s"), 1)
+                parts.append(f"{where}: step {records[-1]['step']}, {speed} images/s")
         parts.append(f"continue it with: distill resume {run_dir.root}")
     return parts

@@ -58,8 +58,8 @@ def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[s
 
 def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
     lines = verdict(result())
-    assert lines[0].startswith("best: trial 000 with 2 GPUs × batch 128 × 1 loader workers: 1,280.0 images/s")
-    assert lines[1] == "its step: student 45%, teacher 30%, data 25%"
+    assert lines[0].startswith("best: trial 000 with 2 GPUs × batch 128 × 1 loader worker: 1,280.0 images/s")
+    assert lines[2] == "its step: student 45%, teacher 30%, data 25%"
     assert any("projected" in line for line in lines)
     assert any("oversubscribed" in line for line in lines)
     assert verdict({"trials": [], "best": None}) == ["no trial is complete: nothing to compare yet"]

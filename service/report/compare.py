@@ -1,0 +1,206 @@
+"""Two sweeps (or runs) side by side: the best of each, the speed at every point that both have, and what else differs.
+
+Shapes: M common points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.report import names
+from service.report.records import SCALE, Records, Row, ran, spread
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+
+LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One point that both have run."""
+
+    point: Mapping[str, Any]
+    a: Row
+    b: Row
+    beyond_noise: bool | None = None  # None: the steps' spread of one of them is not known
+
+    @property
+    def ratio(self) -> float:
+        """Speed of B over speed of A."""
+        return float(self.b["metrics"]["images_per_s"] / self.a["metrics"]["images_per_s"])
+
+    @property
+    def error(self) -> float | None:
+        """Relative standard error of the ratio."""
+        errors = [row.get("error") for row in (self.a, self.b)]
+        return None if None in errors else math.hypot(*(float(error or 0.0) for error in errors))
+
+    @property
+    def chance(self) -> float | None:
+        """Chance of a ratio so far from 1 if both were as fast (two-sided, normal)."""
+        if self.error is None:
+            return None
+        return math.erfc(abs(math.log(self.ratio)) / max(self.error, 1e-9) / math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what not."""
+
+    a: Records
+    b: Records
+    keys: list[str]  # of a point
+    pairs: list[Pair]
+    differences: list[tuple[str, Any, Any]]  # of the experiments: key, A's, B's
+
+
+def compare(a: Records, b: Records) -> Comparison:
+    """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
+    searched = dict.fromkeys([*SCALE, *(key for records in (a, b) for row in records.rows for key in row["params"])])
+    found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
+    common = [Pair(dict(zip(searched, (held for held, _ in point), strict=True)), found_a[point], found_b[point])
+              for point in found_a if point in found_b]  # fmt: skip
+    common = holm(common)
+    both = {key for key in searched if all(any(key in row["params"] for row in records.rows) for records in (a, b))}
+    differences = [
+        (key, a.experiment.get(key), b.experiment.get(key))
+        for key in dict.fromkeys([*a.experiment, *b.experiment])
+        if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
+    ]
+    keys = [key for key in searched if key in SCALE or len({repr(pair.point[key]) for pair in common}) > 1]
+    return Comparison(a, b, keys, common, differences)
+
+
+def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any, str], ...], Row]]:
+    """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
+    for row in rows_of(records):
+        known = {**records.experiment, **row["params"], **row["scale"]}
+        yield tuple((held, repr(held)) for held in (hashable(known.get(key)) for key in keys)), row
+
+
+def hashable(held: Any) -> Any:
+    return held if isinstance(held, str | int | float | bool | None) else repr(held)
+
+
+def rows_of(records: Records) -> list[Row]:
+    """The trials that have a speed; of a single run, its student as one row."""
+    if records.is_sweep:
+        return ran(records.rows)
+    found = []
+    for stage in records.result.get("stages", []):
+        if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):
+            history = next((h for h in records.histories if h.label == "student"), None)
+            scale = {
+                NUM_WORKERS: records.result["num_workers"], GLOBAL_BATCH: records.experiment[GLOBAL_BATCH],
+                LOADER_WORKERS: records.result["loader_workers"],
+            }  # fmt: skip
+            found.append({"id": "student", "params": {}, "scale": scale, "status": "ok", "metrics": stage["metrics"],
+                          "error": spread(history.windows_s) if history else None})  # fmt: skip
+    return found
+
+
+def best_row(records: Records) -> Row | None:
+    """The winner of a sweep by its own metric; of a run, its student."""
+    return records.best if records.is_sweep else next(iter(rows_of(records)), None)
+
+
+def holm(pairs: list[Pair]) -> list[Pair]:
+    """Which differences are beyond noise, many being looked at at once (Holm 1979), in the order of the pairs."""
+    known = sorted(
+        (place for place, pair in enumerate(pairs) if pair.chance is not None), key=lambda place: pairs[place].chance or 0.0
+    )
+    verdicts: dict[int, bool] = {}
+    holds = True
+    for passed, place in enumerate(known):
+        holds = holds and (pairs[place].chance or 0.0) <= LEVEL / (len(known) - passed)
+        verdicts[place] = holds
+    return [Pair(pair.point, pair.a, pair.b, verdicts.get(place)) for place, pair in enumerate(pairs)]
+
+
+def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
+    """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
+
+    What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
+    """
+    if len(pairs) < 2:
+        return None
+    logs_M = [math.log(pair.ratio) for pair in pairs]
+    mean = sum(logs_M) / len(logs_M)
+    from scipy.stats import t
+
+    variance = sum((one - mean) ** 2 for one in logs_M) / (len(logs_M) - 1)
+    half = float(t.ppf(0.975, len(logs_M) - 1)) * math.sqrt(variance / len(logs_M))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def lead(comparison: Comparison) -> list[str]:
+    """What the comparison says, in sentences."""
+    told = []
+    for name, records in (("A", comparison.a), ("B", comparison.b)):
+        best = best_row(records)
+        where = f"{name}, {records.result['name']}"
+        told.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
+    a, b = (best_row(records) for records in (comparison.a, comparison.b))
+    if a and b:
+        told.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
+    if not comparison.pairs:
+        return [*told, "No point was run by both."]
+    counted = names.counted(len(comparison.pairs), "common point")
+    if whole := overall(comparison.pairs):
+        told.append(f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f}).")
+    known = [pair for pair in comparison.pairs if pair.beyond_noise is not None]
+    if known:
+        faster = sum(bool(pair.beyond_noise) and pair.ratio > 1 for pair in known)
+        slower = sum(bool(pair.beyond_noise) and pair.ratio < 1 for pair in known)
+        told.append(f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
+                    f"{len(known) - faster - slower} differ by no more than noise.")  # fmt: skip
+    if len(known) < len(comparison.pairs):
+        told.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
+    return told
+
+
+def summary(records: Records, best: Row, keys: list[str]) -> str:
+    m = best["metrics"]
+    accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
+    where = names.point(with_known(records, best, keys), records.unit, keys)
+    return f"{where}, {names.number(m['images_per_s'], 1)} images/s{accuracy}"
+
+
+def with_known(records: Records, row: Row, keys: list[str]) -> Row:
+    """The row with the values that its experiment has on keys that were not searched."""
+    return {**row, "params": {**{key: records.experiment.get(key) for key in keys}, **row["params"]}}
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.3f} times as fast as"
+
+
+def verdict(pair: Pair) -> str:
+    """What may be said of one point."""
+    if pair.beyond_noise is None:
+        return "spread unknown"
+    return ("B faster" if pair.ratio > 1 else "B slower") if pair.beyond_noise else "within noise"
+
+
+def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The table of common points: columns and rows."""
+    unit = comparison.a.unit
+    accurate = any("top1_pct" in row["metrics"] for pair in comparison.pairs for row in (pair.a, pair.b))
+    columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
+    columns += ["A top-1 %", "B top-1 %"] if accurate else []
+    rows = []
+    for pair in comparison.pairs:
+        speeds = [names.number(row["metrics"]["images_per_s"], 1) for row in (pair.a, pair.b)]
+        error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
+        tops = [names.number(row["metrics"].get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
+        rows.append(
+            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
+        )
+    return columns, rows
+
+
+def difference_cells(comparison: Comparison) -> list[list[str]]:
+    """What differs in the experiments: key, A's value, B's value."""
+    return [[key, str(a), str(b)] for key, a, b in comparison.differences]

@@ -1,0 +1,72 @@
+"""The step-time model's word on points of a sweep that were not measured: fitted to the rows, asked along an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.report.records import SCALE, Row, ran, value
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Observation, Point
+from service.search.step_time import StepTime, fit
+from trainables.phases import PHASES
+
+FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster
+MOST = 120  # points that are fitted: more tell the curve nothing new, and take seconds
+ALONG = 33  # points of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Images/s along an axis, with one standard deviation of what the model's parameters leave open."""
+
+    at: list[float]
+    images_per_s: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def model_of(result: Mapping[str, Any], rows: Sequence[Row]) -> StepTime | None:
+    """The model fitted to the measured rows, of many to some all over the space.
+
+    None where these are too few, or where the hardware is not known (older runs).
+    """
+    known = result.get("hardware")
+    measured = [row for row in ran(rows) if all(isinstance(row["scale"][key], int) for key in SCALE)]
+    if not known or len(measured) < FEWEST:
+        return None
+    measured = measured[:: -(-len(measured) // MOST)]
+    hardware = Hardware(int(known["nodes"]), int(known["slots_per_node"]), float(known["cpus_per_node"]))
+    return fit([as_point(row) for row in measured], [observation(row) for row in measured], hardware)
+
+
+def as_point(row: Row) -> Point:
+    """A row's point, with the loader workers that `auto` came to."""
+    return {**row["params"], **{key: value(row, key) for key in SCALE}}
+
+
+def observation(row: Row) -> Observation:
+    """What the row's trial brought."""
+    m = row["metrics"]
+    phases_s = {phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m}
+    return Observation("ok", row.get("steps_s") or [m["step_s"]], phases_s)
+
+
+def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:
+    """Speed along `key` from `low` to `high`, every other value as in `base`."""
+    if key == GLOBAL_BATCH:
+        at = np.unique(np.geomspace(low, high, ALONG).round())
+    else:
+        at = np.unique(np.linspace(low, high, min(ALONG, round(high - low) + 1)).round())
+    points = [{**base, key: int(place)} for place in at]
+    predicted = model.predict(points)
+    batch = np.array([float(point[GLOBAL_BATCH]) for point in points])
+    speed, off = batch / predicted.step_s, predicted.step_sd_s / predicted.step_s
+    return Curve(at.tolist(), speed.tolist(), (speed / (1 + off)).tolist(), (speed * (1 + off)).tolist())
+
+
+def can_follow(key: str) -> bool:
+    """Whether the model has an axis of this key along which it can be asked between the values tried."""
+    return key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)

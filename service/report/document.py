@@ -1,0 +1,126 @@
+"""One HTML page that needs nothing else: sections, tables and figures as text, styled for light, dark and narrow screens.
+
+Every value is text from outside: it is escaped, and the page's policy runs no script but its own and fetches nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import json
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment
+
+from service.report.marks import Figure
+
+_NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
+
+
+@dataclass(frozen=True)
+class Shade:
+    """A cell with a ground of its own: the larger the share, the stronger."""
+
+    text: str
+    share: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. `marked` rows stand out; a `folded` table is opened by its reader; with `heads` rows have headings."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Shade]]
+    caption: str = ""
+    marked: frozenset[int] = frozenset()
+    folded: bool = False
+    heads: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a page says."""
+
+    kind: str
+    title: str
+    status: str
+    lead: Sequence[str]
+    sections: Sequence[Section]
+    facts: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+    command_title: str = ""
+    command: str = ""
+    foot: str = ""
+    refresh_s: int | None = None  # the page loads itself again: while a run is running
+
+
+def render(page: Page) -> str:
+    """The page as one text."""
+    figures = [figure for section in page.sections for figure in section.figures]
+    drawn = [{"id": figure.id, "traces": figure.traces, "layout": figure.layout} for figure in figures]
+    return str(_template().render(
+        page=page, nonce=secrets.token_urlsafe(16), style=_asset("page.css"), script=_asset("page.js"), numbers=numbers,
+        figures=packed(as_json(drawn)) if drawn else "", library=plotly() if drawn else "",
+    ))  # fmt: skip
+
+
+def numbers(figure: Figure) -> Table:
+    """A figure's numbers."""
+    return Table(f"Numbers of: {figure.title}", figure.columns, figure.numbers)
+
+
+def as_json(value: Any) -> bytes:
+    """JSON without what is not finite: that is null."""
+    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def packed(content: bytes) -> str:
+    """gzip in base64, which the browser unpacks: no text in it can end the element that it stands in, and it is small."""
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        # Nobody sees the seventh digit, and a page of many trials is half as large without them.
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    return [_finite(held) for held in value] if isinstance(value, list | tuple) else value
+
+
+@functools.cache
+def plotly() -> str:
+    """plotly.js, 2 of its 4.8 MB. Read as a file: its Python side, whose import takes a second, is not needed."""
+    return packed(resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes())
+
+
+def _asset(name: str) -> str:
+    return resources.files("service.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, trim_blocks=False)
+    environment.tests["number_like"] = lambda cell: isinstance(cell, str) and _NUMBER.fullmatch(cell) is not None
+    return environment.from_string(_asset("page.html"))

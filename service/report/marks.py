@@ -1,0 +1,107 @@
+"""What figures are made of: plain mappings in the form that plotly.js draws, each with its words and its numbers.
+
+Colours are Okabe and Ito's (2008), told apart by readers with any colour vision and on light and dark ground; series differ in
+their marks and dashes too. Text of the ground's own colour (axes, grids, legends) is left to the page, which knows the ground.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = (
+    "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98",
+)  # fmt: skip
+PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+MOST_SERIES = len(PALETTE)
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: what to draw, what a reader who does not see it is told, and its numbers as a table."""
+
+    id: str
+    title: str
+    caption: str  # how to read it, and what it shows
+    traces: list[Trace]
+    layout: dict[str, Any]
+    columns: Sequence[str]
+    numbers: list[list[str]] = field(default_factory=list)
+    height: int = 380
+
+    @property
+    def alternative(self) -> str:
+        """In place of the picture."""
+        return f"{self.title}. {self.caption} The numbers are in the table below the figure."
+
+
+def plain(text: object) -> str:
+    """Text from outside as plotly.js shows it unchanged: it reads tags such as <a href=…> in labels otherwise."""
+    return html.escape(str(text), quote=False)
+
+
+def hover(*parts: object) -> str:
+    """Lines of a tooltip."""
+    return "<br>".join(plain(part) for part in parts if part)
+
+
+def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> Trace:
+    """An area between two lines, without a name of its own."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return {
+        "type": "scatter", "mode": "lines", "x": [*xs, *reversed(xs)], "y": [*high, *reversed(low)], "fill": "toself",
+        "fillcolor": f"rgba({red},{green},{blue},0.15)", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False,
+        "legendgroup": group,
+    }  # fmt: skip
+
+
+def line(name: str, place: int, xs: Sequence[Any], ys: Sequence[Any], **more: Any) -> Trace:
+    """A series of lines; `place` chooses its colour and dash."""
+    style = {"color": PALETTE[place % MOST_SERIES], "dash": DASHES[place % MOST_SERIES], "width": 2}
+    return {"type": "scatter", "mode": "lines", "name": plain(name), "x": list(xs), "y": list(ys), "line": style, **more}
+
+
+def dots(name: str, place: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
+    """A series of marks with a tooltip each; `place` chooses their colour and shape."""
+    mark = {"color": PALETTE[place % MOST_SERIES], "symbol": SYMBOLS[place % MOST_SERIES], "size": 9}
+    return {
+        "type": "scatter", "mode": "markers", "name": plain(name), "x": list(xs), "y": list(ys), "marker": mark,
+        "hovertext": list(texts), "hoverinfo": "text", **more,
+    }  # fmt: skip
+
+
+def faint(name: str, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str]) -> Trace:
+    """Marks in the background."""
+    return dots(name, 0, xs, ys, texts) | {"marker": {"color": GREY, "symbol": "circle-open", "size": 6}, "opacity": 0.6}
+
+
+def whiskers(colour: str, up: Sequence[float | None], down: Sequence[float | None] | None = None) -> dict[str, Any]:
+    """Error bars of a series; None: no bar."""
+    bars = {
+        "type": "data",
+        "array": [value or 0.0 for value in up],
+        "color": colour,
+        "thickness": 1.5,
+        "width": 4,
+        "visible": True,
+    }
+    return bars if down is None else bars | {"symmetric": False, "arrayminus": [value or 0.0 for value in down]}
+
+
+def numbers_axis(title: str, values: Sequence[float], log: bool = False) -> dict[str, Any]:
+    """An axis with a tick at every value that was tried, where there are few."""
+    axis: dict[str, Any] = {"title": {"text": plain(title)}}
+    ticks = sorted(set(values))
+    if len(ticks) <= 9:
+        axis |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return axis | ({"type": "log"} if log else {})
+
+
+def y_axis(title: str, zero: bool = True) -> dict[str, Any]:
+    """A vertical axis, from zero unless told otherwise."""
+    return {"title": {"text": plain(title)}, "rangemode": "tozero" if zero else "normal"}

@@ -1,0 +1,85 @@
+"use strict";
+// The figures are drawn by plotly.js, which is in the page, packed; their ground and ink are the page's own, light or dark.
+const ground = () => {
+  const style = getComputedStyle(document.documentElement);
+  const ink = style.getPropertyValue("--ink").trim(), edge = style.getPropertyValue("--edge").trim();
+  const raised = style.getPropertyValue("--raised").trim();
+  return { ink, edge, raised };
+};
+
+function laidOut(layout, width) {
+  const { ink, edge, raised } = ground();
+  const axis = (own) => ({ automargin: true, gridcolor: edge, linecolor: edge, zerolinecolor: edge, tickcolor: edge, ...own });
+  return {
+    ...layout,
+    xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+    font: { family: getComputedStyle(document.body).fontFamily, size: width < 480 ? 12 : 13, color: ink },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 10, r: 12, t: 8, b: 10 },
+    legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, xanchor: "left", font: { color: ink } },
+    hoverlabel: { bgcolor: raised, bordercolor: edge, font: { color: ink }, align: "left" },
+    modebar: { color: edge, activecolor: ink, bgcolor: "rgba(0,0,0,0)" },
+    dragmode: width < 480 ? false : "zoom", hovermode: "closest",
+  };
+}
+
+function draw(figures) {
+  for (const { id, traces, layout } of figures) {
+    const place = document.getElementById(id);
+    Plotly.react(place, traces, laidOut(layout, place.clientWidth), {
+      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage", "autoScale2d"],
+    });
+  }
+}
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
+}
+
+const nonce = document.currentScript.nonce;  // unpacked code may run because this code may
+
+async function figures() {
+  const library = document.getElementById("library");
+  if (!library) return;
+  const told = JSON.parse(await unpack(document.getElementById("figures").textContent));
+  const script = document.createElement("script");
+  script.nonce = nonce;
+  script.textContent = await unpack(library.textContent);
+  document.head.append(script);
+  draw(told);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(told));
+}
+
+function sortable(table) {
+  const number = (text) => { const held = parseFloat(text.replace(/[,*%]/g, "")); return Number.isNaN(held) ? null : held; };
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  const sort = (column) => {
+    const up = heads[column].getAttribute("aria-sort") !== "ascending";
+    heads.forEach((head) => head.removeAttribute("aria-sort"));
+    heads[column].setAttribute("aria-sort", up ? "ascending" : "descending");
+    const keyed = [...body.rows].map((row) => ({ row, text: row.cells[column].textContent, held: number(row.cells[column].textContent) }));
+    keyed.sort((a, b) => {
+      if (a.held === null || b.held === null) return (a.held === null) - (b.held === null) || a.text.localeCompare(b.text) * (up ? 1 : -1);
+      return (a.held - b.held) * (up ? 1 : -1);
+    });
+    body.append(...keyed.map((one) => one.row));
+  };
+  heads.forEach((head, column) => {
+    head.tabIndex = 0;
+    head.addEventListener("click", () => sort(column));
+    head.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(column); } });
+  });
+}
+
+document.querySelectorAll("table.sortable").forEach(sortable);
+const copy = document.getElementById("copy");
+if (copy && navigator.clipboard) {
+  copy.hidden = false;
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(document.getElementById("command").textContent);
+    copy.textContent = "Copied";
+  });
+}
+figures();

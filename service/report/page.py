@@ -1,0 +1,251 @@
+"""`report.html`: one page of a run directory, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from service.experiment import read_resolved
+from service.report import figures, names, timeline, winner
+from service.report.curve import model_of
+from service.report.document import Page, Section, Shade, Table, render
+from service.report.marks import MOST_SERIES, Figure
+from service.report.records import Records, Row, axes, ran, read_records, value
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from trainables.errors import ExperimentError
+from trainables.rundir import RunDir, write_atomic
+
+RELOAD_S = 5
+BAD = ("failed", "oom", "infeasible", "stopped")
+FACTS = {
+    "images_per_s": "images/s", "epoch_s": "s an epoch", "step_s": "s a step", "data_pct": "% of it waiting for data",
+    "top1_pct": "top-1 %", "best_top1_pct": "best top-1 %", "peak_memory_mib": "MiB of GPU memory, peak",
+}  # fmt: skip
+
+
+def write_page(run_dir: RunDir, result: Mapping[str, Any], path: Path | None = None) -> Path:
+    """Write the page of a run as it stands, atomically. Returns where.
+
+    Raises:
+        ExperimentError: it cannot be written there.
+    """
+    path = path or run_dir.report
+    resolved = read_resolved(run_dir.experiment)
+    records = read_records(run_dir, result, resolved.experiment, result.get("sources") or {})
+    try:
+        write_atomic(path, render(page_of(records)).encode())
+    except OSError as error:
+        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html FILE") from error
+    return path
+
+
+def leave_page(run_dir: RunDir, result: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Write the page at a run's end. What goes wrong here is said, and is no reason for a run to fail that has succeeded."""
+    try:
+        write_page(run_dir, result)
+    except Exception as error:
+        say(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")
+
+
+def page_of(records: Records) -> Page:
+    """The page of a sweep or of a run."""
+    return sweep_page(records) if records.is_sweep else run_page(records)
+
+
+def sweep_page(records: Records) -> Page:
+    """What won and why, the table, speed over each axis, and all that was measured beside."""
+    result, rows, best, unit = records.result, records.rows, records.best, records.unit
+    keys = axes(rows)
+    if best is None:
+        ended = len([row for row in rows if row["status"] not in winner.UNRUN])
+        lead = ["No trial is complete: nothing to compare yet.", f"{ended} of {len(rows)} trials have ended."]
+        facts: Sequence[tuple[str, str]] = ()
+        notes: list[str] = []
+    else:
+        metric = result["metric"]
+        lead = [
+            f"{winner.won(best, unit, keys, metric)} (trial {best['id']})",
+            winner.why(rows, best, metric, result["mode"], unit),
+        ]
+        if shares := winner.step_shares(best["metrics"]):
+            lead[1] += f" Its step: {shares}."
+        facts, notes = facts_of(best["metrics"]), [winner.bound(result), *winner.doubts(result)]
+    sections = [
+        Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
+                tables=[table for table in (grid(records), trials(records)) if table]),
+        Section("Speed over each axis", figures=over_axes(records)),
+        Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
+        Section("Scaling and cost", figures=kept(
+            figures.efficiency(rows, best, unit) if best else None, figures.pareto(rows, unit))),
+        Section("Over time", figures=over_time(records)),
+        Section("Trials without a result", tables=kept(bad(records))),
+        settings(records),
+    ]  # fmt: skip
+    return finished(records, Page(
+        "sweep", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures], facts, notes,
+        "Train at that point" if best else "", winner.command(records.root, best) if best else "",
+    ))  # fmt: skip
+
+
+def run_page(records: Records) -> Page:
+    """What a single run reached, and how its time went."""
+    result, histories = records.result, records.histories
+    stages = result.get("stages", [])
+    student = next((stage for stage in stages if stage["stage"] == "student" and stage["metrics"]), None)
+    lead = [f"The {stage['stage']} {stage['model']} {reached(stage)}" for stage in reversed(stages)] or [
+        "No stage is complete yet."
+    ]
+    if student and (shares := winner.step_shares(student["metrics"])):
+        lead.insert(1, f"A step of the student: {shares}.")
+    labels = [h.label for h in histories]
+    sections = [
+        Section("Learning", figures=kept(timeline.losses(histories), timeline.accuracy(histories, labels))),
+        Section("Where the time goes", figures=kept(
+            timeline.stage_phases([stage for stage in stages if stage["metrics"]], figures.PHASE_COLOURS),
+            timeline.waits_over_time(histories), timeline.speeds(histories), timeline.drift(histories, labels))),
+        Section("Hardware", figures=timeline.hardware(histories)),
+        settings(records),
+    ]  # fmt: skip
+    return finished(records, Page(
+        "run", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures],
+        facts_of(student["metrics"]) if student else (),
+    ))  # fmt: skip
+
+
+def reached(stage: Mapping[str, Any]) -> str:
+    """What a stage came to, in words."""
+    m = stage["metrics"]
+    if not m:
+        return f"{stage['status']}: {stage['reason']}"
+    told = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
+    if "best_top1_pct" in m and m["best_top1_pct"] != m.get("top1_pct"):
+        told.append(f"(best {names.number(m['best_top1_pct'])}%)")
+    told.append(f"in {names.number(m.get('steps'), 0)} steps")
+    if "images_per_s" in m:
+        told.append(f"at {names.number(m['images_per_s'], 1)} images/s")
+    return " ".join(told) + "."
+
+
+def finished(records: Records, page: Page) -> Page:
+    """The page with what stands on every one: where it comes from, and that it loads itself again while the run goes on."""
+    result = records.result
+    notes = [*page.notes, result["reason"]] if result.get("reason") else page.notes
+    when = f"{result.get('started', '')} to {result.get('finished', 'now')}".replace("T", " ")
+    foot = f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
+    return replace(page, notes=notes, foot=foot, refresh_s=RELOAD_S if result["status"] == "running" else None)
+
+
+def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The numbers that one looks for first."""
+    digits = {"images_per_s": 1, "epoch_s": 2, "step_s": 4, "data_pct": 1, "peak_memory_mib": 0}
+    return [(text, names.number(metrics[name], digits.get(name, 2))) for name, text in FACTS.items() if name in metrics]
+
+
+def over_axes(records: Records) -> list[Figure]:
+    """A figure an axis, the three of every sweep first."""
+    best = records.best
+    if best is None:
+        return []
+    model = model_of(records.result, records.rows)
+    return kept(*(figures.over_axis(records.rows, best, key, model, records.unit) for key in axes(records.rows)))
+
+
+def over_time(records: Records) -> list[Figure]:
+    """Accuracy of the best trials, their epochs, and the hardware under all of them."""
+    ranked = sorted(ran(records.rows), key=lambda row: -row["metrics"].get("top1_pct", 0.0))
+    labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
+    histories = records.histories
+    return [*kept(timeline.accuracy(histories, labels), timeline.drift(histories, labels)), *timeline.hardware(histories)]
+
+
+def grid(records: Records) -> Table | None:
+    """Images/s by workers and batch (down) and loader workers (across), the best over everything else."""
+    top: dict[tuple[Any, Any, Any], Row] = {}
+    for row in ran(records.rows):
+        place = (value(row, NUM_WORKERS), value(row, GLOBAL_BATCH), value(row, LOADER_WORKERS))
+        if place not in top or row["metrics"]["images_per_s"] > top[place]["metrics"]["images_per_s"]:
+            top[place] = row
+    down = sorted({place[:2] for place in top})
+    across = sorted({place[2] for place in top})
+    if len(top) < 2 or len(across) > 24 or len(down) > 60:
+        return None
+    fastest = max(row["metrics"]["images_per_s"] for row in top.values())
+    best = records.best
+    rows: list[list[str | Shade]] = []
+    for workers, batch in down:
+        cells: list[str | Shade] = [f"{names.counted(workers, records.unit)} × batch {batch}"]
+        for loaders in across:
+            row = top.get((workers, batch, loaders))
+            speed = row["metrics"]["images_per_s"] if row else 0.0
+            mark = " ★" if row and best and row["id"] == best["id"] else ""
+            cells.append(Shade(names.number(speed, 1) + mark, (speed / fastest) ** 2) if row else "–")
+        rows.append(cells)
+    extras = [key for key in axes(records.rows) if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
+    caption = "Images/s; the darker, the faster; ★ is the best trial." + (
+        f" The best over {', '.join(extras)}." if extras else ""
+    )
+    return Table("images/s by workers, batch and loader workers",
+                 ["", *(names.counted(count, "loader worker") for count in across)], rows, caption, heads=True)  # fmt: skip
+
+
+def trials(records: Records) -> Table | None:
+    """Every trial that was tried: GPUs × batch × loader workers → seconds a step, of it waiting for data, speed, epoch."""
+    tried = [row for row in records.rows if row["status"] != "untested"]
+    if not tried:
+        return None
+    extras = [key for key in axes(records.rows) if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
+    columns = ["trial", f"{records.unit}s", "batch", "loader workers", *extras, "s/step", "of it data", "least–most", "data %",
+               "images/s", "±", "s/epoch", f"{records.unit}-s/epoch", "top-1 %", "took s", "status"]  # fmt: skip
+    rows, best = [], records.best
+    for row in tried:
+        m = row["metrics"]
+        data_s = [
+            names.number(m[f"phase/data{part}_ms"] / 1e3, 4) if f"phase/data{part}_ms" in m else "–"
+            for part in ("", "_min", "_max")
+        ]
+        epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
+        cost = figures.gpu_s_per_epoch(row)
+        status = row["status"] + (" oversubscribed" if row.get("oversubscribed") else "")
+        rows.append([
+            row["id"], *(str(value(row, key)) for key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS, *extras)),
+            names.number(m.get("step_s"), 4), data_s[0], f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
+            names.number(m.get("data_pct"), 1), names.number(m.get("images_per_s"), 1), figures.error_cell(row), epoch,
+            names.number(cost, 1), names.number(m.get("top1_pct")), names.number(row.get("seconds"), 1), status,
+        ])  # fmt: skip
+    empty = {
+        place for place, name in enumerate(columns) if name in ("top-1 %", "took s", "±") and all(r[place] == "–" for r in rows)
+    }
+    marked = frozenset(place for place, row in enumerate(tried) if best and row["id"] == best["id"])
+    return Table(
+        f"All {names.counted(len(tried), 'trial')}", [name for place, name in enumerate(columns) if place not in empty],
+        [[cell for place, cell in enumerate(row) if place not in empty] for row in rows], marked=marked, folded=len(tried) > 12,
+    )  # fmt: skip
+
+
+def bad(records: Records) -> Table | None:
+    """Failed, infeasible and stopped trials, with their reasons."""
+    rows = [row for row in records.rows if row["status"] in BAD]
+    keys = axes(records.rows)
+    cells = [[row["id"], names.point(row, records.unit, keys), row["status"], row.get("reason") or "–"] for row in rows]
+    return Table("Trials without a result", ["trial", "point", "status", "reason"], cells) if rows else None
+
+
+def settings(records: Records) -> Section:
+    """The experiment, each value with where it comes from."""
+
+    def source(key: str) -> str:
+        parts = key.split(".")
+        found = (records.sources.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
+        return next((one for one in found if one), "default")
+
+    rows = [[key, str(held), source(key)] for key, held in records.experiment.items()]
+    return Section("The experiment", tables=[Table(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)])
+
+
+def kept(*parts: Any) -> list[Any]:
+    """Those that have something to show."""
+    return [part for part in parts if part is not None]

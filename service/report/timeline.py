@@ -1,0 +1,281 @@
+"""Figures over time, as pure functions of what stages wrote while they ran: loss, accuracy, epochs, speed, waits, hardware."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from service.report import names
+from service.report.marks import (
+    DASHES,
+    MOST_SERIES,
+    PALETTE,
+    SYMBOLS,
+    Figure,
+    Trace,
+    band,
+    dots,
+    hover,
+    line,
+    plain,
+    y_axis,
+)
+from service.report.records import History
+
+MOST_POINTS = 400  # of one line: more are not seen
+MOST_FAINT = 60
+FEWEST_EPOCHS = 3
+
+
+def thin(lines: Sequence[Any]) -> list[Any]:
+    """At most `MOST_POINTS`, spread evenly, the last one kept."""
+    step = max(1, math.ceil(len(lines) / MOST_POINTS))
+    return [*lines[::-1][::step]][::-1]
+
+
+def clock(seconds: Iterable[float]) -> tuple[list[float], str]:
+    """Times in the unit that suits the longest of them: seconds, minutes or hours."""
+    held = list(seconds)
+    longest = max(held, default=0.0)
+    unit, factor = ("s", 1.0) if longest < 180 else ("min", 60.0) if longest < 10_800 else ("h", 3600.0)
+    return [one / factor for one in held], unit
+
+
+def since(history: History, record: Mapping[str, Any]) -> float:
+    """Seconds from the stage's start to one of its lines."""
+    return float((record["time_ms"] - history.start_ms) / 1e3)
+
+
+def accuracy(histories: Sequence[History], chosen: Sequence[str]) -> Figure | None:
+    """Validation accuracy against wall time: those `chosen` by their label in colour, others in the background."""
+    told = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
+    if not told:
+        return None
+    first = [h for label in chosen for h in told if h.label == label][:MOST_SERIES] or told[:MOST_SERIES]
+    rest = [h for h in told if h not in first][:MOST_FAINT]
+    times = [since(h, one) for h in told for one in h.of("epoch")]
+    _, unit = clock(times)
+    factor = {"s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    traces: list[Trace] = []
+    table = []
+    for place, h in [*((None, h) for h in rest), *enumerate(first)]:
+        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
+        xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
+        tips = [hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
+                for one, x, y in zip(epochs, xs, ys, strict=True)]  # fmt: skip
+        if place is None:
+            traces.append(line(h.label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.25, showlegend=False))
+        else:
+            traces.append(dots(h.label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]})
+        if ys:
+            table.append(
+                [h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), f"{xs[-1]:.3g} {unit}"]
+            )
+    caption = "Validation top-1 at each epoch's end, by the time since the stage began."
+    caption += f" The {len(first)} best in colour, {len(rest)} others faint." if rest else ""
+    return Figure(
+        "accuracy", "Accuracy against wall time", caption, traces,
+        {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
+        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], table[::-1],
+    )  # fmt: skip
+
+
+def epoch_times(history: History) -> list[tuple[float, float]]:
+    """(epoch, seconds) of each epoch that was trained in one go, its evaluation left out."""
+    found = []
+    for before, after in pairwise(history.of("start", "epoch")):
+        begins = before["kind"] == "epoch" or before["step"] % max(1, before["metrics"].get("steps_per_epoch") or 1) == 0
+        if after["kind"] == "epoch" and begins:
+            seconds = (after["time_ms"] - before["time_ms"]) / 1e3 - after["metrics"].get("eval_s", 0.0)
+            found.append((float(after["epoch"]), seconds))
+    return found
+
+
+def drift(histories: Sequence[History], chosen: Sequence[str]) -> Figure | None:
+    """Whether epochs grow longer, as they do where a GPU gets hot."""
+    told = [(h, epochs) for h in histories if len(epochs := epoch_times(h)) >= FEWEST_EPOCHS]
+    told.sort(key=lambda pair: (pair[0].label not in chosen, pair[0].label))
+    if not told:
+        return None
+    traces, table, words = [], [], []
+    for place, (h, epochs) in enumerate(told[:MOST_SERIES]):
+        xs, ys = [epoch for epoch, _ in epochs], [seconds for _, seconds in epochs]
+        tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in epochs]
+        traces.append(dots(h.label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]})
+        # The first epoch has the warm-up in it.
+        change = ys[-1] / ys[1] - 1
+        words.append(f"{h.label} {names.short(ys[1])} → {names.short(ys[-1])} s ({change:+.0%})")
+        table.append([h.label, names.number(ys[0]), names.number(ys[1]), names.number(ys[-1]), f"{change:+.1%}"])
+    return Figure(
+        "drift", "Time of each epoch",
+        f"Training alone, without evaluation. From the second to the last: {'; '.join(words[:3])}.", traces,
+        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
+        ["what", "first s", "second s", "last s", "second to last"], table,
+    )  # fmt: skip
+
+
+def losses(histories: Sequence[History]) -> Figure | None:
+    """Training loss at the log lines, validation loss at the epochs' ends."""
+    traces, table = [], []
+    for place, h in enumerate(histories):
+        steps, epochs = thin([one for one in h.of("step") if finite(one, "loss")]), h.of("epoch")
+        if steps:
+            traces.append(line(f"{h.label}, training", place, [one["epoch"] for one in steps],
+                               [one["metrics"]["loss"] for one in steps]))  # fmt: skip
+        told = [one for one in epochs if finite(one, "val/loss")]
+        if told:
+            ys = [one["metrics"]["val/loss"] for one in told]
+            tips = [
+                hover(h.label, f"epoch {one['epoch']:g}", f"validation loss {y:.4f}") for one, y in zip(told, ys, strict=True)
+            ]
+            traces.append(dots(f"{h.label}, validation", place, [one["epoch"] for one in told], ys, tips))
+            table += [[h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("train/loss"), 4), names.number(y, 4)]
+                      for one, y in zip(told, ys, strict=True)]  # fmt: skip
+    if not traces:
+        return None
+    return Figure(
+        "loss", "Loss", "Lines are the training's loss at its log lines, marks the validation's at each epoch's end.", traces,
+        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("loss", zero=False)},
+        ["stage", "epoch", "training", "validation"], table,
+    )  # fmt: skip
+
+
+def finite(record: Mapping[str, Any], name: str) -> bool:
+    held = record["metrics"].get(name)
+    return isinstance(held, int | float) and math.isfinite(held)
+
+
+def speeds(histories: Sequence[History]) -> Figure | None:
+    """Images/s at each log line."""
+    return over_steps(histories, "speed", "Speed over time", "images_per_s", "images/s",
+                      "Images trained on per second between log lines, over all workers.")  # fmt: skip
+
+
+def waits_over_time(histories: Sequence[History]) -> Figure | None:
+    """What a step waits for data, with the least and the most between log lines."""
+    return over_steps(histories, "waits", "The wait for data, least to most", "phase/data_ms", "ms a step",
+                      "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
+                      ("phase/data_min_ms", "phase/data_max_ms"))  # fmt: skip
+
+
+def over_steps(
+    histories: Sequence[History], name: str, title: str, metric: str, unit: str, caption: str, span: tuple[str, str] | None = None
+) -> Figure | None:
+    traces, table = [], []
+    for place, h in enumerate(histories):
+        steps = thin([one for one in h.of("step") if finite(one, metric)])
+        if not steps:
+            continue
+        xs, ys = [one["epoch"] for one in steps], [one["metrics"][metric] for one in steps]
+        if span and all(finite(one, part) for one in steps for part in span):
+            low, high = ([one["metrics"][part] for one in steps] for part in span)
+            traces.append(band(PALETTE[place % MOST_SERIES], xs, low, high, h.label))
+        traces.append(line(h.label, place, xs, ys, legendgroup=h.label))
+        ordered = sorted(ys)
+        table.append(
+            [h.label, *(names.number(held, 2) for held in (ordered[0], ordered[len(ordered) // 2], ordered[-1], ys[-1]))]
+        )
+    if not traces:
+        return None
+    return Figure(name, title, caption, traces, {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
+                  ["stage", "least", "median", "most", "last"], table)  # fmt: skip
+
+
+HARDWARE = (
+    ("utilisation", "GPU utilisation", "util_pct", "%", True),
+    ("temperature", "GPU temperature", "temperature_c", "°C", False),
+    ("clocks", "GPU clocks (SM)", "sm_clock_mhz", "MHz", False),
+    ("cpu", "CPU use of the nodes", "cpu_pct", "%", True),
+)
+
+
+def hardware(histories: Sequence[History]) -> list[Figure]:
+    """What GPUs and nodes did, a point an epoch or, of a timing trial, a point a trial."""
+    samples = []
+    for h in histories:
+        told = h.of("epoch") or h.of("summary")
+        samples += [(float(one["time_ms"]), h.label, one["metrics"]) for one in told]
+    samples.sort(key=lambda sample: sample[0])
+    if not samples:
+        return []
+    begin = min(h.start_ms for h in histories if h.lines)
+    xs, unit = clock((at - begin) / 1e3 for at, _, _ in samples)
+    figures = []
+    for name, title, field, measure, zero in HARDWARE:
+        form = re.compile(r"node\d+/gpu\d+/" + field if name != "cpu" else r"node\d+/" + field)
+        places = sorted({key for _, _, m in samples for key in m if form.fullmatch(key)}, key=names.natural)
+        if places:
+            figures.append(_over_clock(name, title, places, samples, xs, unit, measure, zero))
+    return figures
+
+
+def _over_clock(
+    name: str, title: str, places: list[str], samples: Sequence[tuple[float, str, Mapping[str, float]]], xs: list[float],
+    unit: str, measure: str, zero: bool,
+) -> Figure:  # fmt: skip
+    """One measure of every GPU or node; of many, their mean between the lowest and the highest."""
+    traces: list[Trace] = []
+    table = []
+    for place in places:
+        held = [m[place] for _, _, m in samples if place in m]
+        most = place.replace(measure_of(place), f"_max{measure_of(place)}")
+        peaks = [m[most] for _, _, m in samples if most in m]
+        table.append([place.rpartition("/")[0], *(names.number(one, 1) for one in (min(held), sum(held) / len(held), max(held))),
+                      names.number(max(peaks, default=None), 1)])  # fmt: skip
+    if len(places) <= MOST_SERIES:
+        for number, place in enumerate(places):
+            told = [(x, m[place], label) for x, (_, label, m) in zip(xs, samples, strict=True) if place in m]
+            where = place.rpartition("/")[0]
+            traces.append(
+                dots(where, number, [x for x, _, _ in told], [y for _, y, _ in told],
+                     [hover(where, label, f"{y:.0f} {measure}") for _, y, label in told])
+                | {"mode": "lines+markers", "line": {"color": PALETTE[number], "dash": DASHES[number], "width": 1.5},
+                   "marker": {"color": PALETTE[number], "symbol": SYMBOLS[number], "size": 6}}
+            )  # fmt: skip
+    else:
+        every = [(x, [m[place] for place in places if place in m]) for x, (_, _, m) in zip(xs, samples, strict=True)]
+        every = [(x, held) for x, held in every if held]
+        at = [x for x, _ in every]
+        traces.append(band(PALETTE[0], at, [min(held) for _, held in every], [max(held) for _, held in every]))
+        traces.append(line(f"mean of {len(places)}", 0, at, [sum(held) / len(held) for _, held in every]))
+    caption = "Means of each epoch or trial" + (
+        ", with the band from the lowest to the highest." if len(places) > MOST_SERIES else "."
+    )
+    lowest, highest = (pick(float(row[place].replace(",", "")) for row in table) for pick, place in ((min, 1), (max, 3)))
+    return Figure(
+        name, f"{title} over time", f"{caption} From {lowest:,.0f} to {highest:,.0f} {measure}.", traces,
+        {"xaxis": {"title": {"text": f"{unit} since the start"}}, "yaxis": y_axis(measure, zero)},
+        ["where", "lowest mean", "mean", "highest mean", "peak"], table, height=300,
+    )  # fmt: skip
+
+
+def measure_of(place: str) -> str:
+    """The unit that ends a telemetry name: `_pct`, `_c`, `_mhz`."""
+    return "_" + place.rpartition("_")[2]
+
+
+def stage_phases(stages: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Figure | None:
+    """Where a step's time goes in each stage of a run."""
+    told = [stage for stage in stages if stage["metrics"].get("phase/step_ms")]
+    if not told:
+        return None
+    traces = []
+    for phase, colour in colours.items():
+        part = [stage["metrics"].get(f"phase/{phase}_ms", 0.0) for stage in told]
+        if any(part):
+            tips = [hover(stage["stage"], f"{phase}: {names.short(ms)} ms, {ms / stage['metrics']['phase/step_ms']:.0%}")
+                    for ms, stage in zip(part, told, strict=True)]  # fmt: skip
+            stages_named = [plain(stage["stage"]) for stage in told]
+            traces.append({"type": "bar", "orientation": "h", "name": phase, "x": part, "y": stages_named, "hovertext": tips,
+                           "hoverinfo": "text", "marker": {"color": colour}})  # fmt: skip
+    parts = ("", "_min", "_p50", "_p95", "_max")
+    table = [[stage["stage"], phase, *(names.number(stage["metrics"].get(f"phase/{phase}{part}_ms")) for part in parts)]
+             for stage in told for phase in (*colours, "step")]  # fmt: skip
+    return Figure(
+        "phases", "Where a step's time goes", "Mean milliseconds of a step, by phase.", traces,
+        {"xaxis": {"title": {"text": "ms a step"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
+        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"], table, height=160 + 60 * len(told),
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""`distill report --watch`: the tables on the terminal and the page on disk follow a run until it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from service.report.page import write_page
+from service.report.tables import report_of
+from service.run import reopen
+from trainables.rundir import RunDir
+
+EVERY_S = 3.0
+SHARE = 0.1  # of a core that writing the page may take from the run that is watched
+ABOUT_ROWS = 12  # of a screen that is not the table
+
+
+def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir, dict[str, Any]]:
+    """Follow a run until it is no longer running. Returns how it stands then, its page written.
+
+    Raises:
+        ExperimentError: no run there, or the page cannot be written.
+        KeyboardInterrupt: the reader has seen enough.
+    """
+    _, run_dir, result = reopen(directory)
+    seen, due = "", 0.0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while result["status"] == "running":
+            if console.is_terminal:
+                live.update(Group(*report_of(latest(result, console.height), run_dir)), refresh=True)
+            elif (now := progress(result)) != seen:  # in a file: a line for every change
+                console.print(now, soft_wrap=True)
+                seen = now
+            began = time.monotonic()
+            if began >= due:
+                write_page(run_dir, result, html)
+                due = time.monotonic() + max(EVERY_S, (time.monotonic() - began) / SHARE)
+            time.sleep(EVERY_S)
+            _, run_dir, result = reopen(directory)
+    return run_dir, result
+
+
+def latest(result: Mapping[str, Any], height: int) -> Mapping[str, Any]:
+    """A sweep with as many of its trials as fit on the screen: the best and those that ended last."""
+    rows = [row for row in result.get("trials", []) if row["status"] not in ("pending", "untested")]
+    room = max(4, height - ABOUT_ROWS)
+    if len(rows) <= room or "trials" not in result:
+        return result
+    best = (result.get("best") or {}).get("id")
+    shown = {row["id"] for row in rows[-room:]} | {best}
+    return {**result, "trials": [row for row in rows if row["id"] in shown]}
+
+
+def progress(result: Mapping[str, Any]) -> str:
+    """One line on how far a run is."""
+    rows = result.get("trials")
+    if rows is None:
+        ended = ", ".join(stage["stage"] for stage in result.get("stages", []))
+        return f"{result['name']}: {result['status']}" + (f", {ended} ended" if ended else "")
+    ended = sum(row["status"] not in ("pending", "untested") for row in rows)
+    best = result.get("best")
+    told = f", best {best['id']}: {best['metrics'].get('images_per_s', 0.0):,.1f} images/s" if best else ""
+    return f"{result['name']}: {ended} of {len(rows)} trials{told}"

@@ -1,0 +1,143 @@
+"""What won, why, how sure that is, and how to run it: sentences made of a sweep's rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from service import strict_yaml
+from service.report import names
+from service.report.records import Row, axes, ran, value
+from service.search.points import LOADER_WORKERS
+from trainables.errors import ExperimentError
+from trainables.phases import PHASES
+from trainables.rundir import RunDir
+
+BEYOND = 1.96  # standard errors that a difference has to be beyond
+UNRUN = ("pending", "untested")
+SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch")
+
+
+def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
+    """The first line of a report: the winner's point and what it reached."""
+    m = best["metrics"]
+    told = [names.metric(key, m[key]) for key in dict.fromkeys((name, "images_per_s", "epoch_s", "top1_pct")) if key in m]
+    return f"{names.point(best, unit, keys)}: {', '.join(told)}"
+
+
+def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
+    """The second line: what each of the winner's values is worth beside the next best one, all others left as they are."""
+    keys, pick = axes(rows), max if mode == "max" else min
+    compared = [row for row in ran(rows) if row["metrics"].get(metric) is not None]
+    told = []
+    for key in keys:
+        others = [
+            row
+            for row in compared
+            if value(row, key) != value(best, key) and all(value(row, k) == value(best, k) for k in keys if k != key)
+        ]
+        if others:
+            rival = pick(others, key=lambda row: float(row["metrics"][metric]))
+            told.append(f"{names.at(key, value(best, key), unit)}: {against(best, rival, metric, mode)} {value(rival, key)}")
+    if not told:
+        return f"It has the {'most' if mode == 'max' else 'least'} {metric} of {names.counted(len(compared), 'trial')} that ran."
+    return f"Beside the next best value of each axis, the others left alone: {'; '.join(told)}."
+
+
+def against(best: Row, rival: Row, metric: str, mode: str) -> str:
+    """How much better than another trial, or that the steps' spread leaves it open."""
+    a, b = float(best["metrics"][metric]), float(rival["metrics"][metric])
+    if metric not in SPEEDS or a <= 0 or b <= 0:
+        return f"{a - b:+.4g} {metric} over"
+    gain = (a / b if mode == "max" else b / a) - 1
+    errors = [row.get("error") for row in (best, rival)]
+    if None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors)):
+        return f"{gain:+.1%}, within noise, over"
+    return f"{1 + gain:.1f} times as fast as" if gain >= 1 else f"{gain:+.1%} over"
+
+
+def step_shares(metrics: Mapping[str, float]) -> str | None:
+    """Where a step's time goes, the longest phase first."""
+    shares = {phase: metrics[f"phase/{phase}_ms"] for phase in PHASES if metrics.get(f"phase/{phase}_ms")}
+    total = metrics.get("phase/step_ms") or sum(shares.values())
+    if not shares or not total:
+        return None
+    ranked = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked)
+
+
+def bound(result: Mapping[str, Any]) -> str:
+    """How much better a point may be that was not tried."""
+    rows = result.get("trials", [])
+    search = result.get("search") or {}
+    left = sum(row["status"] in UNRUN for row in rows)
+    if (most := search.get("bound_pct")) is not None:
+        spent = f", for {names.short(search['spent_gpu_s'])} GPU-seconds" if search.get("spent_gpu_s") else ""
+        tried = f"{len(rows) - left} of {len(rows)} points were tried{spent}"
+        return f"No untested point is believed to be more than {most:.1f}% better; {tried}."
+    if search.get("why"):
+        return f"The search's last word: {search['why']}."
+    if left:
+        return f"{names.counted(left, 'point')} of {len(rows)} not tried yet: one of them may be better."
+    if result.get("policy") in ("random", "asha"):
+        return f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."
+    return (
+        f"All {names.counted(len(rows), 'point')} of the space were decided: none is left that could be better." if rows else ""
+    )
+
+
+def doubts(result: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know before believing the numbers."""
+    rows = result.get("trials", [])
+    told = []
+    if any((row.get("metrics") or {}).get("epoch_projected") for row in rows):
+        told.append("* projected from fewer steps than an epoch has")
+    if any(row.get("oversubscribed") for row in rows):
+        told.append(
+            "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
+        )
+    return told
+
+
+def command(root: Path, best: Row) -> str:
+    """`distill train …` that trains at the winner's point, from the run's own experiment.
+
+    The teacher that the sweep has trained is taken, where there is one.
+    """
+    run_dir = RunDir(root)
+    values = dict(best["params"])
+    if best["scale"][LOADER_WORKERS] != "auto":
+        values.setdefault(LOADER_WORKERS, best["scale"][LOADER_WORKERS])
+    if (teacher := run_dir.stage("teacher").best).exists():
+        values["teacher.weights"] = str(teacher)
+    sets = [f"--set {shlex.quote(f'{key}={written(held)}')}" for key, held in values.items()]
+    return " ".join(["distill train", shlex.quote(str(run_dir.experiment)), *sets])
+
+
+def written(held: Any) -> str:
+    """A value as `--set` reads it back: JSON is YAML, and a text that YAML takes for text needs no quotes."""
+    if isinstance(held, str):
+        try:
+            if strict_yaml.parse(held, "") == held:
+                return held
+        except ExperimentError:
+            pass
+    return json.dumps(held)
+
+
+def lines(result: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """The lines under a sweep's table. `rows`: its trials, with "error" where the spread of their steps is known."""
+    chosen = (result.get("best") or {}).get("id")
+    best = next((row for row in rows if row["id"] == chosen), None)
+    if best is None:
+        return ["no trial is complete: nothing to compare yet"]
+    unit = "GPU" if result.get("use_gpu") else "worker"
+    told = [f"best: trial {best['id']} with {won(best, unit, axes(rows), result['metric'])}"]
+    told.append(why(rows, best, result["metric"], result["mode"], unit))
+    if shares := step_shares(best["metrics"]):
+        told.append(f"its step: {shares}")
+    return [*told, *doubts(result), bound(result)]

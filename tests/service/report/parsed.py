@@ -1,0 +1,68 @@
+"""A page as a parser sees it: every element closed where it belongs, what it says, what it would fetch."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+RAW = ("script", "style")
+
+
+class Parsed(HTMLParser):
+    """Raises AssertionError where the page is not well-formed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: dict[str, str] = {}
+        self.said: list[str] = []
+        self._script = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        ids = [held["id"] for _, held in self.elements if "id" in held]
+        assert len(ids) == len(set(ids))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(attrs) == len(dict(attrs)), f"an attribute twice in {tag}"
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self._script = dict(attrs).get("id") or "code"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[self._script] = data
+        elif not self.open or self.open[-1] not in RAW:
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        """What a reader sees, without figures."""
+        return " ".join(" ".join(self.said).split())
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        """What plotly.js is given."""
+        if "figures" not in self.scripts:
+            return []
+        found: list[dict[str, Any]] = json.loads(gzip.decompress(base64.b64decode(self.scripts["figures"])))
+        return found
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [held for name, held in self.elements if name == tag]
+
+    def fetched(self) -> list[str]:
+        """Addresses that the page would load something from."""
+        names = ("src", "href", "data", "action", "poster", "srcset")
+        return [held[name] or "" for _, held in self.elements for name in names if name in held]

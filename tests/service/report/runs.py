@@ -1,0 +1,140 @@
+"""Run directories as sweeps and runs leave them, with times from a formula that is not the product's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.experiment import load
+from trainables.rundir import RunDir, append_line, write_json
+
+HARDWARE = {"nodes": 2, "slots_per_node": 4, "cpus_per_node": 32.0}
+BEGAN_MS = 1_790_000_000_000
+
+
+def sweep_dir(
+    root: Path, space: Mapping[str, Sequence[Any]], *, gpu: bool = True, ends: Mapping[str, Mapping[str, Any]] | None = None,
+    epochs: int = 0, slow: float = 1.0, seed: int = 0, **top: Any,
+) -> RunDir:  # fmt: skip
+    """A sweep over a grid. `ends`: trial id → what its row has otherwise. With `epochs`, trials have accuracies."""
+    run_dir, rng = RunDir(root), np.random.default_rng(seed)
+    root.mkdir(parents=True, exist_ok=True)
+    sets = [f"sweep.space.{key}={json.dumps(list(values))}" for key, values in space.items()]
+    resolved = load("digits", [*sets, f"name={top.pop('name', 'demo')}"])
+    run_dir.experiment.write_text(resolved.to_yaml())
+    rows = []
+    for number, held in enumerate(itertools.product(*space.values())):
+        params = dict(zip(space, held, strict=True))
+        row = timed(f"{number:03d}", params, gpu, slow, rng) | dict((ends or {}).get(f"{number:03d}", {}))
+        rows.append(row)
+        if row["status"] == "ok":
+            write_history(run_dir.trial(row["id"]), row, number, gpu, epochs, rng)
+    ran = [row for row in rows if row["status"] == "ok"]
+    best = max(ran, key=lambda row: row["metrics"]["images_per_s"], default=None)
+    result = {
+        "kind": "sweep", "name": resolved.experiment.name, "status": "complete", "started": "2026-01-02T03:04:05",
+        "finished": "2026-01-02T04:04:05", "runs_root": str(root.parent), "sources": resolved.sources, "reason": "",
+        "mlflow": None,
+        "use_gpu": gpu, "space": {key: list(values) for key, values in space.items()}, "metric": "images_per_s", "mode": "max",
+        "policy": "grid", "tolerance": 0.03, "hardware": HARDWARE, "trials": rows, "best": best, **top,
+    }  # fmt: skip
+    write_json(run_dir.result, result)
+    return run_dir
+
+
+def timed(name: str, params: Mapping[str, Any], gpu: bool, slow: float, rng: np.random.Generator) -> dict[str, Any]:
+    """A timing trial's row: a step is the longer of decoding and computing."""
+    scale = {"scale.num_workers": 1, "data.global_batch_size": 128, "data.loader_workers": 2}
+    scale |= {key: params[key] for key in scale if key in params}
+    workers, batch, loaders = scale.values()
+    faster = 0.6 if params.get("precision") == "bf16" else 1.0
+    compute_s = (0.02 + 0.001 * batch / workers) * faster * (1 + 0.05 * (workers - 1))
+    decode_s = batch / workers / (400.0 * max(loaders, 0.5))
+    step_s = max(compute_s, decode_s) * slow
+    steps_s = (step_s * (1 + 0.04 * np.abs(rng.standard_normal(20)))).tolist()
+    mean = float(np.mean(steps_s))
+    wait_ms = 1e3 * (mean - compute_s * slow)
+    wait_ms = max(wait_ms, 0.4)
+    rest_ms = 1e3 * mean - wait_ms
+    parts = {"data": wait_ms, "h2d": 0.01 * rest_ms, "teacher": 0.4 * rest_ms, "student": 0.2 * rest_ms,
+             "backward": 0.35 * rest_ms, "optimizer": 0.04 * rest_ms, "step": 1e3 * mean}  # fmt: skip
+    epoch_s = 50_000 / batch * mean
+    metrics = {"images_per_s": batch / mean, "step_s": mean, "epoch_s": epoch_s, "epoch_projected": 1.0,
+               "gpu_s_per_epoch": workers * epoch_s, "data_pct": 100 * wait_ms / (1e3 * mean), "steps": 30.0}  # fmt: skip
+    for phase, ms in parts.items():
+        for part, factor in (("", 1.0), ("_min", 0.3), ("_p50", 0.9), ("_p95", 1.6), ("_max", 3.0)):
+            metrics[f"phase/{phase}{part}_ms"] = ms * factor
+    if gpu:
+        metrics |= {"peak_memory_mib": 2000 + 30.0 * batch / workers, "gpu_memory_mib": 81_000.0}
+    return {"id": name, "params": dict(params), "kind": "timing", "status": "ok", "reason": "", "oversubscribed": False,
+            "restarts": 0, "scale": scale, "metrics": metrics, "seconds": 31.5, "start_s": 25.0, "steps_s": steps_s}  # fmt: skip
+
+
+def hardware(gpu: bool, workers: int, rise: float) -> dict[str, float]:
+    """Telemetry of one node."""
+    told = {"node0/gpus": float(workers if gpu else 0), "node0/cpu_pct": 55.0, "node0/cpu_max_pct": 70.0}
+    for place in range(workers if gpu else 0):
+        gpu_now = {
+            "util_pct": 80.0 + place,
+            "util_max_pct": 99.0,
+            "temperature_c": 60 + rise + place,
+            "sm_clock_mhz": 1900 - 5 * rise,
+        }
+        told |= {f"node0/gpu{place}/{name}": held for name, held in gpu_now.items()}
+    return told
+
+
+def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, epochs: int, rng: np.random.Generator) -> None:
+    """What the trial's stage wrote while it ran."""
+    stage, m = trial.stage("student"), row["metrics"]
+    begin = BEGAN_MS + number * 60_000
+    lines = [
+        line("start", 0, 0, begin, {"steps_per_epoch": 10, "epochs": epochs, "num_workers": row["scale"]["scale.num_workers"]})
+    ]
+    for epoch in range(1, epochs + 1):
+        top1 = 90 * (1 - np.exp(-epoch / 3)) - 0.5 * (number % 7) + float(rng.normal(0, 0.3))
+        begin += int(1e3 * m["epoch_s"] * (1 + 0.02 * epoch)) + 500
+        step = {"loss": 2 / epoch, "images_per_s": m["images_per_s"], "phase/step_ms": 1e3 * m["step_s"]}
+        step |= {"phase/data_ms": 1.0, "phase/data_min_ms": 0.5, "phase/data_max_ms": 9.0}
+        lines.append(line("step", 10 * epoch, epoch, begin - 600, step))
+        val = {"val/top1_pct": top1, "val/loss": 2.1 / epoch, "train/loss": 2 / epoch, "eval_s": 0.5}
+        lines.append(line("epoch", 10 * epoch, epoch, begin, val | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)))
+        m["top1_pct"] = m["best_top1_pct"] = top1
+    lines.append(line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, row["scale"]["scale.num_workers"], number % 20)}))
+    stage.metrics.parent.mkdir(parents=True, exist_ok=True)
+    stage.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def line(kind: str, step: int, epoch: float, time_ms: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "stage": "student", "step": step, "epoch": epoch, "time_ms": time_ms, "metrics": dict(metrics)}
+
+
+def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> RunDir:
+    """A `train` run of a teacher and a student, five epochs each."""
+    run_dir, rng = RunDir(root), np.random.default_rng(1)
+    root.mkdir(parents=True)
+    resolved = load("digits", ["name=single"])
+    run_dir.experiment.write_text(resolved.to_yaml())
+    stages = []
+    for name in ("teacher", "student"):
+        row = timed("000", {"scale.num_workers": 2, "data.global_batch_size": 128}, True, slow, rng)
+        write_history(run_dir, row, 0, True, 5, rng)
+        if name == "teacher":
+            (root / "student").rename(root / "teacher")
+        stages.append({"stage": name, "model": "resnet8", "status": "ok", "reason": "", "restarts": 0, "metrics": row["metrics"],
+                       "checkpoint": None})  # fmt: skip
+    write_json(run_dir.result, {
+        "kind": "train", "name": "single", "status": status, "started": "2026-01-02T03:04:05", "runs_root": str(root.parent),
+        "sources": resolved.sources, "reason": "", "use_gpu": True, "num_workers": 2, "loader_workers": 2, "stages": stages,
+    })  # fmt: skip
+    return run_dir
+
+
+def grow(run_dir: RunDir) -> None:
+    """One more line, as a run that is still going on writes it."""
+    append_line(run_dir.stage("student").metrics, line("step", 60, 5.5, BEGAN_MS, {"images_per_s": 1.0, "loss": 0.1}))

@@ -1,0 +1,194 @@
+"""`report.html` of sweeps and runs of every size, read by a parser."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.report.page import leave_page, write_page
+from service.run import reopen
+from tests.service.commands import run
+from tests.service.report.parsed import Parsed
+from tests.service.report.runs import sweep_dir, train_dir
+from trainables.rundir import RunDir
+
+W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
+PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def page(run_dir: RunDir) -> Parsed:
+    _, run_dir, result = reopen(run_dir.root)
+    return Parsed(write_page(run_dir, result).read_text())
+
+
+def titles(parsed: Parsed) -> list[str]:
+    return [figure["id"] for figure in parsed.figures]
+
+
+def test_a_sweep_without_a_trial_that_ended_has_no_empty_frames(tmp_path: Path) -> None:
+    space = {W: [1, 2], B: [64, 128]}
+    parsed = page(sweep_dir(tmp_path / "s", space, status="running", ends={f"{n:03d}": PENDING for n in range(4)}))
+    assert "No trial is complete: nothing to compare yet. 0 of 4 trials have ended." in parsed.text
+    assert parsed.figures == []
+    assert parsed.all("figure") == []
+    assert "Speed over each axis" not in parsed.text
+
+
+def test_one_trial_is_a_page(tmp_path: Path) -> None:
+    parsed = page(sweep_dir(tmp_path / "s", {B: [64]}))
+    assert "1 GPU × batch 64 × 2 loader workers" in parsed.text
+    assert titles(parsed) == ["phases", "waits", "utilisation", "temperature", "clocks", "cpu"]
+
+
+def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path) -> None:
+    parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4))
+    assert titles(parsed) == [
+        "speed-0", "speed-1", "phases", "waits", "efficiency", "pareto", "accuracy", "drift", "utilisation", "temperature",
+        "clocks", "cpu",
+    ]  # fmt: skip
+
+
+def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
+    best = reopen(run_dir.root)[2]["best"]
+    parsed = page(run_dir)
+    text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
+    first = text.index(f"4 GPUs × batch 512 × {best['scale'][L]} loader workers")
+    second = text.index("Beside the next best value of each axis, the others left alone: 4 GPUs:")
+    assert first < second < text.index("distill train")
+
+
+def test_500_trials_fit_5_mb_and_5_seconds(tmp_path: Path) -> None:
+    space = {W: [1, 2, 4, 8, 16], B: [32, 64, 128, 256, 512], L: [0, 1, 2, 4, 8], "precision": ["fp32", "bf16"], "seed": [0, 1]}
+    run_dir = sweep_dir(tmp_path / "s", space)
+    began = time.perf_counter()
+    parsed = page(run_dir)
+    assert time.perf_counter() - began < 5
+    assert len(reopen(run_dir.root)[2]["trials"]) == 500
+    assert run_dir.report.stat().st_size < 5e6
+    assert "All 500 trials" in parsed.text
+
+
+def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> None:
+    parsed = page(train_dir(tmp_path / "t"))
+    assert "The student resnet8 reached top-1" in parsed.text
+    assert titles(parsed) == [
+        "loss", "accuracy", "phases", "waits", "speed", "drift", "utilisation", "temperature", "clocks", "cpu",
+    ]  # fmt: skip
+
+
+def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "t", status="running")
+    _, _, result = reopen(run_dir.root)
+    for stage in ("teacher", "student"):
+        run_dir.stage(stage).metrics.unlink()
+    parsed = Parsed(write_page(run_dir, {**result, "stages": []}).read_text())
+    assert "No stage is complete yet." in parsed.text
+
+
+def test_trials_without_a_result_are_listed_with_their_reasons(tmp_path: Path) -> None:
+    ends = {
+        "001": {"status": "oom", "metrics": {}, "reason": "rank 0: CUDA out of memory", "steps_s": []},
+        "002": {"status": "infeasible", "metrics": {}, "reason": "needs 8 GPUs, the cluster has 4", "steps_s": []},
+        "003": {"status": "failed", "metrics": {}, "reason": "a worker died", "steps_s": []},
+    }
+    parsed = page(sweep_dir(tmp_path / "s", {B: [64, 128, 256, 512]}, ends=ends))
+    listed = parsed.text[parsed.text.index("Trials without a result") :]
+    for end in ends.values():
+        assert f"{end['status']} {end['reason']}" in listed
+
+
+def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
+    ends = {"001": {"status": "failed", "metrics": {}, "reason": HOSTILE, "steps_s": []}}
+    run_dir = sweep_dir(tmp_path / "s", {B: [64, 128, 256], "student.model": ["resnet8", "resnet14"]}, ends=ends)
+    _, _, result = reopen(run_dir.root)
+    for row in result["trials"]:
+        row["id"] = row["params"]["student.model"] = f"{HOSTILE}{row['id']}</script>"
+    result |= {"name": HOSTILE, "reason": HOSTILE, "best": result["trials"][0]}
+    text = write_page(run_dir, result).read_text()
+    parsed = Parsed(text)
+    assert HOSTILE in parsed.text
+    assert parsed.all("img") == []
+    assert "<script>alert" not in text
+    assert len(parsed.all("script")) == 3
+    assert all(held.get("nonce") or held.get("type") == "application/octet-stream" for held in parsed.all("script"))
+    shown = str(parsed.figures)  # plotly.js reads tags in labels: none may be left
+    assert "&lt;script&gt;" in shown
+    assert "<script" not in shown
+    assert "<img" not in shown
+
+
+def test_the_page_fetches_nothing(tmp_path: Path) -> None:
+    parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128]}, epochs=3))
+    assert parsed.fetched() == []
+    policy = [held["content"] or "" for held in parsed.all("meta") if held.get("http-equiv") == "Content-Security-Policy"]
+    assert policy[0].startswith("default-src 'none'; script-src 'nonce-")
+    styles = [held.get("style") or "" for _, held in parsed.elements]
+    assert not any("url(" in style for style in styles)
+
+
+def test_every_figure_has_words_and_numbers_in_its_place(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4)
+    parsed = page(run_dir)
+    drawn = [held for held in parsed.all("div") if held.get("role") == "img"]
+    assert [held["id"] for held in drawn] == titles(parsed)
+    assert all(len(held["aria-label"] or "") > 40 for held in drawn)
+    regions = [held["aria-label"] or "" for held in parsed.all("div") if held.get("role") == "region"]
+    assert len([label for label in regions if label.startswith("Numbers of: ")]) == len(drawn)
+    assert len(parsed.all("figcaption")) == len(drawn)
+
+
+@pytest.mark.parametrize(("status", "reloads"), [("running", True), ("complete", False), ("interrupted", False)])
+def test_the_page_loads_itself_again_only_while_the_run_goes_on(tmp_path: Path, status: str, reloads: bool) -> None:
+    parsed = page(sweep_dir(tmp_path / "s", {B: [64, 128]}, status=status))
+    assert any(held.get("http-equiv") == "refresh" for held in parsed.all("meta")) is reloads
+
+
+def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> None:
+    untested = {"status": "untested", "metrics": {}, "steps_s": []}
+    search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
+    run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
+    parsed = page(run_dir)
+    bound = "No untested point is believed to be more than 1.8% better; 3 of 4 points were tried, for 812 GPU-seconds."
+    assert bound in parsed.text
+    assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
+
+
+def test_a_run_of_before_the_hardware_was_kept_has_no_model_curve(tmp_path: Path) -> None:
+    def lines(run_dir: RunDir) -> int:
+        return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
+
+    space: dict[str, Any] = {W: [1, 2], B: [64, 128, 256]}
+    assert lines(sweep_dir(tmp_path / "new", space)) > 0
+    assert lines(sweep_dir(tmp_path / "old", space, hardware=None)) == 0
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {B: [64, 128]})
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, "report", run_dir.root, "--html", tmp_path / "file" / "page.html")
+    assert code == 2
+    assert "best: trial" in out
+    assert err.startswith(f"error: {tmp_path}/file/page.html cannot be written: ")
+    assert err.endswith("choose another file with --html FILE\n")
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    leave_page(RunDir(tmp_path), {"kind": "sweep"}, said.append)
+    assert len(said) == 1
+    assert said[0].endswith(f"distill report {tmp_path}")
+
+
+def test_report_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {B: [64, 128]})
+    code, out, _ = run(capsys, "report", run_dir.root)
+    assert code == 0
+    assert out.endswith(f"page: {run_dir.report}\n")
+    code, out, _ = run(capsys, "report", run_dir.root, "--html", tmp_path / "elsewhere.html")
+    assert out.endswith(f"page: {tmp_path}/elsewhere.html\n")
+    assert (tmp_path / "elsewhere.html").stat().st_size == pytest.approx(run_dir.report.stat().st_size, rel=0.01)
