@@ -1,0 +1,75 @@
+"""Figures over time from what stages write while they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service.report.records import History
+from service.report.timeline import accuracy, drift, epoch_times, hardware, losses, thin
+
+
+def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "epoch": epoch, "time_ms": 1e12 + 1e3 * at_s, "metrics": metrics}
+
+
+def trained(label: str, epochs_s: list[float], **more: float) -> History:
+    lines, at = [record("start", 0, 0, 0.0, steps_per_epoch=10)], 0.0
+    for epoch, seconds in enumerate(epochs_s, start=1):
+        at += seconds + 2.0
+        lines.append(record("epoch", 10 * epoch, epoch, at, **{"eval_s": 2.0, "val/top1_pct": 10.0 * epoch, **more}))
+    return History(label, lines)
+
+
+def test_epochs_are_timed_without_their_evaluation_and_only_whole_ones() -> None:
+    h = trained("student", [175.0, 180.0, 199.0])
+    assert epoch_times(h) == [(1.0, 175.0), (2.0, 180.0), (3.0, 199.0)]
+    torn = [*h.lines, record("start", 35, 3, 700.0, steps_per_epoch=10), record("epoch", 40, 4, 800.0, eval_s=2.0)]
+    whole = [*h.lines, record("start", 30, 3, 700.0, steps_per_epoch=10), record("epoch", 40, 4, 800.0, eval_s=2.0)]
+    assert epoch_times(History("student", torn)) == epoch_times(h)
+    assert epoch_times(History("student", whole))[-1] == (4.0, 98.0)
+
+
+def test_drift_is_told_in_words() -> None:
+    figure = drift([trained("student", [200.0, 175.0, 180.0, 199.0])], [])
+    assert figure is not None
+    assert "student 175 → 199 s (+14%)" in figure.caption
+    assert drift([trained("student", [175.0, 180.0])], []) is None
+
+
+def test_accuracy_is_over_wall_time_in_a_unit_that_suits() -> None:
+    figure = accuracy([trained("trial 000", [58.0] * 30), trained("trial 001", [28.0] * 30)], ["trial 001"])
+    assert figure is not None
+    assert figure.layout["xaxis"]["title"]["text"] == "min"
+    chosen = figure.traces[-1]
+    assert (chosen["name"], chosen["x"][-1], chosen["y"][0]) == ("trial 001", 15.0, 10.0)
+    assert accuracy([History("trial 000", [record("start", 0, 0, 0.0)])], []) is None
+
+
+def test_hardware_has_a_line_a_gpu_and_of_many_the_mean_and_the_band() -> None:
+    def run(gpus: int) -> list[Any]:
+        temperatures = {f"node{gpu // 8}/gpu{gpu % 8}/temperature_c": 60.0 + gpu for gpu in range(gpus)}
+        return hardware([trained("student", [10.0] * 3, **temperatures)])
+
+    (few,) = run(2)
+    assert [trace["name"] for trace in few.traces] == ["node0/gpu0", "node0/gpu1"]
+    (many,) = run(16)
+    assert [trace.get("name") for trace in many.traces] == [None, "mean of 16"]
+    assert many.traces[1]["y"] == pytest.approx([67.5] * 3)
+    assert "From 60 to 75 °C" in many.caption
+    assert hardware([]) == []
+
+
+def test_a_loss_that_is_not_finite_is_left_out() -> None:
+    h = History("student", [record("step", n, n / 10, n, loss=1.0 if n else float("nan")) for n in range(5)])
+    figure = losses([h])
+    assert figure is not None
+    assert figure.traces[0]["y"] == [1.0] * 4
+
+
+def test_many_points_are_thinned_and_the_last_is_kept() -> None:
+    kept = thin(list(range(10_001)))
+    assert len(kept) <= 400
+    assert kept[-1] == 10_000
+    assert kept == sorted(kept)

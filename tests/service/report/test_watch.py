@@ -1,0 +1,85 @@
+"""`distill report --watch` follows a run until it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from service.report.watch import latest, progress
+from tests.service.commands import run
+from tests.service.report.parsed import Parsed
+from tests.service.report.runs import sweep_dir
+from trainables.rundir import RunDir, write_json
+
+SPACE = {"data.global_batch_size": [64, 128, 256, 512]}
+PENDING = {"status": "pending", "metrics": {}, "steps_s": []}
+
+
+def running(root: Path) -> RunDir:
+    return sweep_dir(root, SPACE, status="running", ends={"003": PENDING})
+
+
+def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = running(tmp_path / "s")
+    ended = sweep_dir(tmp_path / "later", SPACE)
+    seen = []
+
+    def end() -> None:
+        while not run_dir.report.exists():
+            time.sleep(0.05)
+        seen.append(run_dir.report.read_text())
+        write_json(run_dir.result, json.loads(ended.result.read_text()))
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    code, out, _ = run(capsys, "report", run_dir.root, "--watch")
+    thread.join()
+    assert code == 0
+    assert out.startswith("demo: 3 of 4 trials, best ")
+    assert "best: trial 003" in out
+    assert out.endswith(f"page: {run_dir.report}\n")
+    assert 'http-equiv="refresh"' in seen[0]
+    parsed = Parsed(run_dir.report.read_text())
+    assert not any(held.get("http-equiv") == "refresh" for held in parsed.all("meta"))
+    assert "complete" in parsed.text
+
+
+def test_ctrl_c_ends_it_as_it_ends_every_command(tmp_path: Path) -> None:
+    run_dir = running(tmp_path / "s")
+    command = [sys.executable, "-m", "service", "report", str(run_dir.root), "--watch"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        until = time.monotonic() + 60
+        while not run_dir.report.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=30)
+    assert watching.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    began = time.monotonic()
+    code, out, _ = run(capsys, "report", run_dir.root, "--watch")
+    assert code == 0
+    assert time.monotonic() - began < 3
+    assert "best: trial" in out
+
+
+def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
+    rows = [{"id": f"{n:03d}", "status": "ok" if n < 90 else "pending", "metrics": {}} for n in range(100)]
+    shown = latest({"trials": rows, "best": rows[3]}, 32)["trials"]
+    assert [row["id"] for row in shown] == ["003", *(f"{n:03d}" for n in range(70, 90))]
+    assert latest({"trials": rows[:5], "best": None}, 40)["trials"] == rows[:5]
+
+
+def test_a_run_is_told_by_its_stages() -> None:
+    assert progress({"name": "x", "status": "running", "stages": [{"stage": "teacher"}]}) == "x: running, teacher ended"
+    assert progress({"name": "x", "status": "running"}) == "x: running"

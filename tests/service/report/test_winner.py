@@ -1,0 +1,115 @@
+"""The sentences on a winner: how much better, how sure, and the command that trains it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from service.experiment import load
+from service.report.winner import against, bound, command, why, written
+from service.run import reopen
+from service.strict_yaml import parse
+from tests.service.report.runs import sweep_dir
+
+W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
+
+
+def row(name: str, workers: int, batch: int, speed: float, error: float | None = None, status: str = "ok") -> dict[str, Any]:
+    scale = {W: workers, B: batch, L: 2}
+    return {"id": name, "params": {W: workers, B: batch}, "scale": scale, "status": status, "reason": "", "error": error,
+            "metrics": {"images_per_s": speed, "epoch_s": 1e4 / speed}}  # fmt: skip
+
+
+def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None:
+    best = row("3", 2, 256, 300.0)
+    rows = [row("0", 1, 128, 90.0), row("1", 1, 256, 100.0), row("2", 2, 128, 250.0), best]
+    assert why(rows, best, "images_per_s", "max", "GPU") == (
+        "Beside the next best value of each axis, the others left alone: "
+        "2 GPUs: 3.0 times as fast as 1; batch 256: +20.0% over 128."
+    )  # fmt: skip
+
+
+def test_a_lead_that_the_steps_spread_explains_is_called_noise() -> None:
+    best, close = row("0", 1, 256, 103.0, error=0.02), row("1", 1, 128, 100.0, error=0.02)
+    assert against(best, close, "images_per_s", "max") == "+3.0%, within noise, over"
+    assert against(best, {**close, "error": 0.001}, "images_per_s", "max") == "+3.0%, within noise, over"
+    assert against({**best, "error": 0.005}, {**close, "error": 0.005}, "images_per_s", "max") == "+3.0% over"
+    assert against({**best, "error": None}, close, "images_per_s", "max") == "+3.0% over"
+
+
+def test_of_times_the_shorter_is_the_better() -> None:
+    best, slow = row("0", 1, 256, 120.0), row("1", 1, 128, 100.0)
+    assert against(best, slow, "epoch_s", "min") == "+20.0% over"
+
+
+def test_a_lone_trial_is_the_best_of_one() -> None:
+    best = row("0", 1, 128, 10.0)
+    assert why([best], best, "images_per_s", "max", "worker") == "It has the most images_per_s of 1 trial that ran."
+
+
+def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
+    rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
+    assert bound({"trials": rows}) == "All 2 points of the space were decided: none is left that could be better."
+    assert bound({"trials": rows, "policy": "random"}) == "2 points drawn at random: another one may be better."
+    pending = {**rows[0], "status": "pending"}
+    assert bound({"trials": [pending, rows[1]]}) == "1 point of 2 not tried yet: one of them may be better."
+    guided = {"trials": [{**rows[0], "status": "untested"}, rows[1]], "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0}}
+    assert bound(guided) == (
+        "No untested point is believed to be more than 2.0% better; 1 of 2 points were tried, for 99 GPU-seconds."
+    )  # fmt: skip
+
+
+def test_the_command_trains_at_the_winners_point(tmp_path: Path) -> None:
+    space = {
+        W: [1, 2],
+        B: [64, 128],
+        L: ["auto"],
+        "precision": ["bf16"],
+        "data.shuffle": ["full", "window(64)"],
+        "optim.lr": [1e-4],
+    }
+    run_dir = sweep_dir(tmp_path / "a run", {**space, L: [1]})
+    best = reopen(run_dir.root)[2]["best"]
+    words = shlex.split(command(run_dir.root, best))
+    assert words[:3] == ["distill", "train", str(run_dir.experiment)]
+    assert words[3::2] == ["--set"] * len(words[4::2])
+    experiment = load(words[2], words[4::2]).experiment
+    assert experiment.scale.num_workers == best["params"][W]
+    assert experiment.data.global_batch_size == best["params"][B]
+    assert (experiment.data.loader_workers, experiment.precision, experiment.optim.lr) == (1, "bf16", 1e-4)
+    assert experiment.data.shuffle == best["params"]["data.shuffle"]
+
+
+def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_own_teacher(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {B: [64]})
+    teacher = run_dir.stage("teacher").best
+    teacher.parent.mkdir(parents=True)
+    teacher.write_bytes(b"")
+    words = shlex.split(command(run_dir.root, reopen(run_dir.root)[2]["best"]))
+    assert f"{L}=2" in words
+    assert f"teacher.weights={teacher}" in words
+
+
+def test_every_value_is_read_back_as_it_was() -> None:
+    for held in (
+        1,
+        0.1,
+        1e-5,
+        True,
+        None,
+        "bf16",
+        "true",
+        "1",
+        "1e-4",
+        "a: b",
+        "{x",
+        "#no",
+        "",
+        " a ",
+        "[1]",
+        [1, "2"],
+        {"a": 0.5},
+    ):
+        assert parse(written(held), "") == held
+        assert type(parse(written(held), "")) is type(held)
