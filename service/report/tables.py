@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -18,8 +18,8 @@ from trainables.telemetry import decode_throttle
 __all__ = ["SCALE", "number", "report_of", "sweep_table", "verdict"]
 
 
-def sweep_table(result: Mapping[str, Any]) -> Table:
-    """One row a trial in the order of the space, the best one marked.
+def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) -> Table:
+    """One row a trial in the order of the space, the best one marked. `only`: the trials that there is room for.
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
@@ -33,6 +33,8 @@ def sweep_table(result: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
     best = (result.get("best") or {}).get("id")
     for trial in result["trials"]:
+        if only is not None and trial["id"] not in only:
+            continue
         if trial["status"] == "untested":  # what a guided search did not need to try; the verdict counts them
             continue
         m = trial.get("metrics") or {}
@@ -126,13 +128,13 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     return lines(result, [{**row, "error": spread(row.get("steps_s") or [])} for row in result["trials"]])
 
 
-def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
-    """Everything `distill report` shows of a run directory, finished or not: renderables and lines."""
+def report_of(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
+    """Everything `distill report` shows of a run directory, finished or not: renderables and lines; `only` as in `sweep_table`."""
     parts: list[Any] = [
         f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
     ]
     if result["kind"] == "sweep" and "trials" in result:
-        parts += [sweep_table(result), *verdict(result)]
+        parts += [sweep_table(result, only), *verdict(result)]
         if result.get("best"):
             parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
             parts.append(f"train at that point: {command(run_dir.root, result['best'])}")

@@ -12,6 +12,7 @@ from rich.live import Live
 
 from service.report.page import write_page
 from service.report.tables import report_of
+from service.report.winner import UNRUN
 from service.run import reopen
 from trainables.rundir import RunDir
 
@@ -32,7 +33,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while result["status"] == "running":
             if console.is_terminal:
-                live.update(Group(*report_of(latest(result, console.height), run_dir)), refresh=True)
+                live.update(Group(*report_of(result, run_dir, latest(result, console.height))), refresh=True)
             elif (now := progress(result)) != seen:  # in a file: a line for every change
                 console.print(now, soft_wrap=True)
                 seen = now
@@ -45,24 +46,20 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
     return run_dir, result
 
 
-def latest(result: Mapping[str, Any], height: int) -> Mapping[str, Any]:
-    """A sweep with as many of its trials as fit on the screen: the best and those that ended last."""
-    rows = [row for row in result.get("trials", []) if row["status"] not in ("pending", "untested")]
+def latest(result: Mapping[str, Any], height: int) -> set[str]:
+    """The trials of a sweep that fit on the screen: the best and those that ended last."""
+    ended = [row["id"] for row in result.get("trials", []) if row["status"] not in UNRUN]
     room = max(4, height - ABOUT_ROWS)
-    if len(rows) <= room or "trials" not in result:
-        return result
-    best = (result.get("best") or {}).get("id")
-    shown = {row["id"] for row in rows[-room:]} | {best}
-    return {**result, "trials": [row for row in rows if row["id"] in shown]}
+    return {*ended[-room:], (result.get("best") or {}).get("id", "")}
 
 
 def progress(result: Mapping[str, Any]) -> str:
     """One line on how far a run is."""
     rows = result.get("trials")
     if rows is None:
-        ended = ", ".join(stage["stage"] for stage in result.get("stages", []))
-        return f"{result['name']}: {result['status']}" + (f", {ended} ended" if ended else "")
-    ended = sum(row["status"] not in ("pending", "untested") for row in rows)
+        stages = ", ".join(stage["stage"] for stage in result.get("stages", []))
+        return f"{result['name']}: {result['status']}" + (f", {stages} ended" if stages else "")
+    ended = sum(row["status"] not in UNRUN for row in rows)
     best = result.get("best")
     told = f", best {best['id']}: {best['metrics'].get('images_per_s', 0.0):,.1f} images/s" if best else ""
     return f"{result['name']}: {ended} of {len(rows)} trials{told}"
