@@ -16,9 +16,8 @@ function laidOut(layout, width) {
     font: { family: getComputedStyle(document.body).fontFamily, size: width < 480 ? 12 : 13, color: ink },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 10, r: 12, t: 8, b: 10 },
-    legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, xanchor: "left", font: { color: ink } },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { color: ink } },
     hoverlabel: { bgcolor: raised, bordercolor: edge, font: { color: ink }, align: "left" },
-    modebar: { color: edge, activecolor: ink, bgcolor: "rgba(0,0,0,0)" },
     dragmode: width < 480 ? false : "zoom", hovermode: "closest",
   };
 }
@@ -26,9 +25,7 @@ function laidOut(layout, width) {
 function draw(figures) {
   for (const { id, traces, layout } of figures) {
     const place = document.getElementById(id);
-    Plotly.react(place, traces, laidOut(layout, place.clientWidth), {
-      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "toImage", "autoScale2d"],
-    });
+    Plotly.react(place, traces, laidOut(layout, place.clientWidth), { responsive: true, displayModeBar: false });
   }
 }
 

@@ -129,7 +129,7 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
 
 
 def report_of(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
-    """Everything `distill report` shows of a run directory, finished or not: renderables and lines; `only` as in `sweep_table`."""
+    """Everything `distill report` shows of a run directory, finished or not; `only` as in `sweep_table`."""
     parts: list[Any] = [
         f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
     ]
