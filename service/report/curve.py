@@ -37,7 +37,9 @@ def model_of(result: Mapping[str, Any], rows: Sequence[Row]) -> StepTime | None:
     measured = [row for row in ran(rows) if all(isinstance(row["scale"][key], int) for key in SCALE)]
     if not known or len(measured) < FEWEST:
         return None
-    measured = measured[:: -(-len(measured) // MOST)]
+    if len(measured) > MOST:
+        chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
+        measured = [measured[place] for place in sorted(chosen)]
     hardware = Hardware(int(known["nodes"]), int(known["slots_per_node"]), float(known["cpus_per_node"]))
     return fit([as_point(row) for row in measured], [observation(row) for row in measured], hardware)
 
@@ -57,7 +59,9 @@ def observation(row: Row) -> Observation:
 def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:
     """Speed along `key` from `low` to `high`, every other value as in `base`."""
     if key == GLOBAL_BATCH:
-        at = np.unique(np.geomspace(low, high, ALONG).round())
+        # Batches that the workers share evenly: between them the largest share is what counts, in jumps.
+        workers = base[NUM_WORKERS]
+        at = np.unique((np.geomspace(low, high, ALONG) / workers).round().clip(1) * workers)
     else:
         at = np.unique(np.linspace(low, high, min(ALONG, round(high - low) + 1)).round())
     points = [{**base, key: int(place)} for place in at]

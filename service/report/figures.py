@@ -162,7 +162,8 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
                       names.number(m["phase/step_ms"])])  # fmt: skip
     return Figure(
         "phases", "Where a step's time goes", "Seconds for 1,000 images, stacked by phase; lower is faster.", traces,
-        {"xaxis": ranks(few), "yaxis": y_axis("s per 1,000 images"), "barmode": "stack", "bargap": 0.15 if few else 0},
+        {"xaxis": ranks(few), "yaxis": y_axis("s per 1,000 images"), "barmode": "stack", "bargap": 0.15 if few else 0,
+         "legend": {"traceorder": "normal"}},
         ["trial", "point", *(f"{phase} ms" for phase in PHASES), "step ms"], table,
     )  # fmt: skip
 
@@ -183,6 +184,7 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     mean = [one["phase/data_ms"] for one in m]
     p95 = [one.get("phase/data_p95_ms") for one in m]
     whole = dots("mean, with the least and the most", 0, labels, mean, tips)
+    whole["marker"]["size"] = 9 if few else 4
     whole["error_y"] = whiskers(
         GREY, [max(0.0, one["phase/data_max_ms"] - one["phase/data_ms"]) for one in m],
         [max(0.0, one["phase/data_ms"] - one["phase/data_min_ms"]) for one in m],
@@ -207,7 +209,7 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
 def ranks(few: bool) -> dict[str, Any]:
     """The horizontal axis of figures with a place for each trial: named where these are few."""
     title = {"title": {"text": "trial, fastest first" if few else "rank by speed"}}
-    return title | {"type": "category"} if few else title
+    return title | {"type": "category", "showgrid": False} if few else title
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:

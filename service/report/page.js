@@ -16,7 +16,7 @@ function laidOut(layout, width) {
     font: { family: getComputedStyle(document.body).fontFamily, size: width < 480 ? 12 : 13, color: ink },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 10, r: 12, t: 8, b: 10 },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { color: ink } },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { color: ink }, ...layout.legend },
     hoverlabel: { bgcolor: raised, bordercolor: edge, font: { color: ink }, align: "left" },
     dragmode: width < 480 ? false : "zoom", hovermode: "closest",
   };

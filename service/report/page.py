@@ -20,6 +20,7 @@ from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
 
 RELOAD_S = 5
+MOST_ACROSS, MOST_DOWN = 24, 60  # of a table that is looked at as a whole
 BAD = ("failed", "oom", "infeasible", "stopped")
 FACTS = {
     "images_per_s": "images/s", "epoch_s": "s an epoch", "step_s": "s a step", "data_pct": "% of it waiting for data",
@@ -142,7 +143,11 @@ def finished(records: Records, page: Page) -> Page:
 def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The numbers that one looks for first."""
     digits = {"images_per_s": 1, "epoch_s": 2, "step_s": 4, "data_pct": 1, "peak_memory_mib": 0}
-    return [(text, names.number(metrics[name], digits.get(name, 2))) for name, text in FACTS.items() if name in metrics]
+    return [
+        (text, names.number(metrics[name], digits.get(name, 2)))
+        for name, text in FACTS.items()
+        if name in metrics and not (name == "best_top1_pct" and metrics[name] == metrics.get("top1_pct"))
+    ]
 
 
 def over_axes(records: Records) -> list[Figure]:
@@ -163,33 +168,39 @@ def over_time(records: Records) -> list[Figure]:
 
 
 def grid(records: Records) -> Table | None:
-    """Images/s by workers and batch (down) and loader workers (across), the best over everything else."""
-    top: dict[tuple[Any, Any, Any], Row] = {}
+    """Images/s by workers and batch (down) and loader workers (across), the best over everything else.
+
+    Where all trials have as many loader workers, by workers (down) and batch (across).
+    """
+    unit, keys = records.unit, axes(records.rows)
+    across_key = LOADER_WORKERS if LOADER_WORKERS in keys else GLOBAL_BATCH
+    down_keys = [key for key in (NUM_WORKERS, GLOBAL_BATCH) if key != across_key]
+    top: dict[tuple[tuple[Any, ...], Any], Row] = {}
     for row in ran(records.rows):
-        place = (value(row, NUM_WORKERS), value(row, GLOBAL_BATCH), value(row, LOADER_WORKERS))
+        place = (tuple(value(row, key) for key in down_keys), value(row, across_key))
         if place not in top or row["metrics"]["images_per_s"] > top[place]["metrics"]["images_per_s"]:
             top[place] = row
-    down = sorted({place[:2] for place in top})
-    across = sorted({place[2] for place in top})
-    if len(top) < 2 or len(across) > 24 or len(down) > 60:
+    down, across = (sorted({place[side] for place in top}) for side in (0, 1))
+    if len(top) < 2 or len(across) > MOST_ACROSS or len(down) > MOST_DOWN:
         return None
     fastest = max(row["metrics"]["images_per_s"] for row in top.values())
-    best = records.best
+    best = (records.best or {}).get("id")
     rows: list[list[str | Shade]] = []
-    for workers, batch in down:
-        cells: list[str | Shade] = [f"{names.counted(workers, records.unit)} × batch {batch}"]
-        for loaders in across:
-            row = top.get((workers, batch, loaders))
-            speed = row["metrics"]["images_per_s"] if row else 0.0
-            mark = " ★" if row and best and row["id"] == best["id"] else ""
-            cells.append(Shade(names.number(speed, 1) + mark, (speed / fastest) ** 2) if row else "–")
+    for held in down:
+        cells: list[str | Shade] = [" × ".join(names.at(key, one, unit) for key, one in zip(down_keys, held, strict=True))]
+        for column in across:
+            if found := top.get((held, column)):
+                speed = found["metrics"]["images_per_s"]
+                mark = " ★" if found["id"] == best else ""
+                cells.append(Shade(names.number(speed, 1) + mark, (speed / fastest) ** 2))
+            else:
+                cells.append("–")
         rows.append(cells)
-    extras = [key for key in axes(records.rows) if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
-    caption = "Images/s; the darker, the faster; ★ is the best trial." + (
-        f" The best over {', '.join(extras)}." if extras else ""
-    )
-    return Table("images/s by workers, batch and loader workers",
-                 ["", *(names.counted(count, "loader worker") for count in across)], rows, caption, heads=True)  # fmt: skip
+    extras = [key for key in keys if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
+    caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."
+    caption += f" The best over {', '.join(extras)}." if extras else ""
+    columns = ["", *(names.at(across_key, column, unit) for column in across)]
+    return Table("images/s by workers, batch and loader workers", columns, rows, caption, heads=True)
 
 
 def trials(records: Records) -> Table | None:

@@ -18,6 +18,7 @@ from trainables.phases import PHASES
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
+LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
 UNRUN = ("pending", "untested")
 SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch")
 
@@ -67,7 +68,7 @@ def step_shares(metrics: Mapping[str, float]) -> str | None:
     if not shares or not total:
         return None
     ranked = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked)
+    return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked if ms >= LEAST_SHARE * total)
 
 
 def bound(result: Mapping[str, Any]) -> str:
