@@ -65,7 +65,7 @@ def comparison_page(comparison: Comparison) -> Page:
     told = lead(comparison)
     title, foot = f"{a.result['name']} (A) and {b.result['name']} (B)", f"A: {a.root} · B: {b.root}"
     shown = [section for section in sections if section.tables or section.figures]
-    return Page("comparison", title, "complete", told[:2], shown, notes=told[2:], foot=foot)
+    return Page("comparison", title, "", told[:2], shown, notes=told[2:], foot=foot)
 
 
 def ratios(comparison: Comparison) -> Figure | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from service.report.records import SCALE, Row, ran, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Observation, Point
+from service.report.records import SCALE, Row, ran
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Point
+from service.search.replay import observation, point_of
 from service.search.step_time import StepTime, fit
-from trainables.phases import PHASES
 
 FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster
 MOST = 120  # points that are fitted: more tell the curve nothing new, and take seconds
@@ -34,26 +34,14 @@ def model_of(result: Mapping[str, Any], rows: Sequence[Row]) -> StepTime | None:
     None where these are too few, or where the hardware is not known (older runs).
     """
     known = result.get("hardware")
-    measured = [row for row in ran(rows) if all(isinstance(row["scale"][key], int) for key in SCALE)]
+    measured = [row for row in ran(rows) if row["status"] == "ok" and all(isinstance(row["scale"][key], int) for key in SCALE)]
     if not known or len(measured) < FEWEST:
         return None
     if len(measured) > MOST:
         chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
         measured = [measured[place] for place in sorted(chosen)]
     hardware = Hardware(int(known["nodes"]), int(known["slots_per_node"]), float(known["cpus_per_node"]))
-    return fit([as_point(row) for row in measured], [observation(row) for row in measured], hardware)
-
-
-def as_point(row: Row) -> Point:
-    """A row's point, with the loader workers that `auto` came to."""
-    return {**row["params"], **{key: value(row, key) for key in SCALE}}
-
-
-def observation(row: Row) -> Observation:
-    """What the row's trial brought."""
-    m = row["metrics"]
-    phases_s = {phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m}
-    return Observation("ok", row.get("steps_s") or [m["step_s"]], phases_s)
+    return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware)
 
 
 def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:

@@ -111,7 +111,7 @@ def _finite(value: Any) -> Any:
 
 @functools.cache
 def plotly() -> str:
-    """plotly.js, 2 of its 4.8 MB. Read as a file: its Python side, whose import takes a second, is not needed."""
+    """plotly.js, 2 of its 4.8 MB: of the package only this file is needed."""
     return packed(resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes())
 
 

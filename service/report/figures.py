@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.report import names
-from service.report.curve import as_point, can_follow, curve
+from service.report.curve import can_follow, curve
 from service.report.marks import (
     BLUE,
     GREEN,
@@ -31,6 +31,7 @@ from service.report.marks import (
 )
 from service.report.records import Row, axes, gpu_s_per_epoch, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.search.replay import point_of
 from service.search.step_time import StepTime
 from trainables.phases import PHASES
 
@@ -72,13 +73,13 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
             faint("other trials", xs, [row["metrics"]["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
         )
     follows = model is not None and can_follow(key) and numeric
-    for place, chosen in enumerate(series(slice_, best, second)):
+    for place, chosen in series(slice_, measured, best, second):
         mine = [row for row in slice_ if second is None or value(row, second) == chosen]
         mine.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
         name = names.at(second, chosen, unit) if second else "measured"
         colour, group = PALETTE[place % MOST_SERIES], f"s{place}"
         if follows and model is not None:
-            base = {**as_point(best), **({second: chosen} if second else {})}
+            base = {**point_of(best), **({second: chosen} if second else {})}
             predicted = curve(model, base, key, min(held), max(held))
             traces.append(band(colour, predicted.at, predicted.low, predicted.high, group))
             traces.append(line(name, place, predicted.at, predicted.images_per_s, legendgroup=group, showlegend=False,
@@ -114,16 +115,19 @@ def companion(keys: Sequence[str], key: str) -> str | None:
     return next((k for k in wanted if k in keys and k != key), None)
 
 
-def series(rows: Sequence[Row], best: Row, second: str | None) -> list[Any]:
-    """The values of the second axis, those nearest to the winner's where there are too many."""
+def series(slice_: Sequence[Row], measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
+    """The values of the second axis that have marks, those around the winner's where there are too many.
+
+    Each with its place among all, so that a value has the same colour and shape in every figure.
+    """
     if second is None:
-        return [None]
-    values = sorted({value(row, second) for row in rows if is_number(value(row, second))})
-    if len(values) > MOST_SERIES:
-        centre = values.index(value(best, second)) if value(best, second) in values else len(values) // 2
-        first = min(max(0, centre - MOST_SERIES // 2), len(values) - MOST_SERIES)
-        values = values[first : first + MOST_SERIES]
-    return values
+        return [(0, None)]
+    every = sorted({value(row, second) for row in measured})
+    marked = {value(row, second) for row in slice_}
+    found = [(place, held) for place, held in enumerate(every) if held in marked]
+    centre = next((number for number, (_, held) in enumerate(found) if held == value(best, second)), 0)
+    first = min(max(0, centre - MOST_SERIES // 2), max(0, len(found) - MOST_SERIES))
+    return found[first : first + MOST_SERIES]
 
 
 def spans(held: set[Any]) -> bool:

@@ -67,14 +67,14 @@ def sweep_page(records: Records) -> Page:
         facts: Sequence[tuple[str, str]] = ()
         notes: list[str] = []
     else:
-        metric = result["metric"]
+        metric, mode = winner.judged(result)
         lead = [
             f"{winner.won(best, unit, keys, metric)} (trial {best['id']})",
-            winner.why(rows, best, metric, result["mode"], unit),
+            winner.why(rows, best, metric, mode, unit),
         ]
         if shares := winner.step_shares(best["metrics"]):
             lead[1] += f" Its step: {shares}."
-        facts, notes = facts_of(best["metrics"]), [winner.bound(result), *winner.doubts(result)]
+        facts, notes = facts_of(best["metrics"]), [*winner.bound(result), *winner.doubts(result)]
     sections = [
         Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
                 tables=[table for table in (grid(records), trials(records)) if table]),
@@ -227,9 +227,7 @@ def trials(records: Records) -> Table | None:
             names.number(m.get("data_pct"), 1), names.number(m.get("images_per_s"), 1), figures.error_cell(row), epoch,
             names.number(cost, 1), names.number(m.get("top1_pct")), names.number(row.get("seconds"), 1), status,
         ])  # fmt: skip
-    empty = {
-        place for place, name in enumerate(columns) if name in ("top-1 %", "took s", "±") and all(r[place] == "–" for r in rows)
-    }
+    empty = {place for place in range(len(columns)) if all(row[place] == "–" for row in rows)}
     marked = frozenset(place for place, row in enumerate(tried) if best and row["id"] == best["id"])
     return Table(
         f"All {names.counted(len(tried), 'trial')}", [name for place, name in enumerate(columns) if place not in empty],

@@ -19,23 +19,23 @@ __all__ = ["SCALE", "number", "report_of", "sweep_table", "verdict"]
 
 
 def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) -> Table:
-    """One row a trial in the order of the space, the best one marked. `only`: the trials that there is room for.
+    """One row a trial in the order of the space, the best one marked; what a guided search left out is not shown.
+
+    `only`: the trials that there is room for.
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
-    table = Table(
-        title=f"{result['name']}: {len(result['trials'])} trials by {result['metric']} ({result['mode']})", title_justify="left"
-    )
+    trials = [trial for trial in result["trials"] if trial["status"] != "untested"]
+    count = f"{len(trials)} of {len(result['trials'])} points" if len(trials) < len(result["trials"]) else f"{len(trials)} trials"
+    table = Table(title=f"{result['name']}: {count} by {result['metric']} ({result['mode']})", title_justify="left")
     extra = [key for key in result["space"] if key not in SCALE]
     left = ("trial", "GPUs" if result.get("use_gpu") else "procs", "batch", "workers", *extra)
     right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
     for name in (*left, *right):
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
     best = (result.get("best") or {}).get("id")
-    for trial in result["trials"]:
+    for trial in trials:
         if only is not None and trial["id"] not in only:
-            continue
-        if trial["status"] == "untested":  # what a guided search did not need to try; the verdict counts them
             continue
         m = trial.get("metrics") or {}
         notes = [

@@ -45,7 +45,8 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
             rival = pick(others, key=lambda row: float(row["metrics"][metric]))
             told.append(f"{names.at(key, value(best, key), unit)}: {against(best, rival, metric, mode)} {value(rival, key)}")
     if not told:
-        return f"It has the {'most' if mode == 'max' else 'least'} {metric} of {names.counted(len(compared), 'trial')} that ran."
+        what = names.METRICS.get(metric, (metric, 0))[0].removeprefix("% ")
+        return f"It has the {'most' if mode == 'max' else 'least'} {what} of {names.counted(len(compared), 'trial')} that ran."
     return f"Beside the next best value of each axis, the others left alone: {'; '.join(told)}."
 
 
@@ -71,24 +72,42 @@ def step_shares(metrics: Mapping[str, float]) -> str | None:
     return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked if ms >= LEAST_SHARE * total)
 
 
-def bound(result: Mapping[str, Any]) -> str:
+def judged(result: Mapping[str, Any]) -> tuple[str, str]:
+    """The metric that trials are compared by, and whether the most or the least is best. The front of both is told by speed."""
+    return ("images_per_s", "max") if result["metric"] == "pareto" else (result["metric"], result["mode"])
+
+
+def bound(result: Mapping[str, Any]) -> list[str]:
     """How much better a point may be that was not tried."""
-    rows = result.get("trials", [])
-    search = result.get("search") or {}
+    rows, search = result.get("trials", []), result.get("search") or {}
     left = sum(row["status"] in UNRUN for row in rows)
-    if (most := search.get("bound_pct")) is not None:
-        spent = f", for {names.short(search['spent_gpu_s'])} GPU-seconds" if search.get("spent_gpu_s") else ""
-        tried = f"{len(rows) - left} of {len(rows)} points were tried{spent}"
-        return f"No untested point is believed to be more than {most:.1f}% better; {tried}."
-    if search.get("why"):
-        return f"The search's last word: {search['why']}."
-    if left:
-        return f"{names.counted(left, 'point')} of {len(rows)} not tried yet: one of them may be better."
-    if result.get("policy") in ("random", "asha"):
-        return f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."
-    return (
-        f"All {names.counted(len(rows), 'point')} of the space were decided: none is left that could be better." if rows else ""
-    )
+    told = []
+    if search:
+        unit = "GPU" if result.get("use_gpu") else "worker"
+        tried = f"{len(rows) - left} of {len(rows)} points were tried, for {search['spent_gpu_s']:,.0f} {unit}-seconds"
+        told = [f"No untested point is believed to be more than {search['bound_pct']:.1f}% better; {tried}."]
+        told.append(f"Why the search ended: {search['why']}.")
+    elif left:
+        told = [f"{names.counted(left, 'point')} of {len(rows)} not tried yet: one of them may be better."]
+    elif result.get("policy") in ("random", "asha"):
+        told = [f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."]
+    elif rows:
+        told = [f"Nothing is left untried: {names.counted(len(rows), 'point')} decided, the whole space."]
+    return told
+
+
+def on_the_front(result: Mapping[str, Any]) -> list[str]:
+    """What a search for speed and cost has found: no other trial beats one of these in both."""
+    if result["metric"] != "pareto":
+        return []
+    rows = {row["id"]: row for row in result["trials"]}
+    unit, keys = "GPU" if result.get("use_gpu") else "worker", axes(result["trials"])
+    told = ["the front of speed and cost:"]
+    for id in (result.get("search") or {}).get("front", []):
+        m = rows[id]["metrics"]
+        cost = f"{names.number(m['gpu_s_per_epoch'], 0)} {unit}-seconds an epoch"
+        told.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
+    return told if len(told) > 1 else []
 
 
 def doubts(result: Mapping[str, Any]) -> list[str]:
@@ -136,9 +155,9 @@ def lines(result: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     best = next((row for row in rows if row["id"] == chosen), None)
     if best is None:
         return ["no trial is complete: nothing to compare yet"]
-    unit = "GPU" if result.get("use_gpu") else "worker"
-    told = [f"best: trial {best['id']} with {won(best, unit, axes(rows), result['metric'])}"]
-    told.append(why(rows, best, result["metric"], result["mode"], unit))
+    unit, (metric, mode) = "GPU" if result.get("use_gpu") else "worker", judged(result)
+    told = [f"best: trial {best['id']} with {won(best, unit, axes(rows), metric)}"]
+    told.append(why(rows, best, metric, mode, unit))
     if shares := step_shares(best["metrics"]):
         told.append(f"its step: {shares}")
-    return [*told, *doubts(result), bound(result)]
+    return [*told, *on_the_front(result), *bound(result), *doubts(result)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service.experiment import load
-from service.report.winner import against, bound, command, why, written
+from service.report.winner import against, bound, command, lines, why, written
 from service.run import reopen
 from service.strict_yaml import parse
 from tests.service.report.runs import sweep_dir
@@ -45,19 +45,38 @@ def test_of_times_the_shorter_is_the_better() -> None:
 
 def test_a_lone_trial_is_the_best_of_one() -> None:
     best = row("0", 1, 128, 10.0)
-    assert why([best], best, "images_per_s", "max", "worker") == "It has the most images_per_s of 1 trial that ran."
+    assert why([best], best, "images_per_s", "max", "worker") == "It has the most images/s of 1 trial that ran."
 
 
 def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
-    assert bound({"trials": rows}) == "All 2 points of the space were decided: none is left that could be better."
-    assert bound({"trials": rows, "policy": "random"}) == "2 points drawn at random: another one may be better."
+    assert bound({"trials": rows}) == ["Nothing is left untried: 2 points decided, the whole space."]
+    assert bound({"trials": rows, "policy": "random"}) == ["2 points drawn at random: another one may be better."]
     pending = {**rows[0], "status": "pending"}
-    assert bound({"trials": [pending, rows[1]]}) == "1 point of 2 not tried yet: one of them may be better."
-    guided = {"trials": [{**rows[0], "status": "untested"}, rows[1]], "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0}}
-    assert bound(guided) == (
-        "No untested point is believed to be more than 2.0% better; 1 of 2 points were tried, for 99 GPU-seconds."
-    )  # fmt: skip
+    assert bound({"trials": [pending, rows[1]]}) == ["1 point of 2 not tried yet: one of them may be better."]
+    guided = {
+        "trials": [{**rows[0], "status": "untested"}, rows[1]],
+        "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
+    }
+    assert bound(guided) == [
+        "No untested point is believed to be more than 2.0% better; 1 of 2 points were tried, for 99 worker-seconds.",
+        "Why the search ended: so.",
+    ]
+    assert bound({"trials": []}) == []
+
+
+def test_a_search_for_speed_and_cost_names_its_front() -> None:
+    rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
+    for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
+        one["metrics"]["gpu_s_per_epoch"] = cost
+    told = lines({"trials": rows, "best": rows[1], "metric": "pareto", "mode": "max", "search": {
+        "front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"}}, rows)  # fmt: skip
+    assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
+    front = told.index("the front of speed and cost:")
+    assert told[front + 1 : front + 3] == [
+        "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-seconds an epoch",
+        "  1: 2 workers × batch 128 × 2 loader workers: 15.0 images/s for 1,333 worker-seconds an epoch",
+    ]
 
 
 def test_the_command_trains_at_the_winners_point(tmp_path: Path) -> None:
