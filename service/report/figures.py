@@ -68,7 +68,7 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     inside = {row["id"] for row in slice_}
     rest = [row for row in measured if row["id"] not in inside]
     if rest:
-        xs = [value(row, key) if numeric else str(value(row, key)) for row in rest]
+        xs = [value(row, key) if numeric else plain(value(row, key)) for row in rest]
         traces.append(
             faint("other trials", xs, [row["metrics"]["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
         )
@@ -85,7 +85,7 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
             traces.append(line(name, place, predicted.at, predicted.images_per_s, legendgroup=group, showlegend=False,
                                hoverinfo="skip"))  # fmt: skip
         speeds = [row["metrics"]["images_per_s"] for row in mine]
-        marks = dots(name, place, [value(row, key) if numeric else str(value(row, key)) for row in mine], speeds,
+        marks = dots(name, place, [value(row, key) if numeric else plain(value(row, key)) for row in mine], speeds,
                      [tip(row, unit, keys) for row in mine], legendgroup=group)  # fmt: skip
         marks["error_y"] = whiskers(colour, [(row.get("error") or 0.0) * row["metrics"]["images_per_s"] for row in mine])
         if numeric and not follows:
@@ -149,7 +149,7 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
     if not shown:
         return None
     few = len(shown) <= NAMED
-    labels = [row["id"] for row in shown] if few else list(range(1, len(shown) + 1))
+    labels = [plain(row["id"]) for row in shown] if few else list(range(1, len(shown) + 1))
     traces, table = [], []
     for phase in PHASES:
         part = [row["metrics"].get(f"phase/{phase}_ms", 0.0) for row in shown]
@@ -181,7 +181,7 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     shown.sort(key=lambda row: -row["metrics"]["images_per_s"])
     few = len(shown) <= NAMED
     m = [row["metrics"] for row in shown]
-    labels = [row["id"] for row in shown] if few else list(range(1, len(shown) + 1))
+    labels = [plain(row["id"]) for row in shown] if few else list(range(1, len(shown) + 1))
     tips = [tip(row, unit, keys, f"waits {names.short(one['phase/data_ms'])} ms a step, "
                 f"{names.short(one['phase/data_min_ms'])} to {names.short(one['phase/data_max_ms'])}")
             for row, one in zip(shown, m, strict=True)]  # fmt: skip
