@@ -10,7 +10,8 @@ from rich.table import Table
 
 from service.report.names import natural, number
 from service.report.records import SCALE, spread
-from service.report.winner import command, lines
+from service.report.winner import command
+from service.report.winner import lines as sentences
 from trainables.phases import PHASES
 from trainables.rundir import RunDir, StageDir, read_lines
 from trainables.telemetry import decode_throttle
@@ -125,29 +126,40 @@ def stage_table(result: Mapping[str, Any]) -> Table:
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """Sentences under a sweep's table: which configuration won, why, where its step's time goes, and how sure that is."""
-    return lines(result, [{**row, "error": spread(row.get("steps_s") or [])} for row in result["trials"]])
+    return sentences(result, [{**row, "error": spread(row.get("steps_s") or [])} for row in result["trials"]])
 
 
-def report_of(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
-    """Everything `distill report` shows of a run directory, finished or not; `only` as in `sweep_table`."""
+def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
+    """Everything `distill report` shows of a run directory, finished or not: renderables and lines."""
+    parts = overview(result, run_dir)
+    if result["kind"] == "sweep" and result.get("best"):
+        parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
+        parts.append(f"train at that point: {command(run_dir.root, result['best'])}")
+    for stage in result.get("stages", []):
+        parts += measured(stage["metrics"], f"the {stage['stage']}") if stage["metrics"] else []
+    if result["status"] != "complete":
+        parts += [*under_way(run_dir), f"continue it with: distill resume {run_dir.root}"]
+    return parts
+
+
+def overview(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
+    """How a run stands: its trials and what they say, or its stages. `only`: as in `sweep_table`."""
     parts: list[Any] = [
         f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
     ]
     if result["kind"] == "sweep" and "trials" in result:
         parts += [sweep_table(result, only), *verdict(result)]
-        if result.get("best"):
-            parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
-            parts.append(f"train at that point: {command(run_dir.root, result['best'])}")
     elif result.get("stages"):
         parts.append(stage_table(result))
-        for stage in result["stages"]:
-            parts += measured(stage["metrics"], f"the {stage['stage']}") if stage["metrics"] else []
-    if result["status"] != "complete":
-        for path in sorted(run_dir.root.rglob("metrics.jsonl")):
-            stage = StageDir(path.parent)
-            if not stage.result.exists() and (records := read_lines(path)):
-                m = records[-1]["metrics"]
-                where, speed = stage.root.relative_to(run_dir.root), number(m.get("images_per_s"), 1)
-                parts.append(f"{where}: step {records[-1]['step']}, {speed} images/s")
-        parts.append(f"continue it with: distill resume {run_dir.root}")
     return parts
+
+
+def under_way(run_dir: RunDir) -> list[str]:
+    """How far each stage is that has begun and not ended."""
+    lines = []
+    for path in sorted(run_dir.root.rglob("metrics.jsonl")):
+        stage = StageDir(path.parent)
+        if not stage.result.exists() and (records := read_lines(path)):
+            where, speed = stage.root.relative_to(run_dir.root), number(records[-1]["metrics"].get("images_per_s"), 1)
+            lines.append(f"{where}: step {records[-1]['step']}, {speed} images/s")
+    return lines

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from service.report.page import write_page
-from service.report.tables import report_of
+from service.report.tables import overview, under_way
 from service.report.winner import UNRUN
 from service.run import reopen
 from trainables.rundir import RunDir
@@ -33,7 +34,8 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while result["status"] == "running":
             if console.is_terminal:
-                live.update(Group(*report_of(result, run_dir, latest(result, console.height))), refresh=True)
+                parts = [*overview(result, run_dir, latest(result, console.height)), *under_way(run_dir)]
+                live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
             elif (now := progress(result)) != seen:  # in a file: a line for every change
                 console.print(now, soft_wrap=True)
                 seen = now
