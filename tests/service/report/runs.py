@@ -107,6 +107,7 @@ def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, ep
         m["top1_pct"] = m["best_top1_pct"] = top1
     lines.append(line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, row["scale"]["scale.num_workers"], number % 20)}))
     stage.metrics.parent.mkdir(parents=True, exist_ok=True)
+    write_json(stage.result, {"metrics": m})
     stage.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
