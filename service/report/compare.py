@@ -88,7 +88,7 @@ def rows_of(records: Records) -> list[Row]:
     """The trials that have a speed; of a single run, its student as one row."""
     if records.is_sweep:
         return ran(records.rows)
-    found = []
+    found: list[Row] = []
     for stage in records.result.get("stages", []):
         if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):
             history = next((h for h in records.histories if h.label == "student"), None)

@@ -80,7 +80,7 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
         colour, group = PALETTE[place % MOST_SERIES], f"s{place}"
         if follows and model is not None:
             base = {**point_of(best), **({second: chosen} if second else {})}
-            predicted = curve(model, base, key, min(held), max(held))
+            predicted = curve(model, base, key, float(min(held)), float(max(held)))
             traces.append(band(colour, predicted.at, predicted.low, predicted.high, group))
             traces.append(line(name, place, predicted.at, predicted.images_per_s, legendgroup=group, showlegend=False,
                                hoverinfo="skip"))  # fmt: skip
@@ -132,7 +132,7 @@ def series(slice_: Sequence[Row], measured: Sequence[Row], best: Row, second: st
 
 def spans(held: set[Any]) -> bool:
     """Whether positive values spread over more than a factor of four: a logarithmic axis then."""
-    return min(held) > 0 and max(held) >= 4 * min(held)
+    return bool(min(held) > 0 and max(held) >= 4 * min(held))
 
 
 def error_cell(row: Row) -> str:

@@ -14,7 +14,7 @@ from service.report import figures, names, timeline, winner
 from service.report.curve import model_of
 from service.report.document import Page, Section, Shade, Table, render
 from service.report.marks import MOST_SERIES, Figure
-from service.report.records import Records, Row, axes, ran, read_records, value
+from service.report.records import Records, Row, axes, gpu_s_per_epoch, ran, read_records, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
@@ -219,7 +219,7 @@ def trials(records: Records) -> Table | None:
             for part in ("", "_min", "_max")
         ]
         epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-        cost = figures.gpu_s_per_epoch(row)
+        cost = gpu_s_per_epoch(row)
         status = row["status"] + (" oversubscribed" if row.get("oversubscribed") else "")
         rows.append([
             row["id"], *(str(value(row, key)) for key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS, *extras)),
