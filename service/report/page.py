@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from service.experiment import read_resolved
-from service.report import figures, names, timeline, winner
+from service.report import along, figures, hardware, listings, names, timeline, winner
 from service.report.curve import model_of
-from service.report.document import Page, Section, Shade, Table, render
+from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
-from service.report.records import Records, Row, axes, gpu_s_per_epoch, ran, read_records, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.records import Records, axes, ran, read_records
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
 
 RELOAD_S = 5
-MOST_ACROSS, MOST_DOWN = 24, 60  # of a table that is looked at as a whole
-BAD = ("failed", "oom", "infeasible", "stopped")
 FACTS = {
     "images_per_s": "images/s", "epoch_s": "s an epoch", "step_s": "s a step", "data_pct": "% of it waiting for data",
     "top1_pct": "top-1 %", "best_top1_pct": "best top-1 %", "peak_memory_mib": "MiB of GPU memory, peak",
@@ -77,14 +74,14 @@ def sweep_page(records: Records) -> Page:
         facts, notes = facts_of(best["metrics"]), [*winner.bound(result), *winner.doubts(result)]
     sections = [
         Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-                tables=[table for table in (grid(records), trials(records)) if table]),
+                tables=[table for table in (listings.grid(records), listings.trials(records)) if table]),
         Section("Speed over each axis", figures=over_axes(records)),
         Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
         Section("Scaling and cost", figures=kept(
             figures.efficiency(rows, best, unit) if best else None, figures.pareto(rows, unit))),
         Section("Over time", figures=over_time(records)),
-        Section("Trials without a result", tables=kept(bad(records))),
-        settings(records),
+        Section("Trials without a result", tables=kept(listings.bad(records))),
+        listings.settings(records),
     ]  # fmt: skip
     return finished(records, Page(
         "sweep", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures], facts, notes,
@@ -108,8 +105,8 @@ def run_page(records: Records) -> Page:
         Section("Where the time goes", figures=kept(
             timeline.stage_phases([stage for stage in stages if stage["metrics"]], figures.PHASE_COLOURS),
             timeline.waits_over_time(histories), timeline.speeds(histories), timeline.drift(histories, labels))),
-        Section("Hardware", figures=timeline.hardware(histories)),
-        settings(records),
+        Section("Hardware", figures=hardware.hardware(histories)),
+        listings.settings(records),
     ]  # fmt: skip
     return finished(records, Page(
         "run", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures],
@@ -156,7 +153,7 @@ def over_axes(records: Records) -> list[Figure]:
     if best is None:
         return []
     model = model_of(records.result, records.rows)
-    return kept(*(figures.over_axis(records.rows, best, key, model, records.unit) for key in axes(records.rows)))
+    return kept(*(along.over_axis(records.rows, best, key, model, records.unit) for key in axes(records.rows)))
 
 
 def over_time(records: Records) -> list[Figure]:
@@ -164,95 +161,7 @@ def over_time(records: Records) -> list[Figure]:
     ranked = sorted(ran(records.rows), key=lambda row: -row["metrics"].get("top1_pct", 0.0))
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
     histories = records.histories
-    return [*kept(timeline.accuracy(histories, labels), timeline.drift(histories, labels)), *timeline.hardware(histories)]
-
-
-def grid(records: Records) -> Table | None:
-    """Images/s by workers and batch (down) and loader workers (across), the best over everything else.
-
-    Where all trials have as many loader workers, by workers (down) and batch (across).
-    """
-    unit, keys = records.unit, axes(records.rows)
-    across_key = LOADER_WORKERS if LOADER_WORKERS in keys else GLOBAL_BATCH
-    down_keys = [key for key in (NUM_WORKERS, GLOBAL_BATCH) if key != across_key]
-    top: dict[tuple[tuple[Any, ...], Any], Row] = {}
-    for row in ran(records.rows):
-        place = (tuple(value(row, key) for key in down_keys), value(row, across_key))
-        if place not in top or row["metrics"]["images_per_s"] > top[place]["metrics"]["images_per_s"]:
-            top[place] = row
-    down, across = (sorted({place[side] for place in top}) for side in (0, 1))
-    if len(top) < 2 or len(across) > MOST_ACROSS or len(down) > MOST_DOWN:
-        return None
-    fastest = max(row["metrics"]["images_per_s"] for row in top.values())
-    best = (records.best or {}).get("id")
-    rows: list[list[str | Shade]] = []
-    for held in down:
-        cells: list[str | Shade] = [" × ".join(names.at(key, one, unit) for key, one in zip(down_keys, held, strict=True))]
-        for column in across:
-            if found := top.get((held, column)):
-                speed = found["metrics"]["images_per_s"]
-                mark = " ★" if found["id"] == best else ""
-                cells.append(Shade(names.number(speed, 1) + mark, (speed / fastest) ** 2))
-            else:
-                cells.append("–")
-        rows.append(cells)
-    extras = [key for key in keys if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
-    caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."
-    caption += f" The best over {', '.join(extras)}." if extras else ""
-    columns = ["", *(names.at(across_key, column, unit) for column in across)]
-    return Table("images/s by workers, batch and loader workers", columns, rows, caption, heads=True)
-
-
-def trials(records: Records) -> Table | None:
-    """Every trial that was tried: GPUs × batch × loader workers → seconds a step, of it waiting for data, speed, epoch."""
-    tried = [row for row in records.rows if row["status"] != "untested"]
-    if not tried:
-        return None
-    extras = [key for key in axes(records.rows) if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)]
-    columns = ["trial", f"{records.unit}s", "batch", "loader workers", *extras, "s/step", "of it data", "least–most", "data %",
-               "images/s", "±", "s/epoch", f"{records.unit}-s/epoch", "top-1 %", "took s", "status"]  # fmt: skip
-    rows, best = [], records.best
-    for row in tried:
-        m = row["metrics"]
-        data_s = [
-            names.number(m[f"phase/data{part}_ms"] / 1e3, 4) if f"phase/data{part}_ms" in m else "–"
-            for part in ("", "_min", "_max")
-        ]
-        epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-        cost = gpu_s_per_epoch(row)
-        status = row["status"] + (" oversubscribed" if row.get("oversubscribed") else "")
-        rows.append([
-            row["id"], *(str(value(row, key)) for key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS, *extras)),
-            names.number(m.get("step_s"), 4), data_s[0], f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
-            names.number(m.get("data_pct"), 1), names.number(m.get("images_per_s"), 1), figures.error_cell(row), epoch,
-            names.number(cost, 1), names.number(m.get("top1_pct")), names.number(row.get("seconds"), 1), status,
-        ])  # fmt: skip
-    empty = {place for place in range(len(columns)) if all(row[place] == "–" for row in rows)}
-    marked = frozenset(place for place, row in enumerate(tried) if best and row["id"] == best["id"])
-    return Table(
-        f"All {names.counted(len(tried), 'trial')}", [name for place, name in enumerate(columns) if place not in empty],
-        [[cell for place, cell in enumerate(row) if place not in empty] for row in rows], marked=marked, folded=len(tried) > 12,
-    )  # fmt: skip
-
-
-def bad(records: Records) -> Table | None:
-    """Failed, infeasible and stopped trials, with their reasons."""
-    rows = [row for row in records.rows if row["status"] in BAD]
-    keys = axes(records.rows)
-    cells = [[row["id"], names.point(row, records.unit, keys), row["status"], row.get("reason") or "–"] for row in rows]
-    return Table("Trials without a result", ["trial", "point", "status", "reason"], cells) if rows else None
-
-
-def settings(records: Records) -> Section:
-    """The experiment, each value with where it comes from."""
-
-    def source(key: str) -> str:
-        parts = key.split(".")
-        found = (records.sources.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-        return next((one for one in found if one), "default")
-
-    rows = [[key, str(held), source(key)] for key, held in records.experiment.items()]
-    return Section("The experiment", tables=[Table(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)])
+    return [*kept(timeline.accuracy(histories, labels), timeline.drift(histories, labels)), *hardware.hardware(histories)]
 
 
 def kept(*parts: Any) -> list[Any]:

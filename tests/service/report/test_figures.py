@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from service.report.curve import curve, model_of
-from service.report.figures import efficiency, front, over_axis, pareto, phases, waits
+from service.report.along import over_axis
+from service.report.figures import efficiency, front, pareto, phases, waits
 from service.report.marks import Figure
 from service.report.records import Records, axes, open_records
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
@@ -25,54 +25,6 @@ def records(tmp_path: Path) -> Records:
 def shown(figure: Figure | None) -> Figure:
     assert figure is not None
     return figure
-
-
-def marks(figure: Figure) -> list[dict[str, Any]]:
-    return [trace for trace in figure.traces if "markers" in trace.get("mode", "")]
-
-
-def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_beside_the_winner(records: Records) -> None:
-    best = records.best
-    assert best is not None
-    figure = shown(over_axis(records.rows, best, GLOBAL_BATCH, None, "GPU"))
-    faint, *series = marks(figure)
-    assert [one["name"] for one in series] == ["1 GPU", "2 GPUs", "4 GPUs"]
-    assert all(one["x"] == [64, 128, 256, 512] for one in series)
-    assert len(faint["x"]) == 36 - 12
-    assert max(series[2]["y"]) == best["metrics"]["images_per_s"]
-    assert len({one["marker"]["symbol"] for one in series}) == len({one["marker"]["color"] for one in series}) == 3
-
-
-def test_the_error_bars_are_standard_errors_of_the_speed(records: Records) -> None:
-    best = records.best
-    assert best is not None
-    bars = marks(shown(over_axis(records.rows, best, NUM_WORKERS, None, "GPU")))[-1]["error_y"]["array"]
-    row = next(row for row in records.rows if row["scale"][NUM_WORKERS] == 4)
-    assert 0 < row["error"] < 0.05
-    assert all(bar > 0 for bar in bars)
-
-
-def test_the_models_curve_passes_near_the_marks(records: Records) -> None:
-    best = records.best
-    assert best is not None
-    model = model_of(records.result, records.rows)
-    assert model is not None
-    point = {NUM_WORKERS: best["scale"][NUM_WORKERS], GLOBAL_BATCH: 64, LOADER_WORKERS: best["scale"][LOADER_WORKERS]}
-    drawn = curve(model, point, GLOBAL_BATCH, 64, 512)
-    assert (drawn.at[0], drawn.at[-1]) == (64, 512)
-    same = [row for row in records.rows if all(row["scale"][key] == point[key] for key in (NUM_WORKERS, LOADER_WORKERS))]
-    for row in same:
-        place = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row["scale"][GLOBAL_BATCH]))
-        assert drawn.images_per_s[place] == pytest.approx(row["metrics"]["images_per_s"], rel=0.25)
-        assert drawn.low[place] < drawn.images_per_s[place] < drawn.high[place]
-
-
-def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:
-    records = open_records(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
-    assert records.best is not None
-    figure = shown(over_axis(records.rows, records.best, "precision", None, "GPU"))
-    assert figure.layout["xaxis"]["type"] == "category"
-    assert set(marks(figure)[-1]["x"]) == {"bf16", "fp32"}
 
 
 def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> None:
@@ -125,13 +77,3 @@ def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     assert over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU") is None
     assert phases([], "GPU") is None
     assert waits([], "GPU") is None
-
-
-def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Path) -> None:
-    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
-    records = open_records(sweep_dir(tmp_path / "s", space).root)
-    assert records.best is not None
-    figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
-    named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
-    assert len(named) == 6
-    assert f"{records.best['scale'][NUM_WORKERS]} GPUs" in named

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.experiment import load
 from service.report.page import leave_page, write_page
-from service.run import reopen
+from service.run import begin, reopen, session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir
+from trainables.errors import TrainingError
 from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
@@ -182,6 +185,20 @@ def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
     leave_page(RunDir(tmp_path), {"kind": "sweep"}, said.append)
     assert len(said) == 1
     assert said[0].endswith(f"distill report {tmp_path}")
+
+
+@pytest.mark.parametrize("status", ["complete", "interrupted", "failed"])
+def test_every_run_leaves_a_page_when_it_ends(tmp_path: Path, status: str) -> None:
+    resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "r")
+    run_dir.root.mkdir()
+    begin(resolved, "train", run_dir, tmp_path)
+    ends = {"complete": None, "interrupted": KeyboardInterrupt(), "failed": TrainingError("the loss is not finite")}
+    with contextlib.suppress(KeyboardInterrupt, TrainingError), session(resolved, run_dir):
+        if error := ends[status]:
+            raise error
+    parsed = Parsed(run_dir.report.read_text())
+    assert f"run {status} digits" in parsed.text
+    assert ("the loss is not finite" in parsed.text) is (status == "failed")
 
 
 def test_report_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from service.report.hardware import hardware
 from service.report.records import History
-from service.report.timeline import accuracy, drift, epoch_times, hardware, losses, thin
+from service.report.timeline import accuracy, drift, epoch_times, losses, thin
 
 
 def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
