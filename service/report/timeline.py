@@ -76,7 +76,7 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str]) -> Figure | No
     return Figure(
         "accuracy", "Accuracy against wall time", caption, traces,
         {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
-        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], table[::-1],
+        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], [*table[len(rest) :], *table[: len(rest)]],
     )  # fmt: skip
 
 

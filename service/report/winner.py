@@ -54,7 +54,7 @@ def against(best: Row, rival: Row, metric: str, mode: str) -> str:
     """How much better than another trial, or that the steps' spread leaves it open."""
     a, b = float(best["metrics"][metric]), float(rival["metrics"][metric])
     if metric not in SPEEDS or a <= 0 or b <= 0:
-        return f"{a - b:+.4g} {metric} over"
+        return f"{a - b:+.2f} points over" if metric.endswith("_pct") else f"{a - b:+.4g} over"
     gain = (a / b if mode == "max" else b / a) - 1
     errors = [row.get("error") for row in (best, rival)]
     if None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors)):

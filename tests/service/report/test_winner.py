@@ -43,6 +43,12 @@ def test_of_times_the_shorter_is_the_better() -> None:
     assert against(best, slow, "epoch_s", "min") == "+20.0% over"
 
 
+def test_accuracies_are_compared_in_points() -> None:
+    best, other = row("0", 1, 256, 1.0), row("1", 1, 128, 1.0)
+    best["metrics"]["top1_pct"], other["metrics"]["top1_pct"] = 92.5, 92.25
+    assert against(best, other, "top1_pct", "max") == "+0.25 points over"
+
+
 def test_a_lone_trial_is_the_best_of_one() -> None:
     best = row("0", 1, 128, 10.0)
     assert why([best], best, "images_per_s", "max", "worker") == "It has the most images/s of 1 trial that ran."
