@@ -22,7 +22,7 @@ from service.report.marks import (
     whiskers,
     y_axis,
 )
-from service.report.records import Row, axes, ran, value
+from service.report.records import Row, axes, ordered, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.replay import point_of
 from service.search.step_time import StepTime
@@ -102,7 +102,7 @@ def series(slice_: Sequence[Row], measured: Sequence[Row], best: Row, second: st
     """
     if second is None:
         return [(0, None)]
-    every = sorted({value(row, second) for row in measured})
+    every = ordered(value(row, second) for row in measured)
     marked = {value(row, second) for row in slice_}
     found = [(place, held) for place, held in enumerate(every) if held in marked]
     centre = next((number for number, (_, held) in enumerate(found) if held == value(best, second)), 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from service.report import along, names
 from service.report.document import Section, Shade, Table
-from service.report.records import Records, Row, axes, gpu_s_per_epoch, ran, value
+from service.report.records import Records, Row, axes, gpu_s_per_epoch, ordered, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 
 BAD = ("failed", "oom", "infeasible", "stopped")
@@ -26,7 +26,7 @@ def grid(records: Records) -> Table | None:
         place = (tuple(value(row, key) for key in down_keys), value(row, across_key))
         if place not in top or row["metrics"]["images_per_s"] > top[place]["metrics"]["images_per_s"]:
             top[place] = row
-    down, across = (sorted({place[side] for place in top}) for side in (0, 1))
+    down, across = sorted({place[0] for place in top}), ordered(place[1] for place in top)
     if len(top) < 2 or len(across) > MOST_ACROSS or len(down) > MOST_DOWN:
         return None
     fastest = max(row["metrics"]["images_per_s"] for row in top.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,11 @@ def spread(times_s: Sequence[float]) -> float | None:
 def value(row: Row, key: str) -> Any:
     """What a trial has on an axis: `auto` loader workers as the number that they came to."""
     return row["scale"][key] if key in row["scale"] else row["params"].get(key)
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """Numbers by size, then words: `auto` loader workers stay a word where a trial was recalled by a resumed sweep."""
+    return sorted(set(values), key=lambda held: (isinstance(held, str), held))
 
 
 def axes(rows: Sequence[Row]) -> list[str]:

@@ -161,6 +161,15 @@ def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> No
     assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
 
 
+def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128], L: [1, 2]})
+    _, _, result = reopen(run_dir.root)
+    for row in (*result["trials"][:3], result["best"]):
+        row["scale"][L] = "auto"
+    parsed = Parsed(write_page(run_dir, result).read_text())
+    assert "auto loader workers" in parsed.text
+
+
 def test_a_run_of_before_the_hardware_was_kept_has_no_model_curve(tmp_path: Path) -> None:
     def lines(run_dir: RunDir) -> int:
         return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
