@@ -154,8 +154,11 @@ def lead(comparison: Comparison) -> list[str]:
     if known:
         faster = sum(bool(pair.beyond_noise) and pair.ratio > 1 for pair in known)
         slower = sum(bool(pair.beyond_noise) and pair.ratio < 1 for pair in known)
-        told.append(f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
-                    f"{len(known) - faster - slower} differ by no more than noise.")  # fmt: skip
+        told += [
+            f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
+            f"{len(known) - faster - slower} differ by no more than noise.",
+            "What made the machine slower on one of the days (heat, neighbours) is not in that noise.",
+        ]
     if len(known) < len(comparison.pairs):
         told.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
     return told
