@@ -150,17 +150,17 @@ class Experiment(Section):
         self, name: Literal["teacher", "student"], output_dir: Path, labels: Mapping[str, str], weights: str | None = None
     ) -> TrainConfig:
         """What the workers of one stage are told. For the student, `weights` are the trained teacher's."""
-        optim, teacher, model = self.optim, self.teacher, self.student.model
+        optim, teacher, model, train = self.optim, self.teacher, self.student.model, self.train
         if name == "teacher":
             assert teacher is not None
             model, optim = teacher.model, optim.model_copy(update={"epochs": teacher.epochs or optim.epochs})
-            teacher = None
+            teacher, train = None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
         elif teacher is not None and weights is not None:
             teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
             stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill,
             optim=optim,
-            scale=self.scale, train=self.train, precision=self.precision, seed=self.seed, labels=dict(labels),
+            scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
 
 
