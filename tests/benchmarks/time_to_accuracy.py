@@ -198,8 +198,9 @@ def order(name: str, rows: list[Row], predicted: list[float], measured: list[lis
     rho, tau = float(spearmanr(predicted, means).statistic), float(kendalltau(predicted, means).statistic)
     error = statistics.median(abs(math.log(p / m)) for p, m in zip(predicted, means, strict=True))
     by_order = [rows[place].batch for place in np.argsort(means)], [rows[place].batch for place in np.argsort(predicted)]
+    but = f" (not {', '.join(wrong)})" if wrong else ""
     print(f"{name}: measured order {by_order[0]}, predicted {by_order[1]}; Spearman {rho:.2f}, Kendall {tau:.2f}; {apart} of "
-          f"{pairs} pairs told apart, {right} of them in the predicted order{' (not ' + ', '.join(wrong) + ')' if wrong else ''}; "
+          f"{pairs} pairs told apart, {right} of them in the predicted order{but}; "
           f"median error {100 * math.expm1(error):.0f}%")  # fmt: skip
     return {
         "measured": by_order[0], "predicted": by_order[1], "spearman": rho, "kendall": tau, "pairs": pairs, "apart": apart,
