@@ -19,6 +19,7 @@ Shapes: S steps.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,9 @@ class GradientNoise:
     def __init__(self, student: nn.Module, group: Group):
         """`student` is the DDP wrapper where there are several ranks. Gradients come out bit for bit as without this."""
         self._group = group
-        self._parameters = [p for p in student.parameters() if p.requires_grad]
-        self._norms: list[Tensor] = []
-        """Of the part at hand: of its buckets, or of its parameters."""
-        self._reduced: list[Tensor] = []
-        """The buckets of the step; after the all-reduce they hold the gradients (`gradient_as_bucket_view`)."""
+        self._places = {p: place for place, p in enumerate(student.parameters()) if p.requires_grad}
+        self._norms: dict[int, Tensor] = {}
+        """Of the gradients of the part at hand, by the place of their parameter."""
         self._num_images = 0
         self._small: Tensor | None = None
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -58,24 +57,27 @@ class GradientNoise:
             # A lambda, since DDP compares a hook's annotations with types, and here they are text.
             student.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
         else:
-            for parameter in self._parameters:  # called with what a micro-batch adds to its gradient
-                parameter.register_hook(self._note)
+            for parameter, place in self._places.items():  # called with what a micro-batch adds to its gradient
+                parameter.register_hook(partial(self._note, place))
 
     def end_part(self, num_images: int) -> None:
         """A micro-batch's backward is done. Under DDP's `no_sync` gradients add up: they count with the one that is reduced."""
         self._num_images += num_images
         if self._norms:
-            small = get_total_norm(self._norms).double().square() / max(self._num_images, 1)
+            # DDP makes new buckets after its first step. Added up by parameter, a norm has the same bits in all buckets, and
+            # so in a job that begins anew in the middle.
+            norms = torch.stack([self._norms[place] for place in sorted(self._norms)])
+            small = norms.double().square().sum() / max(self._num_images, 1)
             self._small = small if self._small is None else self._small + small
-            self._norms, self._num_images = [], 0
+            self._norms, self._num_images = {}, 0
 
     def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler) -> None:
         """All gradients stand in their parameters, times the scaler's factor."""
         assert self._small is not None
-        gradients = self._reduced or [p.grad for p in self._parameters if p.grad is not None]
+        norm = get_total_norm([p.grad for p in self._places if p.grad is not None])
         scale = scaler.scale(torch.ones((), device=self._group.device))
-        self._pending.append((self._small, get_total_norm(gradients), count.totals, scale))
-        self._small, self._reduced = None, []
+        self._pending.append((self._small, norm, count.totals, scale))
+        self._small = None
         if len(self._pending) >= _MAX_PENDING:
             self._fold()
 
@@ -85,15 +87,15 @@ class GradientNoise:
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return taken
 
-    def _note(self, gradient: Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach()))
+    def _note(self, place: int, gradient: Tensor) -> None:
+        self._norms[place] = torch.linalg.vector_norm(gradient.detach())
 
     def _all_reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """DDP's own reduction, with the norm of what goes in. It multiplies by 1/world_size, not a division's last bit."""
+        """DDP's own reduction, with the norms of what goes in."""
+        norms = torch._foreach_norm(bucket.gradients())
+        self._norms |= {self._places[p]: norm for p, norm in zip(bucket.parameters(), norms, strict=True)}
         buffer: Tensor = bucket.buffer()
-        self._note(buffer)
-        self._reduced.append(buffer)
-        buffer.mul_(1 / self._group.world_size)
+        buffer.mul_(1 / self._group.world_size)  # as DDP does it: a division may differ in the last bit
         future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 

@@ -138,7 +138,9 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"best: trial {best['id']} with {count} {who} × batch {scale['data.global_batch_size']} × "
         f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, "
-        f"{number(m.get('epoch_s'))} s an epoch" + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
+        f"{number(m.get('epoch_s'))} s an epoch"
+        + (f", top-1 {number(m.get('top1_pct'))}%" if "top1_pct" in m else "")
+        + (f" after {m['time_to_accuracy_s']:,.1f} s of training" if "time_to_accuracy_s" in m else "")
     ]
     shares = {phase: m[f"phase/{phase}_ms"] for phase in PHASES if m.get(f"phase/{phase}_ms")}
     total = m.get("phase/step_ms") or sum(shares.values())

@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import ndtr
 
-from service.search.points import Array
+from service.search.points import GLOBAL_BATCH, Array, Point
 
 FORM = 1.0  # standard deviation of log(B_noise) around a measured B_simple: they agree to an order of magnitude
 UNMEASURED = (500.0, 3.0)  # B_noise in images where nothing measured it, and the standard deviation of its logarithm
@@ -120,6 +120,10 @@ class Learning:
     def images_M(self, global_batch_M: Array) -> Array:
         """Images to the target; without a training behind it only their quotients mean something."""
         return self.steps_M(global_batch_M) * global_batch_M
+
+    def factor(self, point: Point) -> float:
+        """What a point's seconds for an image are multiplied by in a search for time: see `images_M`."""
+        return float(self.images_M(np.array([float(point[GLOBAL_BATCH])]))[0])
 
     def spread_M(self, global_batch_M: Array) -> Array:
         """Standard deviation of the logarithm of `steps_M`."""

@@ -86,6 +86,15 @@ class Race:
             chance_M = ndtr(ahead_M / np.hypot(told.spread_M, SEEDS))
         return np.where(np.isin(np.arange(len(chance_M)), list(self.told)), 0.0, chance_M)
 
+    def bound(self) -> float:
+        """No untrained point is believed to be faster than the best by more than this share, each with a probability of 95%."""
+        left_M = ~np.isin(np.arange(len(self.global_batch_M)), list(self.told))
+        if self.until_s is None or not left_M.any():
+            return 0.0 if self.told and not left_M.any() else math.inf
+        told = self.predict()
+        least_M = told.seconds_M * np.exp(-1.645 * np.hypot(told.spread_M, SEEDS))
+        return max(0.0, float(self.until_s / least_M[left_M].min()) - 1)
+
     def ask(self) -> int | None:
         """The row to train next; None where the race is over."""
         if len(self.told) >= self.most:
