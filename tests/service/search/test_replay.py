@@ -81,6 +81,8 @@ def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: 
 def raced() -> tuple[dict[str, Any], Race]:
     points = grid()
     rows = [row(n, point, ended_s=float(n)) for n, point in enumerate(points)]
+    for one, point in zip(rows, points, strict=True):
+        one["metrics"]["epoch_s"] = 640 / point["data.global_batch_size"] * step_s(point)
     told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
     while True:
         contest, ids = race(told, replay(told))
