@@ -73,7 +73,8 @@ class GradientNoise:
 
     def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler) -> None:
         """All gradients stand in their parameters, times the scaler's factor."""
-        assert self._small is not None
+        if self._small is None:  # nothing was reduced: `check_replicas` says so
+            return
         norm = get_total_norm([p.grad for p in self._places if p.grad is not None])
         scale = scaler.scale(torch.ones((), device=self._group.device))
         self._pending.append((self._small, norm, count.totals, scale))
