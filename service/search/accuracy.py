@@ -127,8 +127,11 @@ class Learning:
 
     def spread_M(self, global_batch_M: Array) -> Array:
         """Standard deviation of the logarithm of `steps_M`."""
-        J_M2 = _jacobian(self.mean_2, global_batch_M)
-        return np.sqrt(np.einsum("mi,ij,mj->m", J_M2, self.covariance_22, J_M2))
+        return self._deviation_M(_jacobian(self.mean_2, global_batch_M))
+
+    def _deviation_M(self, J_M2: Array) -> Array:
+        """Standard deviation of what has the derivatives `J_M2` by both logarithms."""
+        return np.asarray(np.sqrt(np.einsum("mi,ij,mj->m", J_M2, self.covariance_22, J_M2)))
 
     def time_to_accuracy(
         self,
@@ -147,16 +150,13 @@ class Learning:
         J_M2 = _jacobian(self.mean_2, global_batch_M) * (steps_M / paid_M)[:, None]
         of_step_M = np.broadcast_to(np.asarray(step_spread_M, dtype=float), seconds_M.shape)
 
-        def deviation_M(J: Array, others_M: Array) -> Array:
-            return np.sqrt(np.einsum("mi,ij,mj->m", J, self.covariance_22, J) + others_M)
-
         best = int(np.argmin(seconds_M))
-        apart_M = deviation_M(J_M2 - J_M2[best], of_step_M**2 + of_step_M[best] ** 2)  # S_min is common to both
+        apart_M = np.hypot(self._deviation_M(J_M2 - J_M2[best]), np.hypot(of_step_M, of_step_M[best]))  # S_min is common to both
         ahead_M = np.log(seconds_M[best] / seconds_M)
         with np.errstate(divide="ignore", invalid="ignore"):
             fastest_M = np.where(apart_M > 0, ndtr(ahead_M / apart_M), 0.5 * (ahead_M == 0))
         fastest_M[best] = 0.5
-        return Prediction(seconds_M, deviation_M(J_M2, of_step_M**2), fastest_M)
+        return Prediction(seconds_M, np.hypot(self._deviation_M(J_M2), of_step_M), fastest_M)
 
 
 def _log_steps(logs_2: Array, global_batch_M: Array) -> Array:
