@@ -20,7 +20,7 @@ from trainables.config import TrainConfig
 from trainables.distributed import Group
 
 BLOCK_STEPS = 4
-"""Short, so that both sides of a pair meet the same ups and downs; each ends in a log line, which is five times the usual number."""
+"""Short, so that both sides of a pair meet the same ups and downs; each ends in a log line, five times as many as usual."""
 PAIRS = {
     "resnet20 → resnet20, 32 pixels": Pair("resnet20", "resnet20", 32, 64, warmup_steps=BLOCK_STEPS, steps=1),
     "convnet_large → convnet_small, 8 pixels": Pair("convnet_large", "convnet_small", 8, 256, warmup_steps=BLOCK_STEPS, steps=1),
