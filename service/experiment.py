@@ -39,11 +39,14 @@ from trainables.models.names import check_model_name
 
 SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
 FRONT = "pareto"
-GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT)
-"""What the policy guided can look for: what its model of a step predicts, and the front of speed and cost."""
+TIME = "time_to_accuracy"
+TIME_S = f"{TIME}_s"
+"""What a training that has reached its target has it under."""
+GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
+"""What the policy guided can look for: what its models predict, and the front of speed and cost."""
 ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "val_loss")
 """Metrics that a trial has once it has trained a whole epoch."""
-MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib"})
+MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
 
 
 class SweepConfig(Section):
@@ -58,6 +61,9 @@ class SweepConfig(Section):
     metric: str = Field(
         "images_per_s",
         description="what the best trial has most (or, for times and losses, least) of; guided: or pareto, both speed and cost",
+    )
+    target_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
+        None, description="metric time_to_accuracy: the validation top-1, in percent, to which the time counts"
     )
     num_samples: Count = Field(16, description="trials drawn by the policies random and asha")
     steps: Count | None = Field(
@@ -77,13 +83,23 @@ class SweepConfig(Section):
         return self.steps or (60 if self.policy == "guided" else None)
 
     @property
+    def figure(self) -> str:
+        """What `metric` is called among a trial's metrics."""
+        return TIME_S if self.metric == TIME else self.metric
+
+    @property
+    def races(self) -> bool:
+        """Whether the points that are found to be the fastest are then trained to the target."""
+        return self.policy == "guided" and self.metric == TIME
+
+    @property
     def mode(self) -> Literal["min", "max"]:
         """Whether `metric` is minimised or maximised."""
         return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
 
     @model_validator(mode="after")
     def _metric_exists(self) -> Self:
-        known = (*SPEEDS, *ACCURACIES, *([FRONT] if self.policy == "guided" else []))
+        known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
         if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
             near = difflib.get_close_matches(self.metric, known, n=1)
             instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
@@ -92,6 +108,10 @@ class SweepConfig(Section):
             raise ValueError(
                 f"policy guided looks for speed or cost, not {self.metric}: set metric to one of {', '.join(GUIDED)}"
             )
+        if (self.metric == TIME) is not (self.target_pct is not None):
+            raise ValueError(f"metric {TIME} and target_pct, the accuracy to reach, go together: set both or neither")
+        if self.metric == TIME and self.policy != "guided" and self.steps is not None:
+            raise ValueError(f"metric {TIME} lets trials train to the target: leave out steps, or set policy to guided")
         if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
             what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
             raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
@@ -172,17 +192,17 @@ class Experiment(Section):
         self, name: Literal["teacher", "student"], output_dir: Path, labels: Mapping[str, str], weights: str | None = None
     ) -> TrainConfig:
         """What the workers of one stage are told. For the student, `weights` are the trained teacher's."""
-        optim, teacher, model = self.optim, self.teacher, self.student.model
+        optim, teacher, model, train = self.optim, self.teacher, self.student.model, self.train
         if name == "teacher":
             assert teacher is not None
             model, optim = teacher.model, optim.model_copy(update={"epochs": teacher.epochs or optim.epochs})
-            teacher = None
+            teacher, train = None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
         elif teacher is not None and weights is not None:
             teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
             stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill,
             optim=optim,
-            scale=self.scale, train=self.train, precision=self.precision, seed=self.seed, labels=dict(labels),
+            scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from service.experiment import Resolved
 from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
 from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
-from service.search.replay import conclusion
+from service.search.replay import conclusion, race, replay
 from service.search.space import SpaceError, points
 from service.trees import flatten
 from service.trial import Assignment, Outcome, need
@@ -34,18 +34,30 @@ class Trial:
     outcome: Outcome | None = None
     oversubscribed: bool = False
     loader_workers: int | str = "auto"
+    probe: str | None = None
+    """Of a training to the target: the trial that had measured the point's speed."""
 
     def row(self, base: Resolved, timing: bool) -> dict[str, Any]:
         """The trial in `result.json`."""
         values = flatten(base.experiment.model_dump(mode="json")) | self.params | {"data.loader_workers": self.loader_workers}
         outcome = self.outcome or Outcome("stopped", "not finished")
         return {
-            "id": self.id, "params": self.params, "kind": "timing" if timing else "accuracy",
+            "id": self.id, "params": self.params, "kind": "timing" if timing and not self.probe else "accuracy",
             "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
             "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
             "metrics": outcome.metrics, "steps_s": outcome.steps_s, "seconds": outcome.seconds, "start_s": outcome.start_s,
-            "ended_s": outcome.ended_s,
+            "ended_s": outcome.ended_s, **({"probe": self.probe} if self.probe else {}),
         }  # fmt: skip
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """A training that ended without the accuracy that it was to reach is no complete one."""
+        target = self.resolved.experiment.train.until_top1_pct if self.resolved else None
+        if target is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
+            return outcome
+        m = outcome.metrics
+        return replace(
+            outcome, status="stopped", reason=f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target:g}%"
+        )
 
 
 def plan_trials(resolved: Resolved) -> list[Trial]:
@@ -59,7 +71,9 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
         found = points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
     except SpaceError as error:
         raise ExperimentError(f"sweep.space: {error}") from error
-    timing = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
+    timing: dict[str, Any] = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
+    if sweep.target_pct is not None and not sweep.races:
+        timing["train.until_top1_pct"] = sweep.target_pct
     if sweep.policy == "guided":  # a probe may end where it is logged
         timing["train.log_every"] = min(PROBE_LOG_STEPS, resolved.experiment.train.log_every)
     width = max(3, len(str(len(found) - 1)))
@@ -101,11 +115,12 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     trials = plan_trials(resolved)
     with session(resolved, run_dir) as now:
         recall(trials, run_dir)
+        trials += finished_trainings(resolved, trials, run_dir)
         capacity = clusters.local_capacity()
         if clusters.is_local():
             refuse(trials, capacity)
         pending = [trial for trial in trials if trial.outcome is None]
-        if pending:
+        if pending or resolved.experiment.sweep.races:
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             most = max(Plan.on(experiment, capacity).need().total_cpus for experiment in experiments)
             with clusters.connect(most, run_dir.root) as cluster:
@@ -120,7 +135,7 @@ def recall(trials: list[Trial], run_dir: RunDir) -> None:
     for trial in trials:
         path = run_dir.trial(trial.id).result
         if path.exists():
-            trial.outcome = Outcome(**json.loads(path.read_text()))
+            trial.outcome = trial.judged(Outcome(**json.loads(path.read_text())))
 
 
 def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
@@ -135,10 +150,22 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     )  # fmt: skip
     pending = [trial for trial in trials if trial.outcome is None]
     now.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
-    if not pending:
+    if not pending and not config.races:
         return
-    timing = config.timing_steps is not None
+    timing = config.timing_steps is not None and not config.races
     weights = untrained_teacher(now) if timing else train_teacher(now, fitting(plan, cluster))
+    if config.races:
+        trained = [stage["metrics"] for stage in now.result.get("stages", ())]
+        now.save(noise_scales=[m["noise_scale"] for m in trained if m.get("noise_scale", 0.0) > 0])
+    carry_on(now, trials, pending, cluster, weights)
+    if config.races:
+        race_trials(now, trials, cluster, weights)
+
+
+def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, weights: str | None) -> None:
+    """Hand the pending ones of the trials to Ray Tune and record each as it ends."""
+    config = now.experiment.sweep
+    guided = config.policy == "guided" and not any(trial.probe for trial in pending)
     assignments: dict[str, Assignment] = {}
     needs = []
     for trial in pending:
@@ -149,9 +176,11 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
         write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
         assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, weights)
         needs.append(mine.need())
+    report(now, trials)
+    if not assignments:
+        return
     known = {trial.id for trial in trials if trial.outcome is not None}
     begun: set[str] = set()
-    report(now, trials)
 
     def tick() -> None:
         start_tracking(now)
@@ -171,7 +200,7 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
         now.display.trials(len(known), len(trials))
 
     search = partial(tune_trials, config)
-    if config.policy == "guided":
+    if guided:
         assignments = sharing_starts(assignments)
         search = partial(guide_trials, now.result)
         needs = [need(work.config, work.loader_workers, work.use_gpu) for work in assignments.values()]
@@ -179,13 +208,46 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     now.wait_for(lambda: search(assignments, now.run_dir, at_once), tick)
     tick()
     for trial in trials:
-        if trial.id not in known and (trial.id in begun or config.policy != "guided"):
+        if trial.id not in known and (trial.id in begun or not guided) and trial in pending:
             if trial.id not in begun:
                 begin_record(now, trial)
             trial.outcome = unfinished(now, trial)
             write_json(now.run_dir.trial(trial.id).result, asdict(trial.outcome))
             end_trial(now, trial)
     report(now, trials)
+
+
+def race_trials(now: Session, trials: list[Trial], cluster: Cluster, weights: str | None) -> None:
+    """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
+    if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
+        return
+    planner = replay(now.result)
+    while True:
+        contest, ids = race(now.result, planner)
+        row = contest.ask()
+        now.display.say(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
+        if row is None:
+            return
+        probe = next(trial for trial in trials if trial.id == ids[row])
+        trials.append(training_of(now.resolved, probe, contest.until_s))
+        carry_on(now, trials, trials[-1:], cluster, weights)
+
+
+def training_of(base: Resolved, probe: Trial, until_s: float | None) -> Trial:
+    """The training to the target of a point whose speed is known."""
+    goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
+    resolved = base.override({**probe.params, "data.loader_workers": probe.loader_workers, **goal}, "trial")
+    return Trial(
+        f"{probe.id}-trained", probe.params, resolved, oversubscribed=probe.oversubscribed, loader_workers=probe.loader_workers,
+        probe=probe.id,
+    )  # fmt: skip
+
+
+def finished_trainings(base: Resolved, probes: list[Trial], run_dir: RunDir) -> list[Trial]:
+    """The trainings to the target that an earlier, interrupted sweep has finished."""
+    found = [training_of(base, probe, None) for probe in probes if base.experiment.sweep.races and probe.resolved]
+    recall(found, run_dir)
+    return [trial for trial in found if trial.outcome is not None]
 
 
 def untrained_teacher(now: Session) -> str | None:
@@ -287,7 +349,7 @@ def report(now: Session, trials: list[Trial]) -> None:
     config = now.experiment.sweep
     rows = [trial.row(now.resolved, config.timing_steps is not None) for trial in trials]
     now.save(
-        space=config.space, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.metric, config.mode)
+        space=config.space, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.figure, config.mode)
     )
 
 

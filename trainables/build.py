@@ -25,6 +25,7 @@ from trainables.errors import ExperimentError
 from trainables.inputs import autocast, normalizer
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
+from trainables.noise_scale import NoiseHistory, watch
 from trainables.optim import build_optimizer
 from trainables.rundir import StageDir
 from trainables.step import SUMS, Learner
@@ -61,6 +62,7 @@ class Job:
     state: TrainState
     timer: PhaseTimer
     throughput: Throughput
+    noise: NoiseHistory
     report: Report
     telemetry: Snapshot
     enough: Callable[[Sequence[float]], bool] | None = None
@@ -115,8 +117,9 @@ def build(
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
+    student = wrap(model, group)
     learner = Learner(
-        student=wrap(model, group),
+        student=student,
         teacher=teacher,
         distill=config.distill if config.teacher is not None else None,
         optimizer=optimizer,
@@ -128,17 +131,19 @@ def build(
         bad_step=torch.full((), -1, dtype=torch.int64, device=device),
         accumulate=config.optim.accumulate,
         clip_grad_norm=config.optim.clip_grad_norm,
+        noise=watch(student, group, config.optim.accumulate),
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
     warmup = max(config.train.warmup_steps, train_loader.steps_per_epoch if several else 0)
     timer, throughput = (
         PhaseTimer(device, warmup_steps=warmup),
-        Throughput(state.progress.step + warmup, warm=state.progress.warm),
+        Throughput(state.progress.step + warmup, warm=state.progress.warm, cold=state.progress.cold),
     )
+    noise = NoiseHistory(state.progress.noise)
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry,
-        enough,
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, noise, report,
+        telemetry, enough,
     )  # fmt: skip
 
 

@@ -36,6 +36,12 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
+    cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """The same of all warm-ups."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
+    noise: dict[str, list[float]] = field(default_factory=dict)
+    """What `noise_scale.NoiseHistory` has added up."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
     partial: list[float] = field(default_factory=list)

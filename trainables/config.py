@@ -185,7 +185,9 @@ class OptimConfig(Section):
     nesterov: bool = False
     weight_decay: NonNegative = 1e-4
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
-    accumulate: Count = Field(1, description="micro-batches per optimizer step: the per-worker batch is cut into so many")
+    accumulate: Count = Field(
+        1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to tell the noise_scale"
+    )
     clip_grad_norm: Positive | None = None
 
 
@@ -212,7 +214,19 @@ class TrainingConfig(Section):
     max_steps: Count | None = Field(
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
     )
+    until_top1_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
+        None, description="the student: stop after the epoch whose validation top-1 reaches this, and say after how long"
+    )
+    until_s: Positive | None = Field(
+        None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
+    )
     telemetry_every_s: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _epochs_for_the_target(self) -> Self:
+        if self.max_steps is not None and (self.until_top1_pct is not None or self.until_s is not None):
+            raise ValueError("max_steps is for timing runs, which are not evaluated: leave out until_top1_pct and until_s")
+        return self
 
 
 class TrainConfig(Section):

@@ -38,23 +38,29 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 
 
 class GlobalCount:
-    """The number of samples that all ranks hold in this step, summed while the forward pass runs."""
+    """The numbers of samples, and of parts of them, that all ranks hold in this step, summed while the forward pass runs."""
 
-    def __init__(self, local: int, group: Group):
+    def __init__(self, local: int, group: Group, parts: int = 1):
         self._group = group
         # Filled on the device: a copy from the host would wait for all that the GPU still has to do.
-        self._count = torch.full((), float(local), dtype=torch.float64, device=group.device)
-        self._work = dist.all_reduce(self._count, async_op=True) if group.world_size > 1 else None
+        self._totals = torch.full((2,), float(local), dtype=torch.float64, device=group.device)
+        self._totals[1].fill_(parts)
+        self._work = dist.all_reduce(self._totals, async_op=True) if group.world_size > 1 else None
+
+    @property
+    def totals(self) -> Tensor:
+        """Samples and parts of all ranks, (2,) float64 on the device."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._totals
 
     def weight(self) -> Tensor:
         """The factor (scalar, float64) that turns a rank's sum of per-sample losses into its share of the global mean.
 
         DDP averages gradients over ranks, hence world_size / num_samples.
         """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._group.world_size / self._count.clamp(min=1)
+        return self._group.world_size / self.totals[0].clamp(min=1)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

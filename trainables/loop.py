@@ -39,12 +39,22 @@ def run(job: Job) -> dict[str, float]:
          "epochs": config.optim.epochs, "num_workers": job.group.world_size,
          "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
+    if job.learner.noise is None and job.group.is_main:
+        log.info("%s: no noise_scale: one worker compares micro-batches, and optim.accumulate is 1", config.stage)
     if config.train.max_steps is not None:
         return run_timing(job)
-    while progress.epoch < config.optim.epochs:
+    while progress.epoch < config.optim.epochs and not is_over(job):
         train_epoch(job)
         finish_epoch(job)
     return summarize(job)
+
+
+def is_over(job: Job) -> bool:
+    """Whether the target is reached, or the time for it is up, before the last epoch; the same on every rank."""
+    until_s = job.config.train.until_s
+    # Each rank has a clock of its own: rank 0 decides.
+    late = until_s is not None and gather_objects(job.throughput.train_s, job.group)[0] >= until_s
+    return late or bool(job.state.progress.reached)
 
 
 def run_timing(job: Job) -> dict[str, float]:
@@ -117,18 +127,20 @@ def one_sample_explained(job: Job) -> Iterator[None]:
 def log_step(job: Job, in_epoch: int) -> None:
     """The one place that waits for the device: read the sums of all ranks, stop at a loss that is not finite, say a line."""
     learner, progress, group = job.learner, job.state.progress, job.group
-    mine = torch.cat([learner.sums, (learner.bad_step.double() >= 0).double().reshape(1)])
+    noise = [learner.noise.take()] if learner.noise is not None else []
+    mine = torch.cat([learner.sums, (learner.bad_step.double() >= 0).double().reshape(1), *noise])
     local = learner.sums.clone()
-    totals = all_reduce_sum(mine, group).tolist()
+    everything = all_reduce_sum(mine, group).tolist()
+    totals, bad, window = everything[: len(SUMS)], everything[len(SUMS)], everything[len(SUMS) + 1 :]
     learner.sums.zero_()
     images = totals[0]
     images_per_s = job.throughput.end(images, progress.step)
     job.timer.collect()
-    if totals[-1]:
+    if bad:
         stop_not_finite(job)
     check_replicas(job.model, group, progress.step)
-    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * len(SUMS), totals, strict=False)]
-    metrics = means(totals[: len(SUMS)])
+    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * len(SUMS), totals, strict=True)]
+    metrics = means(totals) | (job.noise.add(window) if window else {})
     lr = learner.optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
@@ -208,11 +220,15 @@ def finish_epoch(job: Job) -> None:
             raise DataError(f"{config.data.path}: not one {split} image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
     metrics = {f"train/{name}": value for name, value in means(progress.partial).items()}
+    metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
     metrics |= {"eval_s": eval_s, "skipped_images": float(skipped)}
     progress.partial, progress.skipped = [], {}
     progress.history.append({"epoch": progress.epoch, "step": progress.step, **metrics})
     best = val["top1_pct"] > progress.best_top1_pct
+    target = config.train.until_top1_pct
+    if target is not None and val["top1_pct"] >= target:
+        progress.reached = {"time_to_accuracy_s": job.throughput.train_s, "steps_to_accuracy": float(progress.step)}
     if best:
         progress.best_top1_pct, progress.best_epoch = val["top1_pct"], progress.epoch
         checkpoint.save(job.stage.best, job.state, group)
@@ -223,7 +239,15 @@ def finish_epoch(job: Job) -> None:
             config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
             "  best" if best else "",
         )  # fmt: skip
-    job.report("epoch", progress.step, float(progress.epoch), {**metrics, **throughput(job), **used})
+        if progress.reached:
+            log.info(
+                "%s: %g%% reached after %.1f s of training and %d steps", config.stage, target,
+                progress.reached["time_to_accuracy_s"], progress.step,
+            )  # fmt: skip
+    job.report(
+        "epoch", progress.step, float(progress.epoch),
+        {**metrics, **throughput(job), "train_s": job.throughput.train_s, **progress.reached, **used},
+    )  # fmt: skip
 
 
 def note_skipped(job: Job, loader: Loader, before: dict[int, str]) -> dict[int, str]:
@@ -284,7 +308,7 @@ def memory(job: Job) -> dict[str, float]:
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
-    summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), "steps": float(progress.step)}
+    summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), **job.noise.whole(), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary |= memory(job)
@@ -292,6 +316,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         last = progress.history[-1]
         summary |= {
             **headline(last), "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
+            "train_s": job.throughput.train_s, **progress.reached,
         }  # fmt: skip
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary

@@ -25,6 +25,7 @@ from trainables.evaluate import correct_counts
 from trainables.methods import METHODS
 from trainables.methods.kd import soft_loss
 from trainables.models.registry import logits_and_aux
+from trainables.noise_scale import GradientNoise, num_parts
 
 SUMS = ("images", "loss", "task_loss", "soft_loss", "method_loss", "top1", "top5")
 
@@ -54,6 +55,7 @@ class Learner:
     """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    noise: GradientNoise | None = None
 
 
 def student_forward(student: nn.Module, images_BCHW: Tensor) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
@@ -127,7 +129,8 @@ def micro_batches(inputs: Inputs, accumulate: int) -> list[tuple[Inputs, bool]]:
 def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
     student, group = learner.student, learner.group
-    count = GlobalCount(len(batch.labels_B), group)
+    num_images = len(batch.labels_B)
+    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
     batch.wait()
     timer.mark("h2d")
     parts = micro_batches(learner.prepare(batch), learner.accumulate)
@@ -144,9 +147,13 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
             total = terms["loss"].sum() * count.weight().to(terms["loss"].dtype) * float(real)
             timer.mark("student")
             learner.scaler.scale(total).backward()
+        if learner.noise is not None:
+            learner.noise.end_part(len(part_B) if real else 0)
         timer.mark("backward")
         if real:
             add_sums(learner, student_BK, part_B, terms, step)
+    if learner.noise is not None:
+        learner.noise.end_step(count, learner.scaler)
     if learner.clip_grad_norm is not None:
         learner.scaler.unscale_(learner.optimizer)
         nn.utils.clip_grad_norm_(student.parameters(), learner.clip_grad_norm)

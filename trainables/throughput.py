@@ -12,6 +12,7 @@ class Throughput:
     """Adds up windows between moments at which the device was known to be idle.
 
     Windows that began before `warmup_until` (steps of this process) count as warm-up: first kernels, compilation, caches.
+    `warm` and `cold` are changed in place, and go on from what an earlier process of the job has left in them.
     """
 
     warmup_until: int
@@ -21,6 +22,11 @@ class Throughput:
     """Images, seconds, steps."""
     _began: float = 0.0
     _began_step: int = 0
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training so far, warm-up included; evaluation and checkpoints lie outside windows."""
+        return self.warm[1] + self.cold[1]
 
     def begin(self, step: int) -> None:
         """A window begins (an epoch starts; evaluation and checkpoints lie outside windows)."""

@@ -15,6 +15,7 @@ METRICS = {
     "images_per_s": ("images/s", 1), "epoch_s": ("s an epoch", 2), "step_s": ("s a step", 4),
     "gpu_s_per_epoch": ("GPU-s an epoch", 1), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
     "top5_pct": ("% top-5", 2), "val_loss": ("validation loss", 4),
+    "time_to_accuracy_s": ("s of training to the accuracy", 1),
     "data_pct": ("% of a step waiting for data", 1), "peak_memory_mib": ("MiB peak memory", 0),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service import strict_yaml
+from service.experiment import FRONT, TIME, TIME_S
 from service.report import names
 from service.report.records import Row, axes, ran, value
 from service.search.points import LOADER_WORKERS
@@ -20,7 +21,7 @@ from trainables.rundir import RunDir
 BEYOND = 1.96  # standard errors that a difference has to be beyond
 LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
 UNRUN = ("pending", "untested")
-SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch")
+SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch", TIME_S)
 
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
@@ -74,7 +75,9 @@ def step_shares(metrics: Mapping[str, float]) -> str | None:
 
 def judged(result: Mapping[str, Any]) -> tuple[str, str]:
     """The metric that trials are compared by, and whether the most or the least is best. The front of both is told by speed."""
-    return ("images_per_s", "max") if result["metric"] == "pareto" else (result["metric"], result["mode"])
+    if result["metric"] == FRONT:
+        return "images_per_s", "max"
+    return (TIME_S if result["metric"] == TIME else result["metric"]), result["mode"]
 
 
 def bound(result: Mapping[str, Any]) -> list[str]:
@@ -85,7 +88,9 @@ def bound(result: Mapping[str, Any]) -> list[str]:
     if search:
         unit = "GPU" if result.get("use_gpu") else "worker"
         tried = f"{len(rows) - left} of {len(rows)} points were tried, for {search['spent_gpu_s']:,.0f} {unit}-seconds"
-        told = [f"No untested point is believed to be more than {search['bound_pct']:.1f}% better; {tried}."]
+        sure = search["bound_pct"] is not None
+        believed = f"No untested point is believed to be more than {search['bound_pct']:.1f}% better; " if sure else ""
+        told = [f"{believed}{tried}."]
         told.append(f"Why the search ended: {search['why']}.")
     elif left:
         told = [f"{names.counted(left, 'point')} of {len(rows)} not tried yet: one of them may be better."]
@@ -98,7 +103,7 @@ def bound(result: Mapping[str, Any]) -> list[str]:
 
 def on_the_front(result: Mapping[str, Any]) -> list[str]:
     """What a search for speed and cost has found: no other trial beats one of these in both."""
-    if result["metric"] != "pareto":
+    if result["metric"] != FRONT:
         return []
     rows = {row["id"]: row for row in result["trials"]}
     unit, keys = "GPU" if result.get("use_gpu") else "worker", axes(result["trials"])

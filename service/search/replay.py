@@ -5,11 +5,17 @@ So a search goes on after a kill, and a finished one can be asked what it believ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from service.experiment import TIME
+from service.search.accuracy import Learning
 from service.search.guided import METRICS, Guided
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Observation, Point, identity
+from service.search.race import Race
 from trainables.phases import PHASES
 
 TOLD = ("ok", "oom", "failed")
@@ -23,7 +29,12 @@ def point_of(row: Mapping[str, Any]) -> Point:
 
 def searched(rows: Sequence[Mapping[str, Any]]) -> dict[str, Point]:
     """The points that a search may choose from, by the id of their trial."""
-    return {row["id"]: point_of(row) for row in rows if row["status"] != "infeasible"}
+    return {row["id"]: point_of(row) for row in probes(rows) if row["status"] != "infeasible"}
+
+
+def probes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the points themselves, without the trainings to a target that followed some of them."""
+    return [row for row in rows if "probe" not in row]
 
 
 def observation(row: Mapping[str, Any]) -> Observation:
@@ -60,8 +71,9 @@ def replay(result: Mapping[str, Any]) -> Guided:
         metric=result["metric"] if result["metric"] in METRICS else "images_per_s",
         tolerance=result.get("tolerance", 0.03),
         max_steps=result.get("timing_steps") or 60,
+        factor=Learning.of(result.get("noise_scales", ())).factor if result["metric"] == TIME else lambda point: 1.0,
     )
-    for row in sorted(result["trials"], key=lambda row: row.get("ended_s", 0.0)):
+    for row in sorted(probes(result["trials"]), key=lambda row: row.get("ended_s", 0.0)):
         if row["status"] in TOLD:
             planner.tell(points[row["id"]], observation(row))
     return planner
@@ -73,20 +85,76 @@ def conclusion(result: Mapping[str, Any]) -> dict[str, Any]:
     `search.front` are the ids of the trials that no other one beats in speed and cost, the fewest workers first.
     """
     rows = [{**row, "status": "untested"} if row["status"] == "pending" else row for row in result["trials"]]
-    ran = [row for row in rows if row["status"] == "ok"]
+    ran = [row for row in probes(rows) if row["status"] == "ok"]
     if not ran:
         return {"trials": rows}
     planner = replay(result)
+    if result["metric"] == TIME:
+        return {"trials": rows, **outcome_of_race(result, planner)}
     planner.ask()
     rows_at = {identity(point_of(row)): row for row in reversed(ran)}
     search = {
         "why": planner.why(),
-        "bound_pct": 100 * planner.bound(),
+        "bound_pct": percent(planner.bound()),
         "spent_gpu_s": spent_gpu_s(rows),
         "front": [rows_at[identity(point)]["id"] for point in planner.front()],
     }
     best = planner.best()
     return {"trials": rows, "best": rows_at[identity(best)] if best else None, "search": search}
+
+
+def race(result: Mapping[str, Any], planner: Guided) -> tuple[Race, list[str]]:
+    """The race to the target among the points that can run, told all trainings so far; and the trials of its rows.
+
+    `planner` is the result's own, see `replay`.
+    """
+    rows = result["trials"]
+    ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
+    broken = {row["id"] for row in probes(rows) if row["status"] in ("oom", "failed")}
+    fits_M = planner.memory.fits(planner.kind_M, planner.layout.batch_M)
+    known = [
+        (ids[identity(seen.point)], seen)
+        for seen, fits in zip(planner.forecasts(), fits_M, strict=True)
+        if fits and ids[identity(seen.point)] not in broken
+    ]
+    samples = max((m["epoch_s"] / m["step_s"] * row["scale"][GLOBAL_BATCH] for row in rows if "epoch_s" in (m := row["metrics"])),
+                  default=1.0)  # fmt: skip
+    batch_M = np.array([float(seen.point[GLOBAL_BATCH]) for _, seen in known])
+    found = Race(
+        batch_M,
+        np.array([seen.step_s for _, seen in known]),
+        np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
+        np.array([seen.sd for _, seen in known]),
+        tolerance=result.get("tolerance", 0.03),
+        noise_scales=result.get("noise_scales", ()),
+    )
+    place = {trial: row for row, (trial, _) in enumerate(known)}
+    for row in sorted(rows, key=lambda row: row.get("ended_s", 0.0)):
+        if "probe" in row and row["status"] in (*TOLD, "stopped") and row["probe"] in place:
+            found.tell(place[row["probe"]], row["metrics"])
+    return found, [trial for trial, _ in known]
+
+
+def outcome_of_race(result: Mapping[str, Any], planner: Guided) -> dict[str, Any]:
+    """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
+    found, ids = race(result, planner)
+    found.ask()
+    learning, predicted = found.learning(), found.predict()
+    best = next((row for row in result["trials"] if found.best is not None and row.get("probe") == ids[found.best]), None)
+    search = {
+        "why": found.why(),
+        "bound_pct": percent(found.bound()),
+        "spent_gpu_s": spent_gpu_s(result["trials"]),
+        "b_noise": learning.b_noise,
+        "s_min": learning.s_min,
+        "predicted_s": dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
+    }
+    return {"best": best, "search": search}
+
+
+def percent(bound: float) -> float | None:
+    """For JSON, which has no infinity: None where nothing bounds what is left."""
+    return 100 * bound if math.isfinite(bound) else None
 
 
 def spent_gpu_s(rows: Sequence[Mapping[str, Any]]) -> float:

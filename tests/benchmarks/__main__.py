@@ -12,8 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "search")
-ROUNDS = {"loop": 5, "startup": 5, "overhead": 7, "memory": 3, "cli": 5, "input": 3, "pack": 5, "feeding": 3, "search": 1}
+NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search")
+ROUNDS = {
+    "loop": 5,
+    "startup": 5,
+    "overhead": 7,
+    "memory": 3,
+    "cli": 5,
+    "input": 3,
+    "pack": 5,
+    "feeding": 3,
+    "noise": 5,
+    "search": 1,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -145,6 +145,29 @@ def test_a_point_of_a_guided_sweep_that_runs_out_of_memory_is_a_row_and_the_sear
     assert result(run)["best"]["params"]["data.image_size"] == 8
 
 
+def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_win(distill: Distill) -> None:
+    run = distill.runs / "time"
+    keys = ("sweep.metric=time_to_accuracy", "sweep.target_pct=80", "optim.epochs=12", "tracking.enabled=true")
+    space = "sweep.space={scale.num_workers: [1, 2], data.global_batch_size: [32, 64, 128], data.loader_workers: [1]}"
+    said = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
+    found = result(run)
+    trained = [row for row in found["trials"] if "probe" in row]
+    assert 1 <= len(trained) <= 4
+    assert {row["kind"] for row in trained} == {"accuracy"}
+    assert found["best"] in trained
+    reached = [row["metrics"]["time_to_accuracy_s"] for row in trained if row["status"] == "ok"]
+    assert found["best"]["metrics"]["time_to_accuracy_s"] == min(reached)
+    assert found["best"]["metrics"]["top1_pct"] >= 80
+    assert all("top-1" in row["reason"] for row in trained if row["status"] == "stopped")
+    assert found["search"]["why"] in said
+    # Once more, and nothing is trained again.
+    before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
+    (run / "result.json").write_text((run / "result.json").read_text().replace('"complete"', '"interrupted"'))
+    distill.run("resume", run)
+    assert {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")} == before
+    assert result(run)["best"]["id"] == found["best"]["id"]
+
+
 def leftovers(run: Path) -> list[Path]:
     """Temporary files that a death may leave beside what it was writing."""
     return list(run.rglob(".*.tmp"))

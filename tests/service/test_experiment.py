@@ -248,6 +248,10 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
             "policy guided looks for speed or cost, not top1_pct: set metric to",
         ),
         (["sweep.metric=pareto"], "trials have no 'pareto'"),
+        (["sweep.metric=time_to_accuracy"], "go together: set both or neither"),
+        (["sweep.target_pct=90"], "go together: set both or neither"),
+        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.steps=9"], "or set policy to guided"),
+        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=asha"], "not by time_to_accuracy"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words: str) -> None:

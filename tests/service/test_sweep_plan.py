@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from service.cluster import Cluster, Node
 from service.experiment import load
-from service.sweep import best_of, plan_trials, refuse
+from service.sweep import best_of, plan_trials, refuse, training_of
 from service.trial import Outcome
 
 
@@ -62,3 +62,34 @@ def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
         assert best is not None
         assert best["id"] == winner
     assert best_of(rows, "top1_pct", "max") is None
+
+
+def test_every_trial_of_a_grid_by_time_trains_to_the_target() -> None:
+    sets = ["sweep.metric=time_to_accuracy", "sweep.target_pct=90"]
+    (first, *_) = plan_trials(load("digits", sets))
+    assert first.resolved is not None
+    assert first.resolved.experiment.train.until_top1_pct == 90
+    probes = plan_trials(load("digits", [*sets, "sweep.policy=guided"]))
+    assert probes[0].resolved is not None
+    assert probes[0].resolved.experiment.train.until_top1_pct is None
+    assert probes[0].resolved.experiment.train.max_steps == 60
+
+
+def test_a_training_to_the_target_is_a_row_of_its_own_and_names_its_probe() -> None:
+    base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
+    probe = plan_trials(base)[3]
+    trial = training_of(base, probe, until_s=7.5)
+    assert trial.resolved is not None
+    train = trial.resolved.experiment.train
+    assert (train.max_steps, train.until_top1_pct, train.until_s) == (None, 90, 7.5)
+    row = trial.row(base, timing=True)
+    assert (row["id"], row["probe"], row["kind"], row["params"]) == ("003-trained", "003", "accuracy", probe.params)
+
+
+def test_a_training_that_did_not_reach_its_target_is_stopped_and_says_how_far_it_came() -> None:
+    base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
+    trial = training_of(base, plan_trials(base)[0], until_s=7.5)
+    late = trial.judged(Outcome("ok", metrics={"top1_pct": 81.25, "train_s": 8.04}))
+    assert (late.status, late.reason) == ("stopped", "top-1 81.25% after 8.0 s, not 90%")
+    reached = Outcome("ok", metrics={"top1_pct": 91.0, "train_s": 6.0, "time_to_accuracy_s": 6.0})
+    assert trial.judged(reached) == reached

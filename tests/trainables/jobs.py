@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainables import build as building
 from trainables import checkpoint, loop
-from trainables.build import build
+from trainables.build import Job, build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.models.registry import build_model
@@ -76,6 +77,16 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
             died = True
     state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
     return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
+
+
+def build_unwatched(group: Group, settings: TrainConfig) -> Job:
+    """The job as it would be if nothing measured the gradient noise: DDP as torch has it."""
+    proper = building.watch
+    building.watch = lambda *_: None
+    try:
+        return build(settings, group, Recorded(), no_telemetry)
+    finally:
+        building.watch = proper
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -129,7 +129,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
         tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop", "device_augment": augment},
+        data={"last_batch": "drop", "device_augment": augment}, optim={"accumulate": 2},
     )  # fmt: skip
     job = build(settings, Group(0, 1, 0, device), Recorded(), no_telemetry)
     batches = on_device(job.train_loader.epoch(0), device)

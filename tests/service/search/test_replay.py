@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from service.search.replay import conclusion, observation, point_of, replay
+from service.search.race import Race
+from service.search.replay import conclusion, observation, point_of, race, replay
 from tests.service.search.rows import grid, result, row, step_s
 
 
@@ -61,3 +64,57 @@ def test_a_search_concludes_with_the_best_point_what_it_left_out_and_why() -> No
     assert said["search"]["spent_gpu_s"] == sum(10.0 * one["scale"]["scale.num_workers"] for one in measured)
     assert said["search"]["bound_pct"] < 6
     assert "better than 4 workers, global batch 512, 4 loader workers" in said["search"]["why"]
+
+
+def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: float) -> dict[str, Any]:
+    """The row of a training to the target by the law S = 100·(1 + 200/B), which `seconds` may have cut short."""
+    batch = point["data.global_batch_size"]
+    whole, pace = 100 * (1 + 200 / batch), step_s(point)
+    reached = seconds is None or whole * pace <= seconds
+    steps = whole if reached or seconds is None else seconds / pace
+    metrics = {"steps": steps, "train_s": steps * pace, "noise_scale": 150.0}
+    metrics |= {"steps_to_accuracy": steps, "time_to_accuracy_s": steps * pace} if reached else {}
+    told = {"id": f"{number:03d}-trained", "probe": f"{number:03d}", "status": "ok" if reached else "stopped"}
+    return row(number, point, ended_s=ended_s) | told | {"metrics": metrics}
+
+
+def raced() -> tuple[dict[str, Any], Race]:
+    points = grid()
+    rows = [row(n, point, ended_s=float(n)) for n, point in enumerate(points)]
+    for one, point in zip(rows, points, strict=True):
+        one["metrics"]["epoch_s"] = 640 / point["data.global_batch_size"] * step_s(point)
+    told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
+    while True:
+        contest, ids = race(told, replay(told))
+        if (asked := contest.ask()) is None:
+            return told, contest
+        number = int(ids[asked])
+        rows.append(trained(number, points[number], contest.until_s, 100.0 + len(rows)))
+
+
+def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wins() -> None:
+    told, contest = raced()
+    followed = [one for one in told["trials"] if "probe" in one]
+    best = min(grid(), key=lambda point: (1 + 200 / point["data.global_batch_size"]) * step_s(point))
+    said = conclusion(told)
+    assert 1 <= len(followed) <= contest.most
+    assert said["best"]["params"] == best
+    assert said["best"]["probe"] == said["best"]["id"].removesuffix("-trained")
+    assert said["search"]["why"] == contest.why()
+    assert len(said["search"]["predicted_s"]) == len(grid())
+    assert 0 <= said["search"]["bound_pct"] < 60
+
+
+def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
+    told, _ = raced()
+    alone = {**told, "trials": [one for one in told["trials"] if "probe" not in one]}
+    assert replay(told).best() == replay(alone).best()
+    assert len(replay(told).told) == len(grid())
+
+
+def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:
+    points = grid()
+    rows = [row(n, point, "failed" if n % 2 else "ok", ended_s=float(n)) for n, point in enumerate(points)]
+    told = result(rows, metric="time_to_accuracy", mode="min")
+    _, ids = race(told, replay(told))
+    assert ids == [f"{n:03d}" for n in range(0, len(points), 2)]

@@ -1,0 +1,123 @@
+"""Which points to train to the target accuracy, one after the other, and how long each may take.
+
+The first is the one that is predicted to be the fastest. Every training tells steps and noise scale, and with them the others
+are predicted anew; one goes on only while it can still beat the fastest so far. It ends when no point is likely to. Nothing here
+knows who trains a point.
+
+Shapes: M points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.special import ndtr
+
+from service.search.accuracy import CHANCE, SEEDS, Learning, Prediction, Training
+from service.search.points import Array
+
+
+@dataclass
+class Race:
+    """Asked for points, told what their trainings brought; the same tells in the same order give the same next point."""
+
+    global_batch_M: Array
+    step_s_M: Array
+    """Seconds of a step, from probes or from a model of them."""
+    every_M: Array
+    """Steps between evaluations."""
+    step_spread_M: Array | float = 0.05
+    """Standard deviation of the logarithms of `step_s_M`."""
+    tolerance: float = 0.03
+    most: int = 4
+    """Trainings in all."""
+    noise_scales: Sequence[float] = ()
+    """In images, of trainings before these, such as the teacher's."""
+    told: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """Row → the summary of its training; empty where it failed."""
+    _why: str = "nothing was trained yet"
+
+    def tell(self, row: int, summary: Mapping[str, float]) -> None:
+        """Take up a training: `steps`, `train_s`, and where known `noise_scale`, `steps_to_accuracy`, `time_to_accuracy_s`."""
+        self.told[row] = summary
+
+    @property
+    def best(self) -> int | None:
+        """The row that reached the target in the least time; None where none did."""
+        times = {row: told["time_to_accuracy_s"] for row, told in self.told.items() if "time_to_accuracy_s" in told}
+        return min(times, key=lambda row: times[row]) if times else None
+
+    @property
+    def until_s(self) -> float | None:
+        """How long the next training may take: it is of no use once it is slower than the best."""
+        return None if self.best is None else float(self.told[self.best]["time_to_accuracy_s"])
+
+    def learning(self) -> Learning:
+        """What the trainings so far say of steps by batch."""
+        ran = {row: told for row, told in self.told.items() if told.get("steps")}
+        trainings = [
+            Training(
+                float(self.global_batch_M[row]),
+                told.get("steps_to_accuracy", told["steps"]),
+                float(self.every_M[row]),
+                reached="steps_to_accuracy" in told,
+            )
+            for row, told in ran.items()
+        ]
+        own = [told["noise_scale"] for told in ran.values() if told.get("noise_scale", 0.0) > 0]
+        return Learning.of(own or self.noise_scales, trainings)
+
+    def predict(self) -> Prediction:
+        """Seconds to the target of every point."""
+        # Without a training S_min is unknown, and how much the wait for an evaluation adds to it.
+        every_M = self.every_M if self.told else np.zeros_like(self.every_M)
+        return self.learning().time_to_accuracy(self.global_batch_M, self.step_s_M, self.step_spread_M, every_M)
+
+    def chances_M(self) -> Array:
+        """Probability that a point beats the best so far by more than the tolerance; 0 for those that were trained."""
+        told = self.predict()
+        if (until_s := self.until_s) is None:
+            chance_M = told.fastest_M
+        else:
+            ahead_M = math.log(until_s) - np.log(told.seconds_M) - math.log1p(self.tolerance)
+            chance_M = ndtr(ahead_M / np.hypot(told.spread_M, SEEDS))
+        return np.where(np.isin(np.arange(len(chance_M)), list(self.told)), 0.0, chance_M)
+
+    def bound(self) -> float:
+        """No untrained point is believed to be faster than the best by more than this share, each with a probability of 95%."""
+        left_M = ~np.isin(np.arange(len(self.global_batch_M)), list(self.told))
+        if self.until_s is None or not left_M.any():
+            return 0.0 if self.told and not left_M.any() else math.inf
+        told = self.predict()
+        least_M = told.seconds_M * np.exp(-1.645 * np.hypot(told.spread_M, SEEDS))
+        return max(0.0, float(self.until_s / least_M[left_M].min()) - 1)
+
+    def ask(self) -> int | None:
+        """The row to train next; None where the race is over."""
+        if len(self.told) >= self.most:
+            self._why = f"{len(self.told)} points were trained, which is as many as were to be"
+            return None
+        chance_M = self.chances_M()
+        row = int(np.argmax(chance_M))
+        if chance_M[row] < CHANCE:
+            self._why = (
+                f"no other point is believed to reach the target more than {self.tolerance:.0%} sooner; "
+                f"the likeliest with a probability of {chance_M[row]:.0%}"
+            )
+            return None
+        seconds = float(self.predict().seconds_M[row])
+        known = any("steps_to_accuracy" in told for told in self.told.values())
+        self._why = (
+            f"it is predicted to reach the target in {seconds:.3g} s, sooner than the best so far with a probability of "
+            f"{chance_M[row]:.0%}"
+            if known
+            else "it is predicted to be the fastest"
+        )
+        return row
+
+    def why(self) -> str:
+        """Why the last answer of `ask` was given, in a sentence."""
+        return self._why

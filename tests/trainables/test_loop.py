@@ -1,0 +1,74 @@
+"""Where a training ends: at its epochs, at the accuracy that was asked for, or when its time is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from service.experiment import load
+from tests.trainables.jobs import config, train
+from tests.trainables.ranks import Ranks
+from trainables.config import TrainConfig
+
+LONG: dict[str, Any] = {"teacher": None, "model": "mlp_small", "precision": "fp32", "optim": {"epochs": 6, "lr": 0.05}}
+
+
+def until(folder: Path, **train_section: Any) -> TrainConfig:
+    return config(folder, **LONG, train=train_section)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_training_ends_after_the_epoch_that_reaches_its_target(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    result = ranks.run(world_size, train, until(tmp_path, until_top1_pct=80))[0]
+    history, summary = result["progress"].history, result["calls"][-1][2]
+    assert [row["val/top1_pct"] >= 80 for row in history] == [False] * (len(history) - 1) + [True]
+    assert len(history) < 6
+    assert summary["steps_to_accuracy"] == summary["steps"] == 15 * len(history)
+    assert summary["time_to_accuracy_s"] == summary["train_s"] > 0
+
+
+def test_a_target_out_of_reach_leaves_no_time_to_it(ranks: Ranks, tmp_path: Path) -> None:
+    result = ranks.run(1, train, until(tmp_path, until_top1_pct=100))[0]
+    assert len(result["progress"].history) == 6
+    assert not {"time_to_accuracy_s", "steps_to_accuracy"} & result["calls"][-1][2].keys()
+
+
+def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    result = ranks.run(2, train, until(tmp_path, until_top1_pct=100, until_s=1e-3))[0]
+    assert len(result["progress"].history) == 1
+    assert result["calls"][-1][2]["train_s"] > 1e-3
+    assert "time_to_accuracy_s" not in result["calls"][-1][2]
+
+
+@pytest.mark.parametrize("kind", ["step", "epoch"])
+def test_time_before_a_death_counts_once_it_is_in_a_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    whole = ranks.run(2, train, until(tmp_path / "whole", until_top1_pct=80, checkpoint_every=8))[0]
+    places = [place for place, (name, *_) in enumerate(whole["calls"], start=1) if name == kind]
+    settings = until(tmp_path / "pieces", until_top1_pct=80, checkpoint_every=8)
+    died = ranks.run(2, train, settings, places[-1])[0]
+    pieces = ranks.run(2, train, settings)[0]
+    last = pieces["calls"][-1][2]
+    assert died["died"]
+    assert last["steps_to_accuracy"] == whole["calls"][-1][2]["steps_to_accuracy"]
+    if kind == "epoch":  # its checkpoint stood: all that is left is to say so
+        assert [name for name, *_ in pieces["calls"]] == ["start", "summary"]
+        assert last["time_to_accuracy_s"] == died["calls"][-1][2]["time_to_accuracy_s"]
+    else:
+        before = [metrics["train_s"] for name, _, metrics in died["calls"] if name == "epoch"]
+        assert last["time_to_accuracy_s"] > max(before, default=0.0)
+
+
+def test_a_target_and_a_timing_run_exclude_each_other(tmp_path: Path) -> None:
+    for key, value in (("until_top1_pct", 90), ("until_s", 60)):
+        with pytest.raises(ValidationError, match="max_steps is for timing runs"):
+            until(tmp_path, max_steps=10, **{key: value})
+
+
+def test_the_target_is_the_students_alone(tmp_path: Path) -> None:
+    experiment = load("digits", ["train.until_top1_pct=90", "train.until_s=60"]).experiment
+    assert experiment.stage("student", tmp_path, {}).train.until_top1_pct == 90
+    teacher = experiment.stage("teacher", tmp_path, {}).train
+    assert (teacher.until_top1_pct, teacher.until_s) == (None, None)
