@@ -30,6 +30,7 @@ from trainables.rundir import StageDir
 from trainables.step import SUMS, Learner
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
+from trainables.waits import AllreduceWait
 
 
 class Report(Protocol):
@@ -63,6 +64,7 @@ class Job:
     throughput: Throughput
     report: Report
     telemetry: Snapshot
+    waits: AllreduceWait
     named: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: whose, and which."""
 
@@ -129,8 +131,9 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
         Throughput(state.progress.step + warmup, warm=state.progress.warm),
     )
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry
-    )
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry,
+        AllreduceWait(learner.student, device, config.train.log_every, warmup),
+    )  # fmt: skip
 
 
 def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
