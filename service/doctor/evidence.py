@@ -27,13 +27,14 @@ class RankTimes:
     """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
 
     @property
-    def before_backward_ms(self) -> float:
-        return self.data_ms + self.h2d_ms + self.augment_ms + self.teacher_ms + self.student_ms
+    def before_student_ms(self) -> float:
+        """From the end of the last backward to the student's forward."""
+        return self.optimizer_ms + self.data_ms + self.h2d_ms + self.augment_ms + self.teacher_ms
 
     @property
     def rest_ms(self) -> float:
         """What lies in no phase."""
-        return max(0.0, self.step_ms - self.before_backward_ms - self.backward_ms - self.optimizer_ms)
+        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms)
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,14 @@ class Evidence:
         step = self.typical
         return step.teacher_ms + step.student_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
 
+    def own_student_ms(self, rank: RankTimes) -> float:
+        """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins."""
+        late_ms = max(0.0, self.ranks[0].before_student_ms - rank.before_student_ms)
+        return max(rank.student_ms - late_ms, min(other.student_ms for other in self.ranks))
+
     def own_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for others."""
-        return rank.before_backward_ms + rank.optimizer_ms + self.own_backward_ms(rank)
+        return rank.before_student_ms + self.own_student_ms(rank) + self.own_backward_ms(rank)
 
     def node_of(self, rank: int) -> int:
         """The node of a rank: Ray Train numbers the ranks node by node."""

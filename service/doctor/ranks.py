@@ -41,7 +41,7 @@ def longest(e: Evidence, rank: RankTimes) -> str:
     least_backward_ms = min(e.own_backward_ms(other) for other in e.ranks)
     excess = {
         "data": rank.data_ms - step.data_ms, "h2d": rank.h2d_ms - step.h2d_ms, "augment": rank.augment_ms - step.augment_ms,
-        "teacher": rank.teacher_ms - step.teacher_ms, "student": rank.student_ms - step.student_ms,
+        "teacher": rank.teacher_ms - step.teacher_ms, "student": e.own_student_ms(rank) - step.student_ms,
         "backward": e.own_backward_ms(rank) - least_backward_ms, "optimizer": rank.optimizer_ms - step.optimizer_ms,
     }  # fmt: skip
     return max(excess, key=lambda phase: excess[phase])

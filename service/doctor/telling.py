@@ -14,7 +14,7 @@ HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
 
 
 def tell(cases: Sequence[Case]) -> list[str]:
-    """What is to be said of a run, or of a sweep: its best trial, and what the others lose their time to.
+    """What is to be said of a run, or of a sweep: its best trial, and what the others do.
 
     The first line is the main finding.
     """
@@ -25,7 +25,7 @@ def tell(cases: Sequence[Case]) -> list[str]:
     told = told or [healthy(first.evidence)]
     told.append(f"{first.name}: {where_time_goes(first.evidence)}")
     told += notes(first.evidence)
-    return told + (others(cases[1:]) if len(cases) > 1 else [])
+    return told + (others(first.evidence, cases[1:]) if len(cases) > 1 else [])
 
 
 def headline(finding: Finding) -> str:
@@ -65,15 +65,29 @@ def notes(e: Evidence) -> list[str]:
     return said
 
 
-def others(cases: Sequence[Case]) -> list[str]:
-    """A line a cause: which of a sweep's other trials lose most to it."""
-    causes: dict[str, list[tuple[float, str]]] = defaultdict(list)
+def others(best: Evidence, cases: Sequence[Case]) -> list[str]:
+    """Why a sweep's other trials are slower than its best: a line for each part of a step that takes most of their extra time."""
+    slower: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for case in cases:
-        found = findings(case.evidence)
-        causes[found[0].cause if found else HEALTHY].append((found[0].gain_pct if found else 0.0, case.name))
+        extra_pct, part = excess(best, case.evidence)
+        slower[part].append((extra_pct, case.name))
     lines = []
-    for cause, trials in sorted(causes.items(), key=lambda item: -len(item[1])):
+    for part, trials in sorted(slower.items(), key=lambda item: -len(item[1])):
         most_pct, worst = max(trials)
         count = f"{len(trials)} other trial{'s' if len(trials) > 1 else ''}"
-        lines.append(f"{count}: {cause}" + (f", most of all {worst}: {most_pct:.0f}% to gain" if most_pct else ""))
+        lines.append(f"{count}, most of the difference in {part}: up to {most_pct:.0f}% more time an image ({worst})")
     return lines
+
+
+def excess(best: Evidence, other: Evidence) -> tuple[float, str]:
+    """By how many percent more time an image takes than in the best trial, and the part of a step where most of that is."""
+
+    def an_image(e: Evidence) -> dict[str, float]:
+        step, waits_ms = e.typical, e.exposed_ms or 0.0
+        parts = {phase: getattr(step, f"{phase}_ms") for phase in PHASES} | {"the all-reduce": waits_ms}
+        parts["backward"] -= waits_ms
+        return {part: ms / e.global_batch for part, ms in parts.items()}
+
+    ours, theirs = an_image(best), an_image(other)
+    ratio = (other.typical.step_ms / other.global_batch) / (best.typical.step_ms / best.global_batch)
+    return 100 * (ratio - 1), max(theirs, key=lambda part: theirs[part] - ours[part])
