@@ -12,80 +12,77 @@ MOST_TIMES = 64
 """How many times larger a batch may be proposed to be."""
 
 
-def fixed_ms(e: Evidence) -> tuple[float, float] | None:
-    """What a micro-batch costs however few images it has, and what a whole step does; None: unknown.
+def fixed_ms(e: Evidence) -> float | None:
+    """What a step costs however few images it has; None: unknown.
 
     From the models' work on b images in a micro-batches and on a single one: work = a·fixed + b·image, one = fixed + image. A
     step adds the optimizer and what lies in no phase.
     """
     if e.one_image_ms is None:
         return None
-    b, a, step = e.rank_batch, e.accumulate, e.typical
+    b, a = e.rank_batch, e.accumulate
     image_ms = max(0.0, e.compute_ms - a * e.one_image_ms) / (b - a) if b > a else 0.0
-    micro_ms = min(max(0.0, e.one_image_ms - image_ms), e.compute_ms / a)
-    return micro_ms, a * micro_ms + step.optimizer_ms + e.rest_ms
+    return min(a * max(0.0, e.one_image_ms - image_ms), e.compute_ms) + e.typical.optimizer_ms + e.rest_ms
 
 
 def launches(e: Evidence) -> Finding | None:
-    """A batch so small that what a step costs anyway is much of it.
+    """A batch so small that what a step costs anyway is much of it. On a GPU see `idle_gpu`.
 
     A batch k times as large pays the fixed cost once where k steps pay it k times: T'/T = 1 - (fixed/T)·(1 - 1/k). k is the least
-    power of 2 that brings the fixed cost below a tenth of the work on the images, or what fits into the GPU's memory.
+    power of 2 that brings the fixed cost below a tenth of the work on the images.
     """
     step, fixed = e.typical, fixed_ms(e)
-    if fixed is None:
+    if e.on_gpu:
         return idle_gpu(e)
-    images_ms = max(1e-9, e.compute_ms - e.accumulate * fixed[0])
-    times = 2
-    while times < MOST_TIMES and fixed[1] / times > 0.1 * images_ms:
-        times *= 2
-    while times > 1 and e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib * times > FITS * e.gpu_memory_mib:
-        times //= 2
-    if times == 1:
+    if fixed is None:
         return None
-    memory = ""
-    if e.peak_memory_mib and e.gpu_memory_mib:
-        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of the GPU's memory are used"
+    images_ms = max(1e-9, e.compute_ms + step.optimizer_ms + e.rest_ms - fixed)
+    times = 2
+    while times < MOST_TIMES and fixed / times > 0.1 * images_ms:
+        times *= 2
     return Finding(
         "launch-bound",
-        f"{fixed[1]:.1f} of a step's {step.step_ms:.1f} ms are what any step costs, and {e.rank_batch:g} images a worker "
-        f"are too few to pay for it{memory}",
-        f"--set data.global_batch_size={times * e.global_batch} (with --set optim.lr_scaling=linear; steps get fewer)",
-        gain_pct(step.step_ms, step.step_ms - fixed[1] * (1 - 1 / times)),
+        f"{fixed:.1f} of a step's {step.step_ms:.1f} ms are what any step costs, and {e.rank_batch:g} images a worker are too "
+        "few to pay for it",
+        larger(times * e.global_batch),
+        gain_pct(step.step_ms, step.step_ms - fixed * (1 - 1 / times)),
     )
+
+
+def larger(global_batch: int) -> str:
+    """How to train with a larger batch."""
+    return f"--set data.global_batch_size={global_batch} (with --set optim.lr_scaling=linear; an epoch has fewer steps)"
 
 
 def idle_gpu(e: Evidence) -> Finding | None:
-    """Without the fixed cost: a GPU that no kernel ran on while the step waited for nothing. At most its idle share is gained."""
+    """GPUs that no kernel runs on while the step waits for nothing: they wait for the host, which launches too little at a time.
+
+    A GPU works while the host launches what comes next, T = max(launching, kernels): only where a single image takes half as
+    long as the batch is launching the longer one. T' is the kernels' time: the GPUs' busy share of T, and what T waits for.
+    Micro-batches that the memory could hold as one come before a larger batch, which learns differently.
+    """
     step = e.typical
     known = [gpu.util_pct for gpu in e.gpus if gpu.util_pct is not None]
-    if not known:
+    if not known or (e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * e.compute_ms):
         return None
     busy_pct = sum(known) / len(known)
     waits_pct = 100 * (step.data_ms + step.h2d_ms + (e.exposed_ms or 0.0)) / step.step_ms
-    return Finding(
-        "launch-bound",
-        f"GPUs are busy {busy_pct:.0f}% of the time and wait for nothing: {e.rank_batch:g} images a worker are too few",
-        f"--set data.global_batch_size={2 * e.global_batch}",
-        max(0.0, 100 - busy_pct - waits_pct),
-    )
-
-
-def micro_batches(e: Evidence) -> Finding | None:
-    """Micro-batches where the GPU's memory would hold larger ones: of a, a' remain, and T' = T - (a - a')·fixed."""
-    fixed, step = fixed_ms(e), e.typical
-    if e.accumulate == 1 or fixed is None or not e.peak_memory_mib or not e.gpu_memory_mib:
+    gain, memory, room = max(0.0, 100 - busy_pct - waits_pct), "", float(MOST_TIMES)
+    if e.peak_memory_mib and e.gpu_memory_mib:
+        room = FITS * e.gpu_memory_mib / e.peak_memory_mib
+        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+    if room < 2:
         return None
-    fewer = max(1, math.ceil(e.accumulate * e.peak_memory_mib / (FITS * e.gpu_memory_mib)))
-    if fewer >= e.accumulate:
-        return None
-    return Finding(
-        "memory unused",
-        f"a batch is cut into {e.accumulate} micro-batches, yet only {e.peak_memory_mib:,.0f} of "
-        f"{e.gpu_memory_mib:,.0f} MiB of the GPU's memory are used",
-        f"--set optim.accumulate={fewer}",
-        gain_pct(step.step_ms, step.step_ms - (e.accumulate - fewer) * fixed[0]),
-    )
+    idle = f"GPUs are busy {busy_pct:.0f}% of the time and wait for nothing but the host"
+    if e.accumulate > 1:
+        fewer = math.ceil(e.accumulate / room)
+        cut = f"{idle}, since a batch is cut into {e.accumulate} micro-batches{memory}"
+        return Finding("memory unused", cut, f"--set optim.accumulate={fewer}", gain)
+    times = 2
+    while times < MOST_TIMES and 2 * times <= room and times * busy_pct < 100:
+        times *= 2
+    few = f"{idle}: {e.rank_batch:g} images a worker are too few{memory}"
+    return Finding("launch-bound", few, larger(times * e.global_batch), gain)
 
 
 def teacher(e: Evidence) -> Finding | None:

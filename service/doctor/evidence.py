@@ -103,6 +103,11 @@ class Evidence:
         return len(self.ranks)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the work is done by GPUs, which a CPU launches."""
+        return bool(self.gpus) or self.peak_memory_mib is not None
+
+    @property
     def rank_batch(self) -> float:
         """Images of one rank's step."""
         return self.global_batch / self.num_workers

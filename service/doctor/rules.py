@@ -7,13 +7,13 @@ work. In the rules' words T is the step, T' the step predicted, and the gain 100
 
 from __future__ import annotations
 
-from service.doctor.computing import launches, micro_batches, teacher
+from service.doctor.computing import launches, teacher
 from service.doctor.evidence import LEAST_PCT, Evidence, Finding
 from service.doctor.feeding import copy, loading, no_prefetch
 from service.doctor.over_time import evaluation, thermal_drift
 from service.doctor.ranks import all_reduce, straggler
 
-RULES = (no_prefetch, loading, copy, straggler, all_reduce, launches, micro_batches, teacher, thermal_drift, evaluation)
+RULES = (no_prefetch, loading, copy, straggler, all_reduce, launches, teacher, thermal_drift, evaluation)
 
 
 def findings(e: Evidence) -> list[Finding]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.doctor.computing import idle_gpu, launches, micro_batches, teacher
+from service.doctor.computing import launches, teacher
 from service.doctor.evidence import EpochUse, Finding, GpuUse, LoaderCosts, NodeUse
 from service.doctor.feeding import copy, loading, no_prefetch
 from service.doctor.over_time import evaluation, thermal_drift
@@ -153,26 +153,34 @@ def test_a_tiny_batch_pays_for_launches_and_a_larger_one_is_proposed() -> None:
     assert found.gain_pct == pytest.approx(100 * 11 / 13 * (1 - 1 / 64))
 
 
-def test_a_larger_batch_must_fit_into_the_gpus_memory() -> None:
-    tiny = replace(HEALTHY, one_image_ms=90.0, peak_memory_mib=10_000.0, gpu_memory_mib=24_000.0)
-    assert the(launches(tiny)).change.startswith("--set data.global_batch_size=128")
-    assert launches(replace(tiny, peak_memory_mib=20_000.0)) is None
+IDLE = replace(HEALTHY, one_image_ms=70.0, gpus=(GpuUse("node0/gpu0", util_pct=40.0),))
 
 
-def test_without_the_fixed_cost_an_idle_gpu_tells() -> None:
-    gpus = (GpuUse("node0/gpu0", util_pct=40.0),)
-    found = the(launches(replace(HEALTHY, one_image_ms=None, gpus=gpus)))
+def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
+    found = the(launches(IDLE))
+    assert found.cause == "launch-bound"
     assert found.gain_pct == pytest.approx(60 - 1.5)
-    assert idle_gpu(HEALTHY) is None
+    assert found.change.startswith("--set data.global_batch_size=256")  # 64 images are 40% of what it could do
+    assert the(launches(replace(IDLE, one_image_ms=None))).gain_pct == found.gain_pct
 
 
-def test_micro_batches_that_the_memory_does_not_need_are_too_many() -> None:
-    cut = replace(HEALTHY, accumulate=4, one_image_ms=10.0, peak_memory_mib=5_000.0, gpu_memory_mib=80_000.0)
-    found = the(micro_batches(cut))
+def test_launches_that_a_busy_gpu_hides_cost_nothing() -> None:
+    assert launches(replace(IDLE, one_image_ms=20.0)) is None
+    assert launches(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
+
+
+def test_a_larger_batch_must_fit_into_the_gpus_memory() -> None:
+    full = replace(IDLE, peak_memory_mib=10_000.0, gpu_memory_mib=24_000.0)
+    assert the(launches(full)).change.startswith("--set data.global_batch_size=128")
+    assert launches(replace(full, peak_memory_mib=20_000.0)) is None
+
+
+def test_micro_batches_that_the_memory_could_hold_as_one_are_named_before_a_larger_batch() -> None:
+    cut = replace(IDLE, accumulate=4, one_image_ms=20.0, peak_memory_mib=5_000.0, gpu_memory_mib=80_000.0)
+    found = the(launches(cut))
     assert (found.cause, found.change) == ("memory unused", "--set optim.accumulate=1")
-    image_ms = (95 - 40) / 60
-    assert found.gain_pct == pytest.approx(3 * (10 - image_ms))
-    assert micro_batches(replace(cut, peak_memory_mib=70_000.0)) is None
+    assert "5,000 of 80,000 MiB" in found.sentence
+    assert launches(replace(cut, peak_memory_mib=70_000.0)) is None
 
 
 def test_a_teacher_that_outweighs_the_student_is_named_and_a_smaller_one_is_not() -> None:
