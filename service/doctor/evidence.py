@@ -25,6 +25,7 @@ class RankTimes:
     step_ms: float
     allreduce_wait_ms: float | None = None
     """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
+    allreduce_wait_p50_ms: float | None = None
 
     @property
     def before_student_ms(self) -> float:
@@ -122,7 +123,7 @@ class Evidence:
         return RankTimes(
             middle(lambda r: r.data_ms), middle(lambda r: r.h2d_ms), middle(lambda r: r.augment_ms),
             middle(lambda r: r.teacher_ms), middle(lambda r: r.student_ms), middle(lambda r: r.backward_ms),
-            middle(lambda r: r.optimizer_ms), middle(lambda r: r.step_ms), self.exposed_ms,
+            middle(lambda r: r.optimizer_ms), middle(lambda r: r.step_ms),
         )  # fmt: skip
 
     @property
@@ -132,9 +133,18 @@ class Evidence:
 
     @property
     def exposed_ms(self) -> float | None:
-        """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else."""
-        waits = [rank.allreduce_wait_ms for rank in self.ranks if rank.allreduce_wait_ms is not None]
+        """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else.
+
+        The median step of the rank that waits least, since ranks may be last in turn.
+        """
+        waits = [rank.allreduce_wait_p50_ms for rank in self.ranks if rank.allreduce_wait_p50_ms is not None]
         return min(waits) if waits else None
+
+    @property
+    def uneven_ms(self) -> float:
+        """What every rank, even the one that waits least, waits for others that are late in turn."""
+        waits = [rank.allreduce_wait_ms for rank in self.ranks if rank.allreduce_wait_ms is not None]
+        return max(0.0, min(waits) - (self.exposed_ms or 0.0)) if waits else 0.0
 
     def own_backward_ms(self, rank: RankTimes) -> float:
         """A rank's backward without its waits. Ranks wait for the slowest, so that nobody computes longer than the least."""

@@ -35,6 +35,17 @@ def straggler(e: Evidence) -> Finding | None:
     )
 
 
+def uneven(e: Evidence) -> Finding | None:
+    """Ranks that are late in turn, none of them always: T' = T - what even the rank that waits least waits for others."""
+    step_ms = e.typical.step_ms
+    return Finding(
+        "uneven ranks",
+        f"ranks are late in turn, and the others wait: on every rank {e.uneven_ms:.1f} of a step's {step_ms:.1f} ms",
+        "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers), and see how data_s varies",
+        gain_pct(step_ms, step_ms - e.uneven_ms),
+    )
+
+
 def longest(e: Evidence, rank: RankTimes) -> str:
     """The phase in which a rank exceeds the typical one most."""
     step = e.typical

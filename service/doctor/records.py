@@ -107,7 +107,7 @@ def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
 
     def times(prefix: str) -> RankTimes:
         return RankTimes(
-            **{name: metrics.get(f"{prefix}/{name}", None if name == "allreduce_wait_ms" else 0.0) for name in names}
+            **{name: metrics.get(f"{prefix}/{name}", None if name.startswith("allreduce") else 0.0) for name in names}
         )
 
     if "rank0/step_ms" in metrics:

@@ -29,4 +29,9 @@ def run_of(*ranks: RankTimes, **changes: Any) -> Evidence:
 
 def waiting(rank: RankTimes, wait_ms: float, own_wait_ms: float = 0.0) -> RankTimes:
     """A rank that waits so long for slower ones in its backward; `own_wait_ms` is the all-reduce's own part."""
-    return replace(longer(rank, backward=wait_ms + own_wait_ms), allreduce_wait_ms=wait_ms + own_wait_ms)
+    return waits(longer(rank, backward=wait_ms + own_wait_ms), wait_ms + own_wait_ms)
+
+
+def waits(rank: RankTimes, ms: float) -> RankTimes:
+    """A rank of whose backward so much is waiting, in every step."""
+    return replace(rank, allreduce_wait_ms=ms, allreduce_wait_p50_ms=ms)

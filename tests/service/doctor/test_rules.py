@@ -12,7 +12,7 @@ from service.doctor.feeding import copy, loading, no_prefetch
 from service.doctor.over_time import evaluation, thermal_drift
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.rules import findings
-from tests.service.doctor.runs import HEALTHY, LOADER, RANK, longer, run_of, waiting
+from tests.service.doctor.runs import HEALTHY, LOADER, RANK, longer, run_of, waiting, waits
 
 
 def the(finding: Finding | None) -> Finding:
@@ -22,7 +22,7 @@ def the(finding: Finding | None) -> Finding:
 
 def test_a_healthy_run_has_no_finding() -> None:
     assert findings(HEALTHY) == []
-    assert findings(run_of(replace(RANK, allreduce_wait_ms=1.0), replace(RANK, allreduce_wait_ms=2.0))) == []
+    assert findings(run_of(waits(RANK, 1.0), waits(RANK, 2.0))) == []
 
 
 def test_findings_come_with_the_largest_gain_first() -> None:
@@ -103,7 +103,7 @@ def test_a_slow_copy_is_its_own_gain_and_decoding_on_the_device_has_its_own_word
 
 @pytest.mark.parametrize("phase", ["augment", "teacher", "student", "backward", "data", "optimizer"])
 def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(phase: str) -> None:
-    slow = replace(longer(RANK, **{phase: 60.0}), allreduce_wait_ms=1.0)
+    slow = waits(longer(RANK, **{phase: 60.0}), 1.0)
     found = the(straggler(run_of(waiting(RANK, 60, 1), slow, waiting(RANK, 60, 1))))
     assert found.sentence.startswith("rank 1 (node0) is slow")
     assert found.sentence.endswith(f"in {phase}")
@@ -111,7 +111,7 @@ def test_a_slow_rank_is_named_with_the_phase_in_which_it_is_slow(phase: str) -> 
 
 
 def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_their_forward() -> None:
-    slow, fast = replace(longer(RANK, data=60), allreduce_wait_ms=1.0), replace(longer(RANK, student=60), allreduce_wait_ms=1.0)
+    slow, fast = waits(longer(RANK, data=60), 1.0), waits(longer(RANK, student=60), 1.0)
     found = the(straggler(run_of(slow, fast)))
     assert found.sentence.startswith("rank 0 (node0) is slow")
     assert found.sentence.endswith("in data")
@@ -119,7 +119,7 @@ def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_thei
 
 
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
-    slow, fast = replace(longer(RANK, teacher=60), allreduce_wait_ms=1.0), waiting(RANK, 60, 1)
+    slow, fast = waits(longer(RANK, teacher=60), 1.0), waiting(RANK, 60, 1)
     two = (NodeUse(50.0), NodeUse(50.0))
     assert the(straggler(run_of(fast, fast, fast, fast, slow, nodes=two[:1]))).sentence.startswith("rank 4 (node0) is slow")
     found = the(straggler(run_of(fast, fast, slow, slow, nodes=two)))
@@ -135,9 +135,16 @@ def test_a_slow_network_keeps_every_rank_waiting_and_is_no_straggler() -> None:
 
 
 def test_waits_for_a_slow_rank_are_not_the_networks() -> None:
-    slow = replace(longer(RANK, student=60), allreduce_wait_ms=1.0)
+    slow = waits(longer(RANK, student=60), 1.0)
     assert the(all_reduce(run_of(waiting(RANK, 60, 1), slow))).gain_pct < 1
     assert all_reduce(HEALTHY) is None
+
+
+def test_ranks_that_are_late_in_turn_are_neither_a_straggler_nor_the_network() -> None:
+    late = replace(longer(RANK, backward=30), allreduce_wait_ms=30.0, allreduce_wait_p50_ms=1.0)
+    (found,) = findings(run_of(late, late))
+    assert found.cause == "uneven ranks"
+    assert found.gain_pct == pytest.approx(100 * 29 / 130)
 
 
 # The work
