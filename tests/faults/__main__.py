@@ -1,4 +1,4 @@
-"""The table fault → first finding → predicted gain → measured gain."""
+"""The table fault → first finding → predicted gain → measured gain, of all faults or of those named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as in the tests
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from service.doctor.telling import tell
 from tests.faults.runs import Bench
-from tests.faults.trials import carry_out, healthy
+from tests.faults.trials import CAUSES, carry_out, healthy
 from tests.trainables.ranks import Ranks
 
 
@@ -30,7 +31,7 @@ def main() -> None:
             table = Table()
             for name in ("fault", "first finding", "predicted gain %", "measured gain %", "off by %", ""):
                 table.add_column(name, justify="right" if "%" in name else "left")
-            for one in carry_out(bench, clean):
+            for one in carry_out(bench, clean, sys.argv[1:] or tuple(CAUSES)):
                 good = one.named and one.off_pct <= 30
                 numbers = (f"{value:.1f}" for value in (one.predicted_pct, one.measured_pct, one.off_pct))
                 table.add_row(one.fault, one.first, *numbers, "ok" if good else "WRONG")

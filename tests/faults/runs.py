@@ -26,9 +26,9 @@ SIZE, CLASSES = 32, 4
 
 def make_data(folder: Path) -> Path:
     """JPEG files of a small image classification."""
-    for split, count in (("train", 96), ("val", 4)):
+    for split, count in (("train", 480), ("val", 4)):
         for label in range(CLASSES):
-            place = folder / split / f"class{label}"
+            place = folder / split / str(label)
             place.mkdir(parents=True)
             for number in range(count):
                 (place / f"{number}.jpg").write_bytes(encoded(photo(1000 * label + number), "JPEG", quality=90))

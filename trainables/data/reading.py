@@ -80,6 +80,7 @@ class Reader:
         source, view = self._source, self._view
         if self._expect:
             self._expect(indices_R)
+            read_s = time.perf_counter() - began_s
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
         if self._read_batch:
             self._read_batch(indices_R, out_RHWC)
