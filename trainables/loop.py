@@ -17,7 +17,7 @@ from trainables.device.feed import on_device
 from trainables.distributed import all_reduce_sum, check_replicas, gather_objects
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
-from trainables.one_image import one_image_ms
+from trainables.one_image import image_costs
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.phases import PHASES
 from trainables.rundir import headline
@@ -271,10 +271,10 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     progress = job.state.progress
     summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
-    if not job.config.train.compile:  # which would compile anew for the batch of one
-        summary["one_image_ms"] = one_image_ms(job.learner, job.model, job.config.data.image_size)
     if job.group.device.type == "cuda":
         summary["peak_memory_mib"] = torch.cuda.max_memory_allocated(job.group.device) / 2**20
+    if not job.config.train.compile:  # which would compile anew for the batch of one
+        summary |= image_costs(job.learner, job.model, job.config.data.image_size)
     if progress.history:
         last = progress.history[-1]
         summary |= {

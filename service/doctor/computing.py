@@ -15,14 +15,14 @@ MOST_TIMES = 64
 def fixed_ms(e: Evidence) -> float | None:
     """What a step costs however few images it has; None: unknown.
 
-    From the models' work on b images in a micro-batches and on a single one: work = a·fixed + b·image, one = fixed + image. A
-    step adds the optimizer and what lies in no phase.
+    Of the models' work on b images in a micro-batches the part a·fixed/(a·fixed + b·further), where fixed = one - further, as
+    timed on one image and on a few more. A step adds the optimizer and what lies in no phase.
     """
-    if e.one_image_ms is None:
+    if e.one_image_ms is None or e.further_image_ms is None:
         return None
-    b, a = e.rank_batch, e.accumulate
-    image_ms = max(0.0, e.compute_ms - a * e.one_image_ms) / (b - a) if b > a else 0.0
-    return min(a * max(0.0, e.one_image_ms - image_ms), e.compute_ms) + e.typical.optimizer_ms + e.rest_ms
+    fixed, further = e.accumulate * max(0.0, e.one_image_ms - e.further_image_ms), e.rank_batch * max(0.0, e.further_image_ms)
+    share = fixed / (fixed + further) if fixed else 0.0
+    return share * e.compute_ms + e.typical.optimizer_ms + e.rest_ms
 
 
 def launches(e: Evidence) -> Finding | None:

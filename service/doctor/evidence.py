@@ -91,6 +91,8 @@ class Evidence:
     decodes_on_device: bool = False
     loader: LoaderCosts | None = None
     one_image_ms: float | None = None
+    further_image_ms: float | None = None
+    """What each image beside the first adds; where a CPU does the work."""
     nodes: tuple[NodeUse, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
     peak_memory_mib: float | None = None

@@ -91,6 +91,7 @@ def evidence_of(
         loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in ("image_ms", "read_ms", "cpu_ms", "threads")})
         if "loader/image_ms" in metrics else None,
         one_image_ms=metrics.get("one_image_ms"),
+        further_image_ms=metrics.get("further_image_ms"),
         nodes=tuple(NodeUse(metrics.get(f"node{n}/cpu_pct"), metrics.get(f"node{n}/disk_read_mib_per_s")) for n in nodes),
         gpus=_gpus(metrics),
         peak_memory_mib=metrics.get("peak_memory_mib"),

@@ -27,7 +27,8 @@ def main() -> None:
             bench.run(1, 16), bench.run(2, 16)  # libraries are loaded, caches filled
             clean = healthy(bench)
             for workers, case in clean.items():
-                console.print(f"healthy, {workers} worker{'s' if workers > 1 else ''}: {tell([case])[0]}", soft_wrap=True)
+                said = "; ".join(tell([case]))
+                console.print(f"healthy, {workers} worker{'s' if workers > 1 else ''}: {said}", soft_wrap=True)
             table = Table()
             for name in ("fault", "first finding", "predicted gain %", "measured gain %", "off by %", ""):
                 table.add_column(name, justify="right" if "%" in name else "left")

@@ -31,14 +31,14 @@ def make_data(folder: Path) -> Path:
             place = folder / split / str(label)
             place.mkdir(parents=True)
             for number in range(count):
-                (place / f"{number}.jpg").write_bytes(encoded(photo(1000 * label + number), "JPEG", quality=90))
+                (place / f"{number}.jpg").write_bytes(encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90))
     return folder
 
 
 class Bench:
     """Runs an experiment on a pool of ranks, with or without a fault, and gives the doctor its records."""
 
-    def __init__(self, ranks: Ranks, folder: Path, steps: int = 24) -> None:
+    def __init__(self, ranks: Ranks, folder: Path, steps: int = 20) -> None:
         self._ranks, self._folder, self._serial = ranks, folder, 0
         self._base = [
             f"data.path={make_data(folder / 'images')}", f"data.image_size={SIZE}", "data.augment=pad_crop_flip",

@@ -12,7 +12,7 @@ from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables import loop
 from trainables.build import Job, build
 from trainables.distributed import Group
-from trainables.one_image import one_image_ms
+from trainables.one_image import image_costs
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
     with contextlib.closing(job):
         summary = loop.run(job)
     assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
+    assert 0 < summary["further_image_ms"] < summary["one_image_ms"]
 
 
 def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
@@ -36,7 +37,7 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
         job.model.train()
         random = torch.random.get_rng_state()
-        one_image_ms(job.learner, job.model, 8)
+        image_costs(job.learner, job.model, 8)
         assert equal(before, job.model.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
         assert job.model.training

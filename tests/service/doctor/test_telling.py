@@ -53,7 +53,7 @@ def test_of_a_sweep_the_best_trial_is_spoken_of_and_why_others_are_slower() -> N
 
 
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
-    metrics = step_of(one_image_ms=3.0, peak_memory_mib=900.0, gpu_memory_mib=81_000.0)
+    metrics = step_of(one_image_ms=3.0, further_image_ms=2.0, peak_memory_mib=900.0, gpu_memory_mib=81_000.0)
     for rank in (0, 1):
         metrics |= {f"rank{rank}/{name.removeprefix('phase/')}": ms + rank for name, ms in step_of().items()}
         metrics |= {f"rank{rank}/allreduce_wait_ms": 5.0 + rank, f"rank{rank}/allreduce_wait_p50_ms": 4.0 + rank}
@@ -66,7 +66,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert (e.loader.image_ms, e.loader.read_ms, e.loader.cpu_ms, e.loader.threads) == (2.0, 1.0, 0.5, 3.0)
     assert e.nodes == (NodeUse(50.0, 7.0), NodeUse(60.0, None))
     assert [(gpu.name, gpu.clock_mhz) for gpu in e.gpus] == [("node0/gpu0", 1400.0)]
-    assert (e.one_image_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, 900.0, 81_000.0)
+    assert (e.one_image_ms, e.further_image_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, 2.0, 900.0, 81_000.0)
 
 
 def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
