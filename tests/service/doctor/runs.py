@@ -12,8 +12,14 @@ RANK = RankTimes(
 )
 LOADER = LoaderCosts(image_ms=0.5, read_ms=0.05, cpu_ms=0.4, threads=1)
 HEALTHY = Evidence(
-    global_batch=64, ranks=(RANK,), loader_workers=1, loader=LOADER, one_image_ms=2.0, further_image_ms=1.5, nodes=(NodeUse(60.0, 0.0),)
-)  # fmt: skip
+    global_batch=64,
+    ranks=(RANK,),
+    loader_workers=1,
+    loader=LOADER,
+    one_image_ms=2.0,
+    further_image_ms=1.5,
+    nodes=(NodeUse(60.0, 0.0),),
+)
 
 
 def longer(rank: RankTimes, **extra_ms: float) -> RankTimes:
