@@ -82,6 +82,16 @@ class Cluster:
             fits = min(fits, self.gpus // (need.num_workers * need.gpus))
         return max(1, min(wanted, int(fits)))
 
+    def hardware(self, use_gpu: bool, cpus_per_worker: int) -> dict[str, float]:
+        """The nodes that workers run on, as a model of a step's time sees them.
+
+        `slots_per_node` is how many workers fill a node: its GPUs, or without them the real cores that workers compute on.
+        """
+        nodes = [node for node in self.nodes if node.gpus or not use_gpu]
+        cores = float(self.real_cpus if self.real_cpus is not None else max(node.cpus for node in nodes))
+        slots = max(node.gpus for node in nodes) if use_gpu else cores // cpus_per_worker
+        return {"nodes": len(nodes), "slots_per_node": max(int(slots), 1), "cpus_per_node": cores}
+
     def oversubscribed(self, need: Need) -> bool:
         """Whether the job would have fewer real cores than it reserves."""
         return self.real_cpus is not None and need.total_cpus > self.real_cpus

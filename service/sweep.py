@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from service import cluster as clusters
 from service.cluster import Cluster
-from service.experiment import Resolved, SweepConfig
+from service.experiment import Resolved
 from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
 from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
+from service.search.replay import conclusion
 from service.search.space import SpaceError, points
 from service.trees import flatten
-from service.trial import Assignment, Outcome, run_trial
+from service.trial import Assignment, Outcome, need
+from service.tuning import guide_trials, sharing_starts, tune_trials
 from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, headline, read_lines, write_atomic, write_json
+
+PROBE_LOG_STEPS = 4
 
 
 @dataclass
@@ -42,7 +43,8 @@ class Trial:
             "id": self.id, "params": self.params, "kind": "timing" if timing else "accuracy",
             "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
             "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
-            "metrics": outcome.metrics,
+            "metrics": outcome.metrics, "steps_s": outcome.steps_s, "seconds": outcome.seconds, "start_s": outcome.start_s,
+            "ended_s": outcome.ended_s,
         }  # fmt: skip
 
 
@@ -57,7 +59,9 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
         found = points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
     except SpaceError as error:
         raise ExperimentError(f"sweep.space: {error}") from error
-    timing = {"train.max_steps": sweep.steps} if sweep.steps is not None else {}
+    timing = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}
+    if sweep.policy == "guided":  # a probe may end where it is logged
+        timing["train.log_every"] = min(PROBE_LOG_STEPS, resolved.experiment.train.log_every)
     width = max(3, len(str(len(found) - 1)))
     trials = []
     for number, point in enumerate(found):
@@ -123,17 +127,17 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     """Train the teacher once, then hand the trials that are left to Ray Tune and record each as it ends."""
     base = now.resolved
     plan = Plan.on(base.experiment, cluster)
+    config = base.experiment.sweep
     now.save(
-        use_gpu=plan.use_gpu,
-        space=base.experiment.sweep.space,
-        metric=base.experiment.sweep.metric,
-        mode=base.experiment.sweep.mode,
-    )
+        use_gpu=plan.use_gpu, space=config.space, metric=config.metric, mode=config.mode, policy=config.policy,
+        tolerance=config.tolerance, timing_steps=config.timing_steps,
+        hardware=cluster.hardware(plan.use_gpu, base.experiment.scale.cpus_per_worker),
+    )  # fmt: skip
     pending = [trial for trial in trials if trial.outcome is None]
     now.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
     if not pending:
         return
-    timing = base.experiment.sweep.steps is not None
+    timing = config.timing_steps is not None
     weights = untrained_teacher(now) if timing else train_teacher(now, fitting(plan, cluster))
     assignments: dict[str, Assignment] = {}
     needs = []
@@ -166,11 +170,16 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
                 report(now, trials)
         now.display.trials(len(known), len(trials))
 
-    at_once = min(cluster.concurrent(need, base.experiment.sweep.max_concurrent) for need in needs)
-    now.wait_for(lambda: tune_trials(base.experiment.sweep, assignments, now.run_dir, at_once), tick)
+    search = partial(tune_trials, config)
+    if config.policy == "guided":
+        assignments = sharing_starts(assignments)
+        search = partial(guide_trials, now.result)
+        needs = [need(work.config, work.loader_workers, work.use_gpu) for work in assignments.values()]
+    at_once = min(cluster.concurrent(each, config.max_concurrent) for each in needs)
+    now.wait_for(lambda: search(assignments, now.run_dir, at_once), tick)
     tick()
     for trial in trials:
-        if trial.id not in known:
+        if trial.id not in known and (trial.id in begun or config.policy != "guided"):
             if trial.id not in begun:
                 begin_record(now, trial)
             trial.outcome = unfinished(now, trial)
@@ -215,42 +224,6 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
     return smaller
 
 
-def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
-    """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
-    # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
-    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
-    from ray import tune
-    from ray.tune.schedulers import ASHAScheduler
-
-    function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
-    # The function itself only waits for its workers, which reserve what they use. Tune wants it to reserve something: a grain
-    # of the head node costs no CPU that a trial may need.
-    trainable = tune.with_resources(function, {"node:__internal_head__": 0.001})
-    # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
-    path = run_dir.tune / "tune"
-    if path.exists() and sweep.policy != "asha":
-        path = path.with_name(f"tune-{time.time_ns():x}")
-    scheduler = None
-    if sweep.policy == "asha":
-        scheduler = ASHAScheduler(
-            time_attr="epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
-            reduction_factor=sweep.reduction_factor, max_t=10**6,
-        )  # fmt: skip
-    if tune.Tuner.can_restore(str(path)):
-        tuner = tune.Tuner.restore(str(path), trainable, restart_errored=True)
-    else:
-        tuner = tune.Tuner(
-            trainable,
-            param_space={"trial": tune.grid_search(sorted(assignments))},
-            tune_config=tune.TuneConfig(
-                max_concurrent_trials=at_once, scheduler=scheduler, trial_dirname_creator=lambda trial: trial.config["trial"]
-            ),
-            run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
-        )
-    tuner.fit()
-
-
 def unfinished(now: Session, trial: Trial) -> Outcome:
     """The outcome of a trial that left no result: stopped by the scheduler, or lost with its process."""
     records = read_lines(now.run_dir.trial(trial.id).stage("student").metrics)
@@ -284,7 +257,7 @@ def end_trial(now: Session, trial: Trial) -> None:
     now.display.say(f"trial {trial.id} ({point}): {outcome.status}  {numbers}")
     if now.tracker:
         key = f"trial/{trial.id}"
-        row = trial.row(now.resolved, now.experiment.sweep.steps is not None)
+        row = trial.row(now.resolved, now.experiment.sweep.timing_steps is not None)
         now.tracker.tags(
             key,
             {
@@ -312,7 +285,7 @@ def best_of(rows: list[dict[str, Any]], metric: str, mode: str) -> dict[str, Any
 def report(now: Session, trials: list[Trial]) -> None:
     """Write the rows as they stand."""
     config = now.experiment.sweep
-    rows = [trial.row(now.resolved, config.steps is not None) for trial in trials]
+    rows = [trial.row(now.resolved, config.timing_steps is not None) for trial in trials]
     now.save(
         space=config.space, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.metric, config.mode)
     )
@@ -321,10 +294,14 @@ def report(now: Session, trials: list[Trial]) -> None:
 def finish(now: Session, trials: list[Trial]) -> None:
     """The table, the verdict and the winner's student."""
     report(now, trials)
+    guided = now.experiment.sweep.policy == "guided"
+    if guided:
+        now.save(**conclusion(now.result))
     # Points that never ran, and trials that ended in the very moment in which an earlier driver died.
     recorded = now.tracker.runs() if now.tracker else {}
     for trial in trials:
-        if now.tracker and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):
+        untested = guided and trial.outcome is None
+        if now.tracker and not untested and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):
             begin_record(now, trial)
             end_trial(now, trial)
     now.display.console.print(sweep_table(now.result))

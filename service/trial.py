@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from service.cluster import Need, observe
 from trainables.config import TrainConfig
 from trainables.errors import DistillError
-from trainables.rundir import RunDir, StageDir, write_json
+from trainables.rundir import RunDir, StageDir, read_lines, write_json
+
+if TYPE_CHECKING:
+    from trainables.worker import Visit
 
 UNWRITABLE = ("No space left on device", "Disk quota exceeded", "Read-only file system")
 LOST = re.compile(r"connection|peer|socket|gloo|nccl|timed? ?out|store|Dist\w+Error|cuda error|cudnn|cublas", re.IGNORECASE)
@@ -29,6 +32,14 @@ class Outcome:
     reason: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     restarts: int = 0
+    steps_s: list[float] = field(default_factory=list)
+    """Seconds of each measured step of a timing run."""
+    seconds: float = 0.0
+    """Wall time that it took, its workers' start included where it had one of its own."""
+    start_s: float | None = None
+    """That start; 0 where it shared another's, None where it is not known."""
+    ended_s: float = 0.0
+    """Unix time."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +53,26 @@ class Assignment:
     """Ray's own files; ours are under `config.output_dir`."""
 
 
-def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
+def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit | None = None) -> Outcome:
     """Train a stage to its end, from its last checkpoint where there is one.
+
+    With `visit` the same workers go on to what its guide has next; the outcome is that of the stage which they were at.
 
     A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
     come back the same way every time, and end it at once. Workers that others' jobs leave no room for wait; those that the
     cluster could no longer hold even if it were empty do not.
     """
-    from trainables import worker  # imports torch and Ray
+    import ray
 
-    stage = StageDir(Path(work.config.output_dir))
-    stage.root.mkdir(parents=True, exist_ok=True)
-    restarts, limit = 0, work.config.scale.max_failures
-    while not (done := finished(stage, restarts)):
+    from trainables import worker  # imports torch
+
+    restarts = 0
+    while True:
+        stage, limit = StageDir(Path(work.config.output_dir)), work.config.scale.max_failures
+        if done := finished(stage, restarts):
+            return done
+        stage.root.mkdir(parents=True, exist_ok=True)
         stage.error.unlink(missing_ok=True)
         for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
             leftover.unlink(missing_ok=True)
@@ -68,6 +85,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
                 storage=work.storage,
                 name=name,
                 callbacks=callbacks,
+                visit=visit,
             )
         except worker.NoRoomError:
             if refusal := wait_for_room(work):
@@ -76,6 +94,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
         except DistillError as error:
             return Outcome("failed", str(error), restarts=restarts)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
+            if visit is not None and (there := ray.get(visit.guide.current.remote(visit.name))) != work:
+                work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
             outcome = diagnose(stage, error, restarts)
             if outcome.status == "oom" or known(stage, error) or restarts == limit:
                 return outcome
@@ -85,7 +105,6 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None) -> Outcome:
             tell(stage, f"{outcome.reason}: going on from the last checkpoint (restart {restarts} of at most {limit})")
         else:
             return finished(stage, restarts) or Outcome("failed", "the stage ended without a result", restarts=restarts)
-    return done
 
 
 def tell(stage: StageDir, line: str) -> None:
@@ -99,7 +118,20 @@ def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
     """The outcome of a complete stage, or None."""
     if not stage.result.exists():
         return None
-    return Outcome("ok", metrics=json.loads(stage.result.read_text())["metrics"], restarts=restarts)
+    return complete(json.loads(stage.result.read_text()), restarts)
+
+
+def complete(result: dict[str, Any], restarts: int = 0) -> Outcome:
+    """The outcome of a stage, from what its `stage.json` holds."""
+    return Outcome("ok", metrics=result["metrics"], restarts=restarts, steps_s=result.get("steps_s", []))
+
+
+def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
+    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start."""
+    now_s = time.time()
+    starts_s = [line["time_ms"] / 1e3 for line in read_lines(stage.metrics) if line["kind"] == "start"]
+    own_s = next((start_s - began_s for start_s in starts_s if start_s >= began_s), None)
+    return replace(outcome, seconds=now_s - began_s, start_s=0.0 if shares_start else own_s, ended_s=now_s)
 
 
 def cause_of(stage: StageDir, error: Exception) -> dict[str, Any] | None:
@@ -166,7 +198,24 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     trial_id = settings["trial"]
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
-        outcome = carry_out(assignments[trial_id], [TuneReportCallback()])
-        write_json(run_dir.result, asdict(outcome))
+        began_s, work = time.time(), assignments[trial_id]
+        outcome = carry_out(work, [TuneReportCallback()])
+        write_json(run_dir.result, asdict(accounted(outcome, StageDir(Path(work.config.output_dir)), began_s)))
     outcome_metrics = json.loads(run_dir.result.read_text())["metrics"]
     tune.report({"done": True, **outcome_metrics})
+
+
+def run_visit(settings: dict[str, Any], guide: Any) -> None:
+    """The function that Ray Tune calls in a guided sweep: one start of workers, as many points as the guide has for them.
+
+    `guide` is the actor that holds the sweep's `service.search.visits.Visits`, which also writes the points' results.
+    """
+    import ray
+    from ray import tune
+
+    from trainables.worker import Visit
+
+    visit = Visit(guide, settings["visit"])
+    outcome = carry_out(ray.get(guide.enter.remote(visit.name)), visit=visit)
+    ray.get(guide.leave.remote(visit.name, outcome))
+    tune.report({"done": True})

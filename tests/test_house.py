@@ -45,7 +45,7 @@ def test_only_tracking_knows_mlflow() -> None:
 
 
 def test_only_trials_and_sweeps_know_ray_tune() -> None:
-    assert who_imports("ray.tune") == {"service/trial.py", "service/sweep.py"}
+    assert who_imports("ray.tune") == {"service/trial.py", "service/tuning.py", "service/search/searcher.py"}
 
 
 def test_the_workers_side_knows_ray_in_one_file_alone() -> None:

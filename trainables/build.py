@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -65,6 +65,8 @@ class Job:
     report: Report
     telemetry: Snapshot
     waits: AllreduceWait
+    enough: Callable[[Sequence[float]], bool] | None = None
+    """Of a timing run: whether the seconds of its steps past the warm-up say how long a step takes. None: it runs them all."""
     named: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: whose, and which."""
 
@@ -76,7 +78,13 @@ class Job:
             self.val_loader.close()
 
 
-def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot) -> Job:
+def build(
+    config: TrainConfig,
+    group: Group,
+    report: Report,
+    telemetry: Snapshot,
+    enough: Callable[[Sequence[float]], bool] | None = None,
+) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
     Raises:
@@ -132,7 +140,7 @@ def build(config: TrainConfig, group: Group, report: Report, telemetry: Snapshot
     )
     return Job(
         config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, report, telemetry,
-        AllreduceWait(learner.student, device, config.train.log_every, warmup),
+        AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
     )  # fmt: skip
 
 

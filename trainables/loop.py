@@ -49,19 +49,19 @@ def run(job: Job) -> dict[str, float]:
 
 
 def run_timing(job: Job) -> dict[str, float]:
-    """Warm up, run `max_steps` steps and stop: throughput and phase times, no evaluation, no checkpoint."""
+    """Warm up, run `max_steps` steps or fewer if they are enough, and stop: throughput and phase times, no evaluation."""
     last = job.config.train.warmup_steps + (job.config.train.max_steps or 0)
-    skipped = 0
-    while job.state.progress.step < last:
-        train_epoch(job, stop_at=last)
+    skipped, ended = 0, False
+    while not ended:
+        ended = train_epoch(job, stop_at=last)
         skipped = max(skipped, len(note_skipped(job, job.train_loader, {})))
         job.state.progress.epoch += 1
         job.state.progress.position = 0
     return summarize(job, skipped)
 
 
-def train_epoch(job: Job, stop_at: int | None = None) -> None:
-    """The rest of the current epoch, or up to the step `stop_at`."""
+def train_epoch(job: Job, stop_at: int | None = None) -> bool:
+    """The rest of the current epoch; of a timing run, up to the step `stop_at` or to where that is enough: True there."""
     config, progress, learner, timer = job.config, job.state.progress, job.learner, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
     peak = peak_learning_rate(config.optim, config.data.global_batch_size)
@@ -82,16 +82,26 @@ def train_epoch(job: Job, stop_at: int | None = None) -> None:
                 job.train_loader.costs.clear()
             progress.position = batch.position
             in_epoch = -(-progress.position // config.data.global_batch_size)
-            done = in_epoch == steps_per_epoch or progress.step == stop_at
+            ended = progress.step == stop_at
+            done = ended or in_epoch == steps_per_epoch
             if done or in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps:
                 log_step(job, in_epoch)
-            if done:
-                break
+                ended = ended or (stop_at is not None and is_enough(job))
+            if done or ended:
+                return ended
             if in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
                 save_inside_epoch(job, in_epoch)
             timer.start()
     finally:
         batches.close()
+    return False
+
+
+def is_enough(job: Job) -> bool:
+    """Whether a timing run may end before its last step, which the main rank's caller decides for all."""
+    if job.enough is None:
+        return False
+    return bool(gather_objects(job.group.is_main and job.enough(job.timer.steps_s()), job.group)[0])
 
 
 @contextlib.contextmanager
@@ -244,7 +254,9 @@ def throughput(job: Job) -> dict[str, float]:
     if not speed:
         return {}
     steps = job.train_loader.steps_per_epoch
-    return {**speed, "epoch_s": speed["step_s"] * steps, "epoch_projected": float(speed["steady_steps"] < steps)}
+    epoch_s = speed["step_s"] * steps
+    projected = float(speed["steady_steps"] < steps)
+    return {**speed, "epoch_s": epoch_s, "gpu_s_per_epoch": job.group.world_size * epoch_s, "epoch_projected": projected}
 
 
 def phases(job: Job) -> dict[str, float]:
@@ -266,13 +278,21 @@ def phases(job: Job) -> dict[str, float]:
     return whole
 
 
+def memory(job: Job) -> dict[str, float]:
+    """`peak_memory_mib`, what the worst rank's GPU had allocated at most, and `gpu_memory_mib`, what the smallest GPU has."""
+    device = job.group.device
+    mine = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    peaks, totals = zip(*gather_objects(mine, job.group), strict=True)
+    return {"peak_memory_mib": max(peaks) / 2**20, "gpu_memory_mib": min(totals) / 2**20}
+
+
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
     summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
-        summary["peak_memory_mib"] = torch.cuda.max_memory_allocated(job.group.device) / 2**20
+        summary |= memory(job)
     if not job.config.train.compile:  # which would compile anew for the batch of one
         summary |= image_costs(job.learner, job.model, job.config.data.image_size)
     if progress.history:

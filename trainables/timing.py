@@ -185,6 +185,11 @@ class PhaseTimer:
         window, self._window = self._window, _Totals()
         return window.summary()
 
+    def steps_s(self) -> list[float]:
+        """Seconds of each step past the warm-up, the latest `KEEP_STEPS` of them."""
+        self.collect()
+        return [float(row_T[_STEP]) / 1e3 for row_T in self._run.latest]
+
     def summary(self) -> dict[str, float]:
         """Mean, min, max, p50 and p95 of each phase and of `step`, in ms, and the share of data in the step, in percent.
 

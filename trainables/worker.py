@@ -16,12 +16,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 import ray.train
 import ray.train.torch
 import torch
@@ -53,16 +55,57 @@ _GAUGE_OF = {"images_per_s": "raydistill_images_per_s", "data_pct": "raydistill_
              "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Visit:
+    """One group of workers that carries out several timing runs, one after the other, and so starts only once.
+
+    `guide` is the handle of an actor that knows which is next. It has `enough(visit, steps_s) -> bool`: whether the run under
+    way may end, and `following(visit, result) -> dict | None`: takes what the run's `stage.json` says, and answers with the
+    next one's `TrainConfig` as plain data, or None where these workers have no more to do.
+    """
+
+    guide: Any
+    name: str
+
+
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train one stage. `settings` is a `TrainConfig` as plain data; the summary lands in the stage's `stage.json`.
+    """Train one stage. `settings` is a `TrainConfig` as plain data.
+
+    Raises:
+        DistillError: see `train_stage`.
+    """
+    train_stage(TrainConfig.model_validate(settings), this_group())
+
+
+def visit_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Train stages as long as the guide has another for these workers: `settings` holds the first `config`, and the `visit`.
+
+    Raises:
+        DistillError: see `train_stage`; the stages that ended before stand.
+    """
+    group, visit = this_group(), settings["visit"]
+
+    def enough(steps_s: Sequence[float]) -> bool:
+        return bool(ray.get(visit.guide.enough.remote(visit.name, list(steps_s))))
+
+    following = settings["config"]
+    while following is not None:
+        result = train_stage(TrainConfig.model_validate(following), group, enough)
+        mine = ray.get(visit.guide.following.remote(visit.name, result)) if group.is_main else None
+        following = gather_objects(mine, group)[0]
+
+
+def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[float]], bool] | None = None) -> dict[str, Any]:
+    """Train one stage; what it returns lands in the stage's `stage.json`. `enough`: see `Job`.
 
     Raises:
         DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
     """
-    config = TrainConfig.model_validate(settings)
     stage = StageDir(Path(config.output_dir))
-    group = this_group()
     torch.set_num_threads(config.scale.cpus_per_worker)
+    if group.device.type == "cuda":  # what an earlier stage in this process has left is not this one's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(group.device)
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
     if group.device.type == "cpu" and not config.train.compile:
         leave_out_triton()
@@ -72,7 +115,7 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
         with (
             Reporter(config, stage, group) as reporter,
             NodeTelemetry(config, group) as telemetry,
-            contextlib.closing(build(config, group, reporter.report, telemetry.snapshot)) as job,
+            contextlib.closing(build(config, group, reporter.report, telemetry.snapshot, enough)) as job,
         ):
             if group.is_main:
                 loader = job.train_loader
@@ -87,17 +130,17 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
                 note_error(stage, group, error)  # before the loaders are closed, which may wait for a disk
                 raise
         dist.barrier()  # every rank has finished before the stage counts as complete
+        result = {
+            "stage": config.stage,
+            "model": config.model,
+            "decoder": job.train_loader.decoder,
+            "metrics": summary,
+            "history": job.state.progress.history,
+            "steps_s": job.timer.steps_s() if config.train.max_steps is not None else [],
+        }
         if group.is_main:
-            write_json(
-                stage.result,
-                {
-                    "stage": config.stage,
-                    "model": config.model,
-                    "decoder": job.train_loader.decoder,
-                    "metrics": summary,
-                    "history": job.state.progress.history,
-                },
-            )
+            write_json(stage.result, result)
+        return result
     except Exception as error:
         note_error(stage, group, error)
         raise
@@ -121,9 +164,11 @@ def fit(
     storage: Path,
     name: str,
     callbacks: list[Any] | None = None,
+    visit: Visit | None = None,
 ) -> None:
-    """Train one stage, or evaluate, with a `TorchTrainer` of `scale.num_workers` workers; blocks until all have ended.
+    """Train one stage (with `visit` others after it), or evaluate, with a `TorchTrainer` of `scale.num_workers` workers.
 
+    Blocks until all workers have ended.
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
 
     Raises:
@@ -132,9 +177,13 @@ def fit(
         ClusterError: the workers could not be started at all, which trying again would not change.
     """
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
+    settings = config.model_dump(mode="json")
+    loop_per_worker = train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker
+    if visit is not None:
+        loop_per_worker, settings = visit_loop_per_worker, {"config": settings, "visit": visit}
     trainer = ray.train.torch.TorchTrainer(
-        train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker,
-        train_loop_config=config.model_dump(mode="json"),
+        loop_per_worker,
+        train_loop_config=settings,
         torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
@@ -266,6 +315,8 @@ def start_logging(stage: StageDir, group: Group) -> None:
     stage.log.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(stage.log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for before in logger.handlers:  # of an earlier stage in this process
+        before.close()
     logger.handlers = [handler]
     logger.propagate = False
 

@@ -21,20 +21,20 @@ def number(value: Any, digits: int = 2) -> str:
 
 
 def sweep_table(result: Mapping[str, Any]) -> Table:
-    """One row a trial in the order of the space, the best one marked.
+    """One row a trial in the order of the space, the best one marked; what a guided search left out is not shown.
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
-    table = Table(
-        title=f"{result['name']}: {len(result['trials'])} trials by {result['metric']} ({result['mode']})", title_justify="left"
-    )
+    trials = [trial for trial in result["trials"] if trial["status"] != "untested"]
+    count = f"{len(trials)} of {len(result['trials'])} points" if len(trials) < len(result["trials"]) else f"{len(trials)} trials"
+    table = Table(title=f"{result['name']}: {count} by {result['metric']} ({result['mode']})", title_justify="left")
     extra = [key for key in result["space"] if key not in SCALE]
     left = ("trial", "GPUs" if result.get("use_gpu") else "procs", "batch", "workers", *extra)
     right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
     for name in (*left, *right):
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
     best = (result.get("best") or {}).get("id")
-    for trial in result["trials"]:
+    for trial in trials:
         m = trial.get("metrics") or {}
         notes = [
             trial["status"],
@@ -133,7 +133,8 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
         return ["no trial is complete: nothing to compare yet"]
     m, scale = best["metrics"], best["scale"]
     count = scale["scale.num_workers"]
-    who = ("GPU" if result.get("use_gpu") else "worker") + "s" * (count != 1)
+    one = "GPU" if result.get("use_gpu") else "worker"
+    who = one + "s" * (count != 1)
     lines = [
         f"best: trial {best['id']} with {count} {who} × batch {scale['data.global_batch_size']} × "
         f"{scale['data.loader_workers']} loader workers: {number(m.get('images_per_s'), 1)} images/s, "
@@ -144,6 +145,10 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
     if shares and total:
         ranked = sorted(shares.items(), key=lambda item: -item[1])
         lines.append("its step: " + ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked))
+    if (search := result.get("search")) and result["metric"] == "pareto":
+        lines += ["the front of speed and cost:", *(on_the_front(result, id) for id in search["front"])]
+    if search:
+        lines.append(f"searched with {search['spent_gpu_s']:,.0f} {one}-seconds: {search['why']}")
     if any((trial.get("metrics") or {}).get("epoch_projected") for trial in result["trials"]):
         lines.append("* projected from fewer steps than an epoch has")
     if any(trial.get("oversubscribed") for trial in result["trials"]):
@@ -151,6 +156,14 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
             "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
         )
     return lines
+
+
+def on_the_front(result: Mapping[str, Any], id: str) -> str:
+    """What a trial on the front of speed and cost is and gives."""
+    trial = next(trial for trial in result["trials"] if trial["id"] == id)
+    m, (workers, batch, threads) = trial["metrics"], (trial["scale"][key] for key in SCALE)
+    speed, cost = number(m["images_per_s"], 1), number(m["gpu_s_per_epoch"], 0)
+    return f"  {id}: {workers} × batch {batch} × {threads} loader workers: {speed} images/s for {cost} GPU-seconds an epoch"
 
 
 def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:

@@ -39,6 +39,7 @@ class Observation:
     phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see trainables.phases
     peak_memory_mib: float | None = None  # of the worst rank
     gpu_memory_mib: float | None = None  # what a GPU has
+    start_s: float | None = None  # of the group of workers; None where it was shared with the probe before, or is unknown
 
 
 def identity(point: Point) -> tuple[tuple[str, str], ...]:

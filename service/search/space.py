@@ -21,6 +21,8 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
 }
 
 
+ENUMERATED = ("grid", "guided")
+"""Policies that know every point of the space before they begin."""
 MAX_POINTS = 10_000
 
 
@@ -67,9 +69,9 @@ def check_space(space: Mapping[str, Any], policy: str) -> None:
         SpaceError: which key, and what to write instead.
     """
     for key, spec in space.items():
-        if choices(key, spec) is None and policy == "grid":
+        if choices(key, spec) is None and policy in ENUMERATED:
             raise SpaceError(
-                f"{key}: a grid cannot enumerate a distribution: give a list or a range, or set sweep.policy to random"
+                f"{key}: {policy} cannot enumerate a distribution: give a list or a range, or set sweep.policy to random"
             )
 
 
@@ -81,7 +83,7 @@ def points(space: Mapping[str, Any], policy: str, num_samples: int, seed: int) -
     """
     if not space:
         raise SpaceError("nothing to search: give at least one key, such as data.global_batch_size: [128, 256]")
-    if policy == "grid":
+    if policy in ENUMERATED:
         values = [choices(key, spec) or [] for key, spec in space.items()]
         if (count := math.prod(map(len, values))) > MAX_POINTS:
             raise SpaceError(

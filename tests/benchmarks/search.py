@@ -71,14 +71,15 @@ def search_one(seed: int, metric: str, peers: tuple[str, ...]) -> Row:
     thinking_s[0] += time.perf_counter() - began
     for _ in range(2 * len(cluster.points)):
         began = time.perf_counter()
-        point = guided.ask()
+        point = guided.ask(session.group or None)
         thinking_s[-1] += time.perf_counter() - began
         if point is None:
             break
         probe = session.probe(point, MAX_STEPS, enough=guided.enough)
         began = time.perf_counter()
         gpu_mib = plant.memory.gpu_mib
-        guided.tell(point, Observation(probe.status, probe.steps_s, probe.phases_s, probe.peak_memory_mib, gpu_mib))
+        seen = Observation(probe.status, probe.steps_s, probe.phases_s, probe.peak_memory_mib, gpu_mib, probe.start_s)
+        guided.tell(point, seen)
         thinking_s.append(time.perf_counter() - began)
     return Row(
         seed=seed,

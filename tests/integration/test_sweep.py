@@ -88,6 +88,63 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
         assert store.execute("SELECT count(*) FROM metrics WHERE key = 'epoch_s' GROUP BY run_uuid").fetchall() == [(1,)] * 4
 
 
+GUIDED = (
+    "sweep.policy=guided", "sweep.steps=12", "data.last_batch=short",
+    "sweep.space={scale.num_workers: [1, 2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1, 2]}",
+)  # fmt: skip
+
+
+def sets(*keys: str) -> list[str]:
+    return [part for key in keys for part in ("--set", key)]
+
+
+def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stopped(distill: Distill) -> None:
+    run = distill.runs / "guided"
+    said = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED, "tracking.enabled=true"))
+    found = result(run)
+    measured = [row for row in found["trials"] if row["status"] == "ok"]
+    assert len(found["trials"]) == 16
+    assert {row["status"] for row in found["trials"]} == {"ok", "untested"}
+    starts = [row for row in measured if row["start_s"] != 0]
+    assert len(starts) < len(measured)
+    assert all(8 <= len(row["steps_s"]) <= 12 for row in measured)
+    assert found["best"]["id"] in {row["id"] for row in measured}
+    assert found["search"]["why"] in said
+    # What was measured is in MLflow, each point as a run of its own; what was not is not.
+    with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
+        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * (1 + len(measured))
+        speeds = store.execute("SELECT value FROM metrics WHERE key = 'images_per_s' ORDER BY value").fetchall()
+    assert {row["metrics"]["images_per_s"] for row in measured} <= {speed for (speed,) in speeds}
+
+
+def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill) -> None:
+    run = distill.runs / "killed-guided"
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED))
+    wait_until(lambda: len(list(run.glob("trials/*/result.json"))) >= 2, "second point", command)
+    family = command.family()[1:]
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=60)
+    before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
+    said = distill.run("resume", run)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert f"{len(before)} already decided" in said
+    assert result(run)["status"] == "complete"
+    assert result(run)["search"]["bound_pct"] >= 0
+    assert not leftovers(run)
+
+
+def test_a_point_of_a_guided_sweep_that_runs_out_of_memory_is_a_row_and_the_search_goes_on(distill: Distill) -> None:
+    run = distill.runs / "guided-oom"
+    # The first layer of this network on images of 4096 pixels takes 51 GB.
+    space = "sweep.space={data.image_size: [4096, 8], data.global_batch_size: [32, 64]}"
+    distill.run("sweep", distill.experiment, "--out", run, *sets("student.model=mlp_large", "sweep.policy=guided", space))
+    rows = result(run)["trials"]
+    assert "oom" in {row["status"] for row in rows if row["params"]["data.image_size"] == 4096} <= {"oom", "untested"}
+    assert "ok" in {row["status"] for row in rows if row["params"]["data.image_size"] == 8}
+    assert result(run)["best"]["params"]["data.image_size"] == 8
+
+
 def leftovers(run: Path) -> list[Path]:
     """Temporary files that a death may leave beside what it was writing."""
     return list(run.rglob(".*.tmp"))

@@ -213,7 +213,7 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
         ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
         ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
-        ("sweep.policy=guess", '--set: sweep.policy: must be grid, random or asha, not "guess"'),
+        ("sweep.policy=guess", '--set: sweep.policy: must be grid, random, asha or guided, not "guess"'),
         ("sweep.space=3", "--set: sweep.space: must be a section of keys, not 3"),
     ],
 )
@@ -243,6 +243,11 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
         (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
         (["sweep.policy=asha"], "set metric to top1_pct"),
+        (
+            ["sweep.policy=guided", "sweep.metric=top1_pct"],
+            "policy guided looks for speed or cost, not top1_pct: set metric to",
+        ),
+        (["sweep.metric=pareto"], "trials have no 'pareto'"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words: str) -> None:

@@ -27,6 +27,8 @@ class Probe:
     steps_s: Floats = field(default_factory=lambda: np.empty(0))
     phases_s: dict[str, float] = field(default_factory=dict)
     peak_memory_mib: float | None = None
+    start_s: float | None = None
+    """Of the worker group; None where it was there already."""
 
     @property
     def images_per_s(self) -> float:
@@ -43,7 +45,8 @@ class Session:
         self.gpu_s, self.num_probes = 0.0, 0
         self._rng = np.random.default_rng([cluster.seed, seed, 7])
         self._clock_s = 0.0
-        self._group = 0
+        self.group = 0
+        """Workers of the group that is there; 0 where none is."""
 
     def probe(self, point: Point, steps: int, warm_up: int = WARM_UP, enough: Callable[[Floats], bool] | None = None) -> Probe:
         """Measure at most `steps` steps after the warm-up, which is paid for too; `enough` may end it before."""
@@ -52,17 +55,17 @@ class Session:
         if measured == "infeasible":
             return Probe(point, "infeasible")
         num_workers = point["scale.num_workers"]
-        start_s = plant.start_s if num_workers != self._group else 0.0
-        self._group, self.num_probes = num_workers, self.num_probes + 1
+        start_s = plant.start_s if num_workers != self.group else None
+        self.group, self.num_probes = num_workers, self.num_probes + 1
         if isinstance(measured, str):
-            self._group = 0  # a group that ran out of memory is not used again
-            self._pay(num_workers, start_s + OOM_S)
-            return Probe(point, measured)
+            self.group = 0  # a group that ran out of memory is not used again
+            self._pay(num_workers, (start_s or 0.0) + OOM_S)
+            return Probe(point, measured, start_s=start_s)
         num = next((k for k in range(MIN_STEPS, steps, CHECK_EVERY) if enough and enough(measured.steps_s[:k])), steps)
         steps_s = measured.steps_s[:num]
-        self._pay(num_workers, start_s + measured.warm_up_s + float(steps_s.sum()))
+        self._pay(num_workers, (start_s or 0.0) + measured.warm_up_s + float(steps_s.sum()))
         phases_s = {phase: float(seconds[:num].mean()) for phase, seconds in measured.phases_s.items()}
-        return Probe(point, "ok", steps_s, phases_s, measured.peak_memory_mib)
+        return Probe(point, "ok", steps_s, phases_s, measured.peak_memory_mib, start_s)
 
     def _pay(self, num_workers: int, seconds: float) -> None:
         self.gpu_s += num_workers * seconds

@@ -1,0 +1,89 @@
+"""Which points each group of workers visits: what the planner asks for is handed out, and what came of it is written down.
+
+A group of workers takes long to start and a probe is short, so a group that has measured one point goes on to the next as long
+as the planner's next point has as many workers. Ray Tune, the function of each of its trials and the workers talk to one
+`Visits`, an actor of the sweep; its state is the trials' results on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from service.search.points import NUM_WORKERS, identity
+from service.search.replay import observation, replay, searched
+from service.trial import Assignment, Outcome, accounted, complete
+from trainables.rundir import RunDir, StageDir, write_json
+
+
+class Visits:
+    """The points of a sweep that are left, and the groups of workers that are under way."""
+
+    def __init__(self, result: Mapping[str, Any], assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
+        """`result` is the sweep's `result.json` as it stands; `assignments` are those of its points that are left, by trial."""
+        self._planner = replay(result)
+        self._points = searched(result["trials"])
+        self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
+        self._assignments = dict(assignments)
+        self._run_dir = RunDir(Path(sweep_dir))
+        self._at: dict[str, str] = {}  # visit → the trial that it is at
+        self._began_s: dict[str, float] = {}  # of a trial, unix
+        self._shares: set[str] = set()  # trials that paid for no start of their own
+        self._kept: list[str] = []  # asked for, by a group that has other workers
+
+    def begin(self, visit: str) -> str | None:
+        """The trial that a new group of workers begins with; None: nothing is worth one now."""
+        trial = self._kept.pop(0) if self._kept else self._ask(None)
+        if trial is not None:
+            self._at[visit] = trial
+        return trial
+
+    def is_idle(self) -> bool:
+        """Whether no group is under way: then nothing will be learned that could make another point worth a probe."""
+        return not self._at
+
+    def enter(self, visit: str) -> Assignment:
+        """The workers are about to start: what they are to do first."""
+        self._began_s[self._at[visit]] = time.time()
+        return self.current(visit)
+
+    def current(self, visit: str) -> Assignment:
+        """What the visit is at."""
+        return self._assignments[self._at[visit]]
+
+    def enough(self, visit: str, steps_s: Sequence[float]) -> bool:
+        """Whether the point under way is known well enough."""
+        return self._planner.enough(steps_s)
+
+    def following(self, visit: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The point under way is measured, `result` is its `stage.json`: what the same workers do next; None: they may go."""
+        workers = float(self._points[self._at[visit]][NUM_WORKERS])
+        self._end(self._at.pop(visit), complete(dict(result)))
+        trial = self._ask(workers)
+        if trial is None:
+            return None
+        if float(self._points[trial][NUM_WORKERS]) != workers:
+            self._kept.append(trial)
+            return None
+        self._at[visit] = trial
+        self._began_s[trial] = time.time()
+        self._shares.add(trial)
+        return self._assignments[trial].config.model_dump(mode="json")
+
+    def leave(self, visit: str, outcome: Outcome) -> None:
+        """The group is gone: `outcome` is that of the point that it was at, if it was still at one."""
+        if visit in self._at:
+            self._end(self._at.pop(visit), outcome)
+
+    def _ask(self, workers: float | None) -> str | None:
+        point = self._planner.ask(workers)
+        return None if point is None else self._ids[identity(point)]
+
+    def _end(self, trial: str, outcome: Outcome) -> None:
+        stage = StageDir(Path(self._assignments[trial].config.output_dir))
+        whole = asdict(accounted(outcome, stage, self._began_s.get(trial, time.time()), trial in self._shares))
+        write_json(self._run_dir.trial(trial).result, whole)
+        self._planner.tell(self._points[trial], observation(whole))

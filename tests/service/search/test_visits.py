@@ -1,0 +1,114 @@
+"""Groups of workers on their way through a sweep's points, with a formula in place of the workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from service.cluster import Cluster, Node
+from service.experiment import load
+from service.plan import Plan
+from service.search.visits import Visits
+from service.sweep import plan_trials
+from service.trial import Assignment, Outcome
+from tests.service.search.rows import AXES, result, row, stage
+from trainables.rundir import RunDir
+
+SPACE = "sweep.space={scale.num_workers: [1, 2, 4], data.global_batch_size: [64, 128, 256, 512], data.loader_workers: [1, 4]}"
+ROOM = Cluster((Node("a", 32, 0),))
+
+
+def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]]) -> dict[str, Assignment]:
+    """What is left of the sweep: an assignment a point; fills `rows` with those that have no result yet."""
+    left = {}
+    for number, trial in enumerate(plan_trials(load("digits", [SPACE, "sweep.policy=guided"]))):
+        assert trial.resolved is not None
+        path = run_dir.trial(trial.id).result
+        rows[trial.id] = row(number, trial.params, "pending")
+        if path.exists():
+            rows[trial.id] |= {key: value for key, value in json.loads(path.read_text()).items() if key != "reason"}
+        else:
+            left[trial.id] = Plan.on(trial.resolved.experiment, ROOM).assign("student", run_dir.trial(trial.id), {})
+    return left
+
+
+def begun(folder: Path) -> Visits:
+    rows: dict[str, dict[str, Any]] = {}
+    left = points_of(RunDir(folder), rows)
+    return Visits(result(list(rows.values())), left, str(folder))
+
+
+def scale(config: dict[str, Any]) -> dict[str, Any]:
+    """The three axes of a `TrainConfig` as plain data."""
+    return {AXES[0]: config["scale"]["num_workers"], AXES[1]: config["data"]["global_batch_size"],
+            AXES[2]: config["data"]["loader_workers"]}  # fmt: skip
+
+
+def drive(visits: Visits, limit: int = 100) -> list[list[dict[str, Any]]]:
+    """Run visits one after the other until there is nothing to begin, or `limit` points were measured: the points of each."""
+    done: list[list[dict[str, Any]]] = []
+    count = 0
+    while count < limit and visits.begin(name := f"v{len(done)}") is not None:
+        done.append([])
+        config: dict[str, Any] | None = visits.enter(name).config.model_dump(mode="json")
+        while config is not None:
+            done[-1].append(scale(config))
+            count += 1
+            if count == limit:
+                return done
+            config = visits.following(name, stage(done[-1][-1]))
+    return done
+
+
+def test_a_group_of_workers_goes_on_to_points_with_as_many_workers_and_then_makes_room(tmp_path: Path) -> None:
+    visits = begun(tmp_path)
+    done = drive(visits)
+    assert all(len({point[AXES[0]] for point in visit}) == 1 for visit in done)
+    measured = [point for visit in done for point in visit]
+    assert len(done) < len(measured) < 24
+    assert len({tuple(point.values()) for point in measured}) == len(measured)
+    assert visits.is_idle()
+
+
+def test_each_point_has_a_result_and_only_the_first_of_a_visit_a_start(tmp_path: Path) -> None:
+    done = drive(begun(tmp_path))
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("trials/*/result.json"))]
+    assert len(results) == sum(map(len, done))
+    assert all(one["status"] == "ok" and len(one["steps_s"]) == 12 and one["ended_s"] > 0 for one in results)
+    assert sum(one["start_s"] == 0.0 for one in results) == len(results) - len(done)
+
+
+def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = [point for visit in drive(begun(tmp_path / "whole")) for point in visit]
+    drive(begun(tmp_path / "killed"), limit=4)  # the fourth is under way when it dies
+    before = len(list((tmp_path / "killed").glob("trials/*/result.json")))
+    after = [point for visit in drive(begun(tmp_path / "killed")) for point in visit]
+    assert before == 3
+    assert set(map(tuple, (point.values() for point in after))).isdisjoint(
+        map(tuple, (point.values() for point in whole[:before]))
+    )
+    assert after[-1] in whole
+    assert abs(before + len(after) - len(whole)) <= 2  # the group that died had its start paid, the new one has not
+
+
+def test_a_point_that_fails_ends_its_visit_and_is_not_asked_for_again(tmp_path: Path) -> None:
+    visits = begun(tmp_path)
+    first = visits.begin("a")
+    assert first is not None
+    visits.enter("a")
+    visits.leave("a", Outcome("failed", "its reason"))
+    written = json.loads(RunDir(tmp_path).trial(first).result.read_text())
+    assert (written["status"], written["reason"]) == ("failed", "its reason")
+    assert visits.is_idle()
+    visits.leave("a", Outcome("failed", "said twice"))
+    assert json.loads(RunDir(tmp_path).trial(first).result.read_text())["reason"] == "its reason"
+    assert visits.begin("b") not in (None, first)
+
+
+def test_two_groups_at_a_time_never_measure_the_same_point(tmp_path: Path) -> None:
+    visits = begun(tmp_path)
+    under_way = [visits.begin("a"), visits.begin("b"), visits.begin("c")]
+    assert None not in under_way
+    assert len(set(under_way)) == 3
+    assert not visits.is_idle()

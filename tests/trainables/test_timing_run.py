@@ -1,0 +1,55 @@
+"""Timing runs: they end after their steps, or sooner where their caller has seen enough, on all ranks at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.trainables.jobs import Recorded, config, no_telemetry
+from tests.trainables.ranks import Ranks
+from trainables import loop
+from trainables.build import build
+from trainables.config import TrainConfig
+from trainables.distributed import Group
+
+TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
+
+
+def timed(group: Group, settings: TrainConfig, most: int | None) -> tuple[dict[str, float], list[float]]:
+    """The summary and the times of the steps; with `most`, whoever asks says that so many steps are enough."""
+
+    def is_enough(steps_s: Sequence[float]) -> bool:
+        assert group.is_main
+        return len(steps_s) >= (most or 0)
+
+    enough: Callable[[Sequence[float]], bool] | None = None if most is None else is_enough
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry, enough)) as job:
+        summary = loop.run(job)
+        return summary, job.timer.steps_s()
+
+
+def test_a_timing_run_measures_all_its_steps_where_nobody_says_that_fewer_are_enough(tmp_path: Path) -> None:
+    summary, steps_s = timed(Group(0, 1, 0), config(tmp_path, train=TIMING, teacher=None), None)
+    assert len(steps_s) == 30
+    assert summary["steps"] == 32
+    assert summary["steady_steps"] == 30
+    assert 0.5 < sum(steps_s) / 30 / summary["step_s"] <= 1.001
+
+
+def test_a_timing_run_ends_at_the_first_log_line_where_it_is_enough(tmp_path: Path) -> None:
+    summary, steps_s = timed(Group(0, 1, 0), config(tmp_path, train=TIMING, teacher=None), 7)
+    assert len(steps_s) == 10  # 2 to warm up, and logged after 4, 8 and 12
+    assert summary["steps"] == 12
+
+
+def test_all_ranks_end_at_the_same_step(tmp_path: Path, ranks: Ranks) -> None:
+    answers = ranks.run(2, timed, config(tmp_path, train=TIMING, teacher=None), 7)
+    assert [summary["steps"] for summary, _ in answers] == [12, 12]
+
+
+def test_cost_is_the_epochs_time_on_all_workers(tmp_path: Path, ranks: Ranks) -> None:
+    for summary, _ in ranks.run(2, timed, config(tmp_path, train=TIMING, teacher=None), None):
+        assert summary["gpu_s_per_epoch"] == pytest.approx(2 * summary["epoch_s"])
