@@ -293,7 +293,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary |= memory(job)
-    if not job.config.train.compile:  # which would compile anew for the batch of one
+    # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
+    if job.enough is None and not job.config.train.compile:
         summary |= image_costs(job.learner, job.model, job.config.data.image_size)
     if progress.history:
         last = progress.history[-1]

@@ -13,7 +13,7 @@ from torch import nn
 from trainables.models.registry import logits_and_aux
 from trainables.step import Learner, losses, teacher_forward
 
-_MOST_S, _ROUNDS = 0.3, 5
+_MOST_S, _ROUNDS = 0.2, 3
 _FURTHER = 16
 """Images beside the first, on a CPU. On a GPU few images cost nothing that could be measured: it is not full."""
 
@@ -22,7 +22,7 @@ def image_costs(learner: Learner, model: nn.Module, image_size: int) -> dict[str
     """`one_image_ms`: the teacher's forward, the student's forward, the loss and the backward on one image of zeros.
 
     That is what launching the work takes where a device has next to nothing to do. On a CPU also `further_image_ms`, what each
-    image beside the first adds. The least of a few rounds each, 0.3 s at most after the first. No communication: `model` is the
+    image beside the first adds. The least of a few rounds each, 0.2 s at most after the first. No communication: `model` is the
     bare student. Nothing of the training is changed: batch norms use their statistics, gradients are thrown away, and no
     random number is drawn.
     """
