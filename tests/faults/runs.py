@@ -19,7 +19,7 @@ from trainables import loop
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.rundir import RunDir, StageDir, append_line, write_json
+from trainables.rundir import RunDir, StageDir, write_json
 
 SIZE, CLASSES = 32, 4
 
@@ -77,11 +77,13 @@ def train_rank(group: Group, config: TrainConfig, fault: str | None, extra_s: fl
     from trainables.worker import NodeTelemetry
 
     stage = StageDir(Path(config.output_dir))
+    stage.root.mkdir(exist_ok=True)
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         if group.is_main:
             line: dict[str, Any] = {"kind": kind, "stage": config.stage, "step": step, "epoch": epoch, "time_ms": 0}
-            append_line(stage.metrics, {**line, "metrics": metrics})
+            with open(stage.metrics, "a") as file:  # without a wait for the disk, which the worker leaves to a thread
+                file.write(json.dumps({**line, "metrics": metrics}) + "\n")
 
     with NodeTelemetry(config, group) as telemetry, contextlib.closing(build(config, group, report, telemetry.snapshot)) as job:
         undo = FAULTS[fault](job, extra_s) if fault else (lambda: None)
