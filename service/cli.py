@@ -182,6 +182,33 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
         click.echo(f"page: {html}")
 
 
+@cli.command()
+@click.argument("directory_or_recipe", metavar="DIR_OR_RECIPE")
+@SET
+@RUNS
+def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
+    """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
+    from service.doctor.records import read_run
+    from service.doctor.telling import tell
+    from service.experiment import load
+    from service.progress import output
+
+    if Path(directory_or_recipe).is_dir():
+        from service.run import reopen
+
+        if overrides:
+            raise click.UsageError("--set: changes a recipe; what a directory's run was told stands in its experiment.yaml")
+        cases = read_run(*reopen(Path(directory_or_recipe)))
+    else:
+        resolved = load(directory_or_recipe, overrides)
+        from service.doctor.probe import probe
+
+        cases = probe(resolved, root)
+    console = output()
+    for line in tell(cases):
+        console.print(line, soft_wrap=True)
+
+
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--follow", is_flag=True, help="Stream the job's log and exit with its exit code.")
 @RUNS

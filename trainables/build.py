@@ -31,6 +31,7 @@ from trainables.rundir import StageDir
 from trainables.step import SUMS, Learner
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
+from trainables.waits import AllreduceWait
 
 
 class Report(Protocol):
@@ -65,6 +66,7 @@ class Job:
     noise: NoiseHistory
     report: Report
     telemetry: Snapshot
+    waits: AllreduceWait
     enough: Callable[[Sequence[float]], bool] | None = None
     """Of a timing run: whether the seconds of its steps past the warm-up say how long a step takes. None: it runs them all."""
     named: set[tuple[Loader, int]] = field(default_factory=set)
@@ -143,7 +145,7 @@ def build(
     noise = NoiseHistory(state.progress.noise)
     return Job(
         config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, noise, report,
-        telemetry, enough,
+        telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
     )  # fmt: skip
 
 

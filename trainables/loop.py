@@ -17,6 +17,7 @@ from trainables.device.feed import on_device
 from trainables.distributed import all_reduce_sum, check_replicas, gather_objects
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
+from trainables.one_image import image_costs
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.phases import PHASES
 from trainables.rundir import headline
@@ -85,7 +86,10 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             with one_sample_explained(job):
                 train_step(learner, batch, progress.step, timer)
             timer.stop()
+            job.waits.note()
             progress.step += 1
+            if progress.step == job.throughput.warmup_until:
+                job.train_loader.costs.clear()
             progress.position = batch.position
             in_epoch = -(-progress.position // config.data.global_batch_size)
             ended = progress.step == stop_at
@@ -280,20 +284,21 @@ def throughput(job: Job) -> dict[str, float]:
 
 
 def phases(job: Job) -> dict[str, float]:
-    """Phase times over all ranks: means of means (and of quantiles), the least and the most of any.
+    """Phase times over all ranks: means of means (and of quantiles), the least and the most of any; what loading costs.
 
     With several ranks each one's means too, as `rank0/data_ms`, …: one that is slow shows as the others' `backward`, where
-    they wait for its gradients.
+    they wait for its gradients (`rank0/allreduce_wait_ms`).
     """
-    ranks = [mine for mine in gather_objects(job.timer.summary(), job.group) if mine]
-    if not ranks:
-        return {}
+    times = job.timer.summary()
+    every = gather_objects({**times, **job.waits.summary(), **job.train_loader.costs.summary()} if times else {}, job.group)
+    ranks = [mine for mine in every if mine]
     whole = {}
-    for name in ranks[0]:
-        values = [mine[name] for mine in ranks]
+    for name in dict.fromkeys(name for mine in ranks for name in mine):
+        values = [mine[name] for mine in ranks if name in mine]
         whole[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
     if len(ranks) > 1:
-        whole |= {f"rank{r}/{name}_ms": mine[f"phase/{name}_ms"] for r, mine in enumerate(ranks) for name in (*PHASES, "step")}
+        own = (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50")
+        whole |= {f"rank{r}/{p}_ms": mine[key] for r, mine in enumerate(ranks) for p in own if (key := f"phase/{p}_ms") in mine}
     return whole
 
 
@@ -312,6 +317,9 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary |= memory(job)
+    # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
+    if job.enough is None and not job.config.train.compile:
+        summary |= image_costs(job.learner, job.model, job.config.data.image_size)
     if progress.history:
         last = progress.history[-1]
         summary |= {

@@ -144,8 +144,8 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
             with learner.autocast():
                 student_BK, aux = student_forward(student, part_BCHW)
             terms = losses(student_BK, aux, teacher_BK, part_B, learner.distill, mix)
+            timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             total = terms["loss"].sum() * count.weight().to(terms["loss"].dtype) * float(real)
-            timer.mark("student")
             learner.scaler.scale(total).backward()
         if learner.noise is not None:
             learner.noise.end_part(len(part_B) if real else 0)

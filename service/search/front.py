@@ -21,7 +21,7 @@ def behind(workers_M: Array, workers_O: Array) -> Array:
 
     More workers have to make up for their cost; fewer that are as fast are better in both.
     """
-    return np.maximum(np.log(workers_O)[:, None] - np.log(workers_M), 0.0)
+    return np.asarray(np.maximum(np.log(workers_O)[:, None] - np.log(workers_M), 0.0))
 
 
 def rivals(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows, Array]:

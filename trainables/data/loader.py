@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trainables.config import DataConfig
 from trainables.data.auto import Enough
 from trainables.data.order import Order, Split, rank_part
-from trainables.data.reading import Part, Reader, outcome
+from trainables.data.reading import Costs, Part, Reader, outcome
 from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
 from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.data.undecoded import Undecoded
@@ -117,6 +117,7 @@ class Loader:
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._reader = Reader(source, view, seed)
         self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
+        self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0
         self._rows = math.ceil(min(batch, num_samples) / world_size)
@@ -152,7 +153,7 @@ class Loader:
         if self._pools and threads != self._threads:
             self._pools[-1].shutdown(wait=False)
             self._pools.append(_pool(threads))
-            self._threads = threads
+            self._threads = self.costs.threads = threads
 
     def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
         batch, num_samples = self._data.global_batch_size, len(self._source)
@@ -175,6 +176,7 @@ class Loader:
                 if self._auto and given_s is not None:
                     decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
                     self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
+                self.costs.add(len(ready.labels_B), parts)
                 given_s = now_s
                 pending.popleft()
                 yield ready

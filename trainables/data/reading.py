@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from threading import Event
 from typing import NamedTuple
 
@@ -24,6 +25,40 @@ class Part(NamedTuple):
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
     undecoded: list[Region]  # rows whose pixels are left to the device
     took_s: float
+    read_s: float = 0.0  # of it inside the source: waiting for a disk or a network, as far as its pages are not mapped
+    cpu_s: float = 0.0  # of it computing: the rest is waiting, for a disk, a network, a lock or a free core
+
+
+@dataclass
+class Costs:
+    """What the loader's threads have spent since `clear`."""
+
+    threads: int = 1
+    images: int = 0
+    took_s: float = 0.0
+    read_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def clear(self) -> None:
+        """Begin again, as where a warm-up ends."""
+        self.images, self.took_s, self.read_s, self.cpu_s = 0, 0.0, 0.0, 0.0
+
+    def add(self, images: int, parts: list[Part]) -> None:
+        """Count a batch."""
+        self.images += images
+        for part in parts:
+            self.took_s += part.took_s
+            self.read_s += part.read_s
+            self.cpu_s += part.cpu_s
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds of a thread an image: `loader/image_ms`, of it `loader/read_ms` inside the source and `loader/cpu_ms`
+        computing; and `loader/threads`, how many work. {} before the first image.
+        """
+        if not self.images:
+            return {}
+        sums = {"image": self.took_s, "read": self.read_s, "cpu": self.cpu_s}
+        return {**{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()}, "loader/threads": float(self.threads)}
 
 
 class Reader:
@@ -40,20 +75,25 @@ class Reader:
         Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
         """
-        began_s, bad, undecoded = time.perf_counter(), list[tuple[int, str]](), list[Region]()
+        began_s, began_cpu_s, read_s = time.perf_counter(), time.thread_time(), 0.0
+        bad, undecoded = list[tuple[int, str]](), list[Region]()
         source, view = self._source, self._view
         if self._expect:
             self._expect(indices_R)
+            read_s = time.perf_counter() - began_s
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
         if self._read_batch:
             self._read_batch(indices_R, out_RHWC)
+            read_s = time.perf_counter() - began_s
             view.finish(uniforms_RU, out_RHWC)
-            return Part(bad, undecoded, time.perf_counter() - began_s)
+            return Part(bad, undecoded, time.perf_counter() - began_s, read_s, time.thread_time() - began_cpu_s)
         for row, index in enumerate(indices_R.tolist()):
             if stop.is_set():
                 raise CancelledError
             try:
+                asked_s = time.perf_counter()
                 sample = source.read(index)
+                read_s += time.perf_counter() - asked_s
                 if view.on_device and (region := view.region(first_row + row, sample, uniforms_RU[row])):
                     undecoded.append(region)
                 else:
@@ -70,7 +110,7 @@ class Reader:
             except Exception as error:
                 raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
         view.finish(uniforms_RU, out_RHWC)
-        return Part(bad, undecoded, time.perf_counter() - began_s)
+        return Part(bad, undecoded, time.perf_counter() - began_s, read_s, time.thread_time() - began_cpu_s)
 
 
 def outcome(part: Future[Part]) -> Part:

@@ -582,3 +582,17 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
         assert (images_BCHW == (indices_B % 251)[:, None, None, None]).all()
     assert [index for _, indices_B in fetched for index in indices_B.tolist()] == _order(0, 4000)
     loader.close()
+
+
+def test_the_loader_tells_what_an_image_costs_a_thread_and_how_much_of_it_is_reading() -> None:
+    loader = _loader(SlowSource(32), _data(8), workers=2)
+    assert loader.costs.summary() == {}
+    list(loader.epoch(0))
+    costs = loader.costs.summary()
+    assert costs["loader/read_ms"] == pytest.approx(2, rel=0.5)
+    assert costs["loader/read_ms"] <= costs["loader/image_ms"]
+    assert costs["loader/cpu_ms"] < costs["loader/read_ms"]  # it sleeps
+    assert costs["loader/threads"] == 2
+    loader.costs.clear()
+    assert loader.costs.summary() == {}
+    loader.close()

@@ -1,0 +1,50 @@
+"""A short timing run of an experiment, for the doctor to read."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from service import cluster as clusters
+from service.checks import check_inputs
+from service.doctor.records import Case, read_run
+from service.experiment import Resolved
+from service.plan import Plan
+from service.run import begin, check_places, new_run_dir, run_stage, session
+from service.sweep import untrained_teacher
+from trainables.rundir import RunDir
+
+STEPS = 40
+"""Timed steps of a probe, where the experiment does not say `train.max_steps` itself."""
+
+
+def probe(resolved: Resolved, root: Path) -> list[Case]:
+    """Time a few steps of the student, in a run directory of its own under `root`; MLflow is not told.
+
+    Raises:
+        DistillError: one line: the experiment cannot be carried out.
+    """
+    steps = resolved.experiment.train.max_steps or STEPS
+    short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")
+    check_places(root, None)
+    check_inputs(short, "train")
+    run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
+    begin(short, "train", run_dir, root)
+    with contextlib.redirect_stdout(sys.stderr):  # its progress: standard output begins with the main finding
+        result = carry_out(short, run_dir)
+    return read_run(short, run_dir, result)
+
+
+def carry_out(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
+    """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
+    with session(resolved, run_dir) as now:
+        wanted = Plan.on(resolved.experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
+        with clusters.connect(wanted, run_dir.root) as cluster:
+            plan = Plan.on(resolved.experiment, cluster)
+            plan.check(cluster)
+            now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
+            now.display.say(plan.describe(cluster))
+            run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, untrained_teacher(now)))
+    return now.result

@@ -1,0 +1,23 @@
+"""The doctor given an experiment: a short timing run on a Ray of its own, which it then reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.conftest import Distill, records, result
+
+pytestmark = pytest.mark.integration
+
+
+def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:
+    tiny_batch = ("--set", "data.global_batch_size=2", "--set", "train.max_steps=10")
+    said = distill.run("doctor", distill.experiment, *tiny_batch)
+    assert "launch-bound, " in said
+    assert "change: --set data.global_batch_size=" in said
+    (run,) = distill.runs.iterdir()
+    assert run.name.startswith("tiny-doctor-")
+    assert result(run)["status"] == "complete"
+    summary = records(run, "summary")[0]["metrics"]
+    assert {"one_image_ms", "further_image_ms", "loader/image_ms", "loader/read_ms", "loader/cpu_ms"} <= summary.keys()
+    again = distill.run("doctor", run)
+    assert again.splitlines()[0] in said.splitlines()

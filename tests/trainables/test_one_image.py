@@ -1,0 +1,44 @@
+"""A step's cost on one image: measured after the training, which it leaves as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
+from trainables import loop
+from trainables.build import Job, build
+from trainables.distributed import Group
+from trainables.one_image import image_costs
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small")
+    settings = config(
+        tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_small", "weights": weights},
+        train={"max_steps": 4, "warmup_steps": 1},
+    )  # fmt: skip
+    return build(settings, Group(), lambda *_: None, no_telemetry)
+
+
+def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
+    with contextlib.closing(job):
+        summary = loop.run(job)
+    assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
+    assert 0 < summary["further_image_ms"] < summary["one_image_ms"]
+
+
+def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
+    with contextlib.closing(job):
+        before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+        job.model.train()
+        random = torch.random.get_rng_state()
+        image_costs(job.learner, job.model, 8)
+        assert equal(before, job.model.state_dict())
+        assert torch.equal(random, torch.random.get_rng_state())
+        assert job.model.training
+        assert all(parameter.grad is None for parameter in job.model.parameters())

@@ -1,0 +1,53 @@
+"""What ranks wait for: for a slow network all of them, for a slow rank the others; and it changes no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.injected import slow_all_reduce, slow_rank
+from tests.trainables.jobs import config, no_telemetry, write_teacher
+from tests.trainables.ranks import Ranks
+from trainables import loop
+from trainables.build import build
+from trainables.config import TrainConfig
+from trainables.distributed import Group
+from trainables.waits import AllreduceWait
+
+EXTRA_S = 0.03
+
+
+def summary_of(group: Group, settings: TrainConfig, fault: str) -> dict[str, float]:
+    job = build(settings, group, lambda *_: None, no_telemetry)
+    if fault:
+        undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_S)
+    summary = loop.run(job)
+    if fault:
+        undo()
+    job.close()
+    return summary
+
+
+@pytest.mark.parametrize("fault", ["", "network", "rank"])
+def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    settings = config(
+        tmp_path, precision="fp32", teacher={"weights": weights}, train={"max_steps": 24, "warmup_steps": 4}, optim={"epochs": 9}
+    )
+    summary = ranks.run(2, summary_of, settings, fault)[0]
+    first, second = (summary[f"rank{rank}/allreduce_wait_ms"] for rank in (0, 1))
+    waited_for = {"": (0, 0), "network": (30, 30), "rank": (30, 0)}[fault]
+    assert first == pytest.approx(waited_for[0], abs=15)
+    assert second == pytest.approx(waited_for[1], abs=15)
+    assert summary["phase/allreduce_wait_ms"] == pytest.approx((first + second) / 2)
+    assert summary["phase/allreduce_wait_ms"] < summary["phase/backward_ms"]
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    waits = AllreduceWait(nn.Linear(2, 2), torch.device("cpu"), 20, 0)
+    for _ in range(30):
+        waits.note()
+    assert waits.summary() == {}
