@@ -96,12 +96,12 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
 def refuse(trials: list[Trial], cluster: Cluster) -> None:
     """Mark as `infeasible` what the cluster can never hold, as `oversubscribed` what has fewer real cores than it reserves."""
     for trial in trials:
-        if trial.resolved is None or trial.outcome is not None:
+        if trial.resolved is None:
             continue
         plan = Plan.on(trial.resolved.experiment, cluster)
         trial.loader_workers = plan.loader_workers
         trial.oversubscribed = cluster.oversubscribed(plan.need())
-        if refusal := plan.refusal(cluster):
+        if trial.outcome is None and (refusal := plan.refusal(cluster)):
             trial.outcome = Outcome("infeasible", refusal)
 
 

@@ -34,6 +34,14 @@ def test_a_point_that_the_cluster_can_never_hold_is_infeasible_before_anything_s
     assert "8 workers of 2 CPUs each do not fit" in trials[1].outcome.reason
 
 
+def test_a_trial_that_ended_before_a_resume_tells_its_loader_workers_in_numbers_too() -> None:
+    trials = plan_trials(load("digits", ["sweep.space={data.global_batch_size: [64, 128]}"]))
+    trials[0].outcome = Outcome("ok")
+    refuse(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    assert [trial.loader_workers for trial in trials] == [1, 1]
+    assert trials[0].outcome == Outcome("ok")
+
+
 def test_random_points_are_drawn_from_the_seed_alone() -> None:
     space = "sweep.space={optim.lr: {loguniform: [0.001, 1]}, data.global_batch_size: [64, 128]}"
     drawn = [
