@@ -9,7 +9,7 @@ from typing import Any
 
 from service import cluster as clusters
 from service.cluster import Cluster
-from service.experiment import Resolved
+from service.experiment import Resolved, read_resolved
 from service.plan import Plan, absolute
 from service.report.tables import SCALE, sweep_table, verdict
 from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
@@ -115,7 +115,7 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     trials = plan_trials(resolved)
     with session(resolved, run_dir) as now:
         recall(trials, run_dir)
-        trials += finished_trainings(resolved, trials, run_dir)
+        trials += finished_trainings(trials, run_dir)
         capacity = clusters.local_capacity()
         if clusters.is_local():
             refuse(trials, capacity)
@@ -236,18 +236,26 @@ def race_trials(now: Session, trials: list[Trial], cluster: Cluster, weights: st
 def training_of(base: Resolved, probe: Trial, until_s: float | None) -> Trial:
     """The training to the target of a point whose speed is known."""
     goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
-    resolved = base.override({**probe.params, "data.loader_workers": probe.loader_workers, **goal}, "trial")
-    return Trial(
-        f"{probe.id}-trained", probe.params, resolved, oversubscribed=probe.oversubscribed, loader_workers=probe.loader_workers,
-        probe=probe.id,
-    )  # fmt: skip
+    return following(probe, base.override({**probe.params, "data.loader_workers": probe.loader_workers, **goal}, "trial"))
 
 
-def finished_trainings(base: Resolved, probes: list[Trial], run_dir: RunDir) -> list[Trial]:
+def following(probe: Trial, resolved: Resolved) -> Trial:
+    """The training of a probe's point, as `resolved` has it."""
+    workers = resolved.experiment.data.loader_workers
+    return Trial(trained_id(probe), probe.params, resolved, None, probe.oversubscribed, workers, probe.id)
+
+
+def trained_id(probe: Trial) -> str:
+    return f"{probe.id}-trained"
+
+
+def finished_trainings(probes: list[Trial], run_dir: RunDir) -> list[Trial]:
     """The trainings to the target that an earlier, interrupted sweep has finished."""
-    found = [training_of(base, probe, None) for probe in probes if base.experiment.sweep.races and probe.resolved]
+    places = {probe.id: run_dir.trial(trained_id(probe)) for probe in probes}
+    done = [probe for probe in probes if places[probe.id].result.exists()]
+    found = [following(probe, read_resolved(places[probe.id].experiment)) for probe in done]
     recall(found, run_dir)
-    return [trial for trial in found if trial.outcome is not None]
+    return found
 
 
 def untrained_teacher(now: Session) -> str | None:

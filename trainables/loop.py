@@ -40,10 +40,10 @@ def run(job: Job) -> dict[str, float]:
          "epochs": config.optim.epochs, "num_workers": job.group.world_size,
          "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
-    if job.learner.noise is None and job.group.is_main:
-        log.info("%s: no noise_scale: one worker compares micro-batches, and optim.accumulate is 1", config.stage)
     if config.train.max_steps is not None:
         return run_timing(job)
+    if job.learner.noise is None and job.group.is_main:
+        log.info("%s: no noise_scale: one worker compares micro-batches, and optim.accumulate is 1", config.stage)
     while progress.epoch < config.optim.epochs and not is_over(job):
         train_epoch(job)
         finish_epoch(job)
