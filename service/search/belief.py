@@ -98,11 +98,13 @@ def believe(
     offset_M: Array,
     seed: Sequence[int],
     along_front: bool,
+    lost_M: Flags,
 ) -> Belief:
     """The belief after `measured` at `rows` of `layout`, each told `ages` probes ago; `model` is the prior fitted to them.
 
     Pending rows are believed: as if each had brought what the model says (Ginsbourger et al. 2010, "kriging believer").
     A point's rival is the best measured one, or with `along_front` the one that keeps it off the front of speed and cost.
+    What is `lost` cannot run any more and is nobody's rival.
     """
     count = len(rows)
     if pending:
@@ -124,6 +126,7 @@ def believe(
     value_SM = step_SM + (log_O - step_SM[:, at_O]) @ rest.gain_MO.T + offset_M
     # A point that was measured slow is not the best, whatever the model says of it.
     least_O = np.maximum((weights_S @ value_SM)[at_O], log_O - 2 * noise_O + offset_M[at_O])[:count]
+    least_O[lost_M[at_O[:count]]] = np.inf
     place_M, handicap_M = np.full(len(offset_M), np.argmin(least_O)), np.zeros(len(offset_M))
     if along_front:
         place_M, handicap_M = rivals(layout.workers_M, layout.workers_M[at_O[:count]], least_O)

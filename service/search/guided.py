@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.search.belief import Belief, believe
+from service.search.broken import blamed, placeless, values
 from service.search.formulas import times
 from service.search.front import front
 from service.search.measured import MODEL_ERROR, Measured
 from service.search.memory_model import MemoryModel
 from service.search.neighbours import unchecked
 from service.search.points import (
+    AXES,
     GLOBAL_BATCH,
     LOADER_WORKERS,
     NUM_WORKERS,
@@ -101,6 +103,7 @@ class Guided:
         self.global_M = np.array([float(point[GLOBAL_BATCH]) for point in self.points])
         self.cost_M = METRICS[metric] * np.log(self.layout.workers_M)  # cost of a second, in logarithms
         self.offset_M = self.cost_M - np.log(self.global_M) + np.log([factor(point) for point in self.points])
+        self.values = values(self.points)
         self.memory = MemoryModel()
         self.told: list[tuple[int, Observation]] = []
         self.pending: list[int] = []
@@ -209,8 +212,19 @@ class Guided:
         told = [(place, row) for place, (row, seen) in enumerate(self.told) if seen.status == "ok"]
         rows, ages = [row for _, row in told], [len(self.told) - place for place, _ in told]
         seed = (self.seed, len(self.told), len(self.pending))
+        lost_M = placeless(self.layout, self.told)
         return believe(
-            self.prior, self.model, self.measured, rows, ages, self.pending, self.layout, self.offset_M, seed, self.along_front
+            self.prior,
+            self.model,
+            self.measured,
+            rows,
+            ages,
+            self.pending,
+            self.layout,
+            self.offset_M,
+            seed,
+            self.along_front,
+            lost_M,
         )
 
     def _ok(self) -> list[tuple[int, Observation]]:
@@ -218,29 +232,18 @@ class Guided:
 
     def _name(self, row: int) -> str:
         point = self.points[row]
-        axes = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
         named = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
-        return ", ".join([named, *(f"{key} {value}" for key, value in point.items() if key not in axes)])
+        return ", ".join([named, *(f"{key} {value}" for key, value in point.items() if key not in AXES)])
 
     def _fits(self) -> Flags:
         return self.memory.fits(self.kind_M, self.layout.batch_M)
 
     def _open(self) -> Flags:
-        """Neither told nor pending, in memory, and without a value that only ever failed."""
+        """Neither told nor pending, in memory, with a place on the cluster, and without what only ever failed."""
         open_M = self._fits()
         open_M[[row for row, _ in self.told] + self.pending] = False
-        worked, broke = np.zeros(len(open_M), dtype=bool), np.zeros(len(open_M), dtype=int)
-        for row, seen in self.told:
-            worked[row] |= seen.status in ("ok", "oom")
-            broke[row] += seen.status in ("failed", "infeasible")
-        member_KM = self.layout.member_KM.astype(bool)
-        for member_M in [*member_KM, *~member_KM]:
-            if broke[member_M].sum() >= 2 and not worked[member_M].any():
-                open_M &= ~member_M
-        for workers in np.unique(self.layout.workers_M):  # a cluster that shrank holds no more than that either
-            more_M = self.layout.workers_M >= workers
-            if broke[self.layout.workers_M == workers].sum() >= 2 and not worked[more_M].any():
-                open_M &= ~more_M
+        open_M &= ~placeless(self.layout, self.told)
+        open_M &= ~blamed(self.layout, self.values, self.told)
         return open_M
 
     def _cost(self, step_s_M: Array, group: float | None) -> Array:

@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
 
-NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
+AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def categories(points: Sequence[Point]) -> tuple[Category, ...]:
     values: dict[str, dict[str, None]] = {}
     for point in points:
         for key, value in point.items():
-            if key not in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS):
+            if key not in AXES:
                 values.setdefault(key, {})[repr(value)] = None
     return tuple((key, value) for key, seen in values.items() for value in list(seen)[1:])
 

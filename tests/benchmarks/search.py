@@ -67,7 +67,7 @@ def search_one(seed: int, metric: str, peers: tuple[str, ...]) -> Row:
     hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cores.threads)
     session, thinking_s = Session(cluster, 0), [0.0]
     began = time.perf_counter()
-    guided = Guided(cluster.points, hardware, metric=metric, seed=seed, max_steps=MAX_STEPS)
+    guided = Guided(cluster.possible, hardware, metric=metric, seed=seed, max_steps=MAX_STEPS)
     thinking_s[0] += time.perf_counter() - began
     for _ in range(2 * len(cluster.points)):
         began = time.perf_counter()

@@ -166,6 +166,9 @@ def _halving(
         spent = account.session.gpu_s
         probe = account.session.probe(cluster.points[index], RUNGS[rung] - len(steps_s.get(index, ())))
         idle = idle + 1 if account.session.gpu_s == spent else 0
+        if probe.status == "infeasible":  # refused before it begins: no part of a rung, which it would make look longer
+            tell(rung, index, None)
+            continue
         steps_s[index] = [*steps_s.get(index, ()), *probe.steps_s]
         figure = account.figure(Probe(probe.point, probe.status, np.array(steps_s[index])))
         rungs[rung][index] = account.figures[index] = figure

@@ -49,6 +49,11 @@ class Cluster:
         space = self._drawn.space
         return [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
 
+    @property
+    def possible(self) -> list[Point]:
+        """Without those that a sweep refuses before it begins: no node has the CPUs, or the batch too few images."""
+        return [point for point in self.points if self.status(point) != "infeasible"]
+
     def status(self, point: Point) -> str:
         """ok, oom, or infeasible: more CPUs than a node has, or a batch of which some ranks get nothing."""
         setting = self.setting(point)

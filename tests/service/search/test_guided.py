@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -169,9 +170,98 @@ def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
     assert search.enough(rng.lognormal(0, 0.5, 50).tolist())
 
 
+def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_that_weigh_more() -> None:
+    cluster, points = CLUSTERS["network"]
+    changes = []
+    for start_s in (1.0, 100.0):
+        search, rng, group, changed = Guided(points, cluster.hardware, start_s=start_s), np.random.default_rng(0), None, 0
+        while (at := search.ask(group)) is not None:
+            changed += at["scale.num_workers"] != group
+            group = at["scale.num_workers"]
+            search.tell(at, cluster.probe(at, search, rng))
+        assert cluster.regret(search) <= 0.03
+        changes.append(changed)
+    assert changes[1] < changes[0]
+
+
+def test_what_a_start_took_is_believed_from_the_first_on_that_is_told() -> None:
+    search = Guided(SMALL, ONE_NODE, start_s=25.0)
+    search.tell(point(1, 64, 4), Observation("ok", [0.1] * 8))
+    assert search.start_s == 25.0
+    assert search.spent_gpu_s == pytest.approx(25 + 18 * 0.1)
+    for start_s in (60.0, None, 0.0, 80.0):
+        search.tell(point(2, 64, 4), Observation("ok", [0.1] * 8, start_s=start_s))
+    assert search.start_s == 70.0
+    assert search.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 18 * 0.1)
+
+
+@pytest.mark.parametrize("kind", CLUSTERS)
+def test_the_bound_holds_for_what_was_not_tested_and_falls_to_the_tolerance(kind: str) -> None:
+    cluster, points = CLUSTERS[kind]
+    search, rng, bounds = Guided(points, cluster.hardware), np.random.default_rng(0), []
+    assert search.bound() == math.inf
+    while (at := search.ask()) is not None:
+        search.tell(at, cluster.probe(at, search, rng))
+        bounds.append(search.bound())
+        best = search.best()
+        assert best is not None
+        tested = {identity(points[row]) for row, _ in search.told}
+        least = min(cluster.cost(other) for other in points if identity(other) not in tested and cluster.fits(other))
+        assert cluster.cost(best) / least - 1 <= bounds[-1] + 0.03
+    assert bounds[-1] <= search.tolerance
+
+
+def test_forecasts_say_what_every_point_takes_and_which_part_of_it_binds() -> None:
+    cluster, points = CLUSTERS["decode"]
+    search = Guided(points, cluster.hardware)
+    assert not any(forecast.measured for forecast in search.forecasts())
+    seen = cluster.search(search)
+    forecasts = search.forecasts()
+    assert [forecast.point for forecast in forecasts] == points
+    assert sum(forecast.measured for forecast in forecasts) == len(seen)
+    off = [abs(forecast.step_s / cluster.parts(forecast.point)[0] - 1) for forecast in forecasts]
+    assert np.median(off) <= 0.1
+    assert sum(forecast.supply_s > forecast.work_s for forecast in forecasts) > len(points) / 2
+    assert all(forecast.sd > 0 for forecast in forecasts)
+    assert all(forecast.forward_s < forecast.local_s <= forecast.work_s for forecast in forecasts)
+
+
+@pytest.mark.parametrize("kind", CLUSTERS)
+def test_the_front_of_speed_and_cost_is_found_to_three_percent(kind: str) -> None:
+    cluster, points = CLUSTERS[kind]
+    search = Guided(points, cluster.hardware, metric="pareto")
+    seen = cluster.search(search)
+    found = [(at["scale.num_workers"], cluster.cost(at)) for at in search.front()]
+    assert [workers for workers, _ in found] == sorted({workers for workers, _ in found})
+    assert all(time_s > later_s for (_, time_s), (_, later_s) in pairwise(found))
+    for at in filter(cluster.fits, points):  # no point is faster and cheaper by more than that than all that were found
+        workers, time_s = at["scale.num_workers"], cluster.cost(at)
+        assert min(other_s * max(1, more / workers) for more, other_s in found) / time_s - 1 <= 0.03
+    assert len(seen) <= 0.35 * len(points)
+    best = search.best()
+    assert best is not None
+    assert cluster.cost(best) == found[-1][1]
+
+
+def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
+    cluster, points = CLUSTERS["compute"]
+
+    def images_to_target(at: Mapping[str, Any]) -> float:  # small batches learn more from an image
+        return 1e6 * (1 + at["data.global_batch_size"] / 300)
+
+    fastest, first = (Guided(points, cluster.hardware, factor=factor) for factor in (lambda at: 1.0, images_to_target))
+    for search in (fastest, first):
+        cluster.search(search)
+    best, rest = first.best(), [cluster.cost(at) * images_to_target(at) for at in points]
+    assert best is not None
+    assert cluster.cost(best) * images_to_target(best) / min(rest) - 1 <= 0.03
+    assert best != fastest.best()
+
+
 def test_nothing_measured_has_no_best_and_says_so() -> None:
     search = Guided(SMALL, ONE_NODE)
     assert search.best() is None
+    assert search.front() == []
     assert search.why() == "nothing was measured yet"
 
 
@@ -181,6 +271,7 @@ def test_when_all_was_measured_there_is_nothing_left_to_ask() -> None:
         search.tell(at, Observation("ok", [0.1] * 8))
     assert search.ask() is None
     assert search.why() == "every point that can run was measured"
+    assert search.bound() == 0.0
 
 
 def test_no_points_and_an_unknown_metric_are_refused() -> None:

@@ -1,0 +1,60 @@
+"""Which points are left alone for what others of them met: no place on the cluster, or a failure of unknown cause.
+
+Shapes: M points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.search.points import AXES, Flags, Layout, Observation, Point
+
+FAILURES = 2  # that a value is blamed for, nothing having run with it
+RAN = ("ok", "oom")  # an OOM too had its place, and its code ran
+
+
+def values(points: Sequence[Point]) -> list[Flags]:
+    """For each value of each extra key, which points have it; without those that all have, which tell nothing."""
+    having: dict[tuple[str, str], Flags] = {}
+    for row, point in enumerate(points):
+        for key, value in point.items():
+            if key not in AXES:
+                having.setdefault((key, repr(value)), np.zeros(len(points), dtype=bool))[row] = True
+    return [having_M for having_M in having.values() if not having_M.all()]
+
+
+def placeless(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
+    """Points that need at least as many workers and as many loader workers as one that had no place on the cluster.
+
+    One that ran later though it needs as much says that the place has come back.
+    """
+    placeless_M = np.zeros(len(layout.workers_M), dtype=bool)
+    for place, (row, seen) in enumerate(told):
+        if seen.status == "infeasible":
+            as_much_M = (layout.workers_M >= layout.workers_M[row]) & (layout.threads_M >= layout.threads_M[row])
+            if not as_much_M[[later for later, other in told[place:] if other.status in RAN]].any():
+                placeless_M |= as_much_M
+    return placeless_M
+
+
+def blamed(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Observation]]) -> Flags:
+    """Points with what failed twice and never worked: one of `values`, or a number of workers and all above it.
+
+    Points that failed may have several things in common. As long as another one explains the same failures, only what has
+    both is left alone.
+    """
+    failed = [row for row, seen in told if seen.status == "failed"]
+    worked = [row for row, seen in told if seen.status in RAN]
+    tried, counts = np.unique(layout.workers_M[failed], return_counts=True)
+    crowds = [layout.workers_M >= workers for workers in tried[counts >= FAILURES]]
+    guilty: list[tuple[frozenset[int], Flags]] = []
+    for having_M in (*values, *crowds):
+        failures = frozenset(row for row in failed if having_M[row])
+        if len(failures) >= FAILURES and not having_M[worked].any():
+            guilty.append((failures, having_M))
+    blamed_M = np.zeros(len(layout.workers_M), dtype=bool)
+    for failures, _ in guilty:
+        blamed_M |= np.logical_and.reduce([having_M for others, having_M in guilty if failures <= others])
+    return blamed_M
