@@ -119,7 +119,7 @@ def believe(
     slow_O = np.where(residual_O > SLOW * np.hypot(noise_O, MODEL_ERROR["step"]), residual_O / 2, 0.0)
     explained_OO = J_OP @ prior.covariance_PP @ J_OP.T
     away_O = residual_O + J_OP @ (model.mean_P - prior.mean_P)
-    rest = Residuals.of(layout, at_O, age_O, away_O, np.maximum(noise_O, slow_O), explained_OO)
+    rest = Residuals.of(layout, at_O, age_O, away_O, np.maximum(noise_O, slow_O), explained_OO, residual_O)
 
     logs_SP, weights_S = model.draws(prior, measured, DRAWS, np.random.default_rng(seed))
     step_SM = np.log(times(logs_SP, layout).step)

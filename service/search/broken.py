@@ -39,6 +39,23 @@ def placeless(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
     return placeless_M
 
 
+def lost(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
+    """Points that may have run once but most likely cannot now.
+
+    Where a point has no place although one that needs as much ran before, nodes have gone, and with them their workers,
+    however few loader workers they have.
+    """
+    lost_M = placeless(layout, told)
+    for place, (row, seen) in enumerate(told):
+        if seen.status == "infeasible":
+            more_M = layout.workers_M >= layout.workers_M[row]
+            as_much_M = more_M & (layout.threads_M >= layout.threads_M[row])
+            before, after = ([at for at, other in part if other.status in RAN] for part in (told[:place], told[place:]))
+            if as_much_M[before].any() and not more_M[after].any():
+                lost_M |= more_M
+    return lost_M
+
+
 def blamed(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Observation]]) -> Flags:
     """Points with what failed twice and never worked: one of `values`, or a number of workers and all above it.
 

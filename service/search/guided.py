@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from service.search.belief import Belief, believe
-from service.search.broken import blamed, placeless, values
+from service.search.broken import blamed, lost, placeless, values
+from service.search.forecast import Forecast, forecasts
 from service.search.formulas import times
 from service.search.front import front
 from service.search.measured import MODEL_ERROR, Measured
@@ -41,26 +41,14 @@ __all__ = ["Forecast", "Guided", "Hardware", "Observation", "Point"]
 
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  # power of num_workers in what one image costs
 FIRST_PROBES = 4  # by optimal design, before gains are compared
+FIRST_POWER = 0.5
 DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
 PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
+FREE_SHARE, DEAR = 0.06, 0.5  # beyond this share of the grid's GPU time a doubt alone is worth no probe, and a gain less
 KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
+KNOWN_BEHIND, KNOWN_AT_MOST = 0.25, 0.1  # one that is 20% behind the best need only be known to 3% + 5%
 WARM_UP_STEPS, GRID_STEPS = 10, 250  # that every probe pays for and does not count; of a point of the grid, to compare with
 CHECK_SHARE = 0.06  # of the grid's GPU time that a search may have spent when it checks neighbours
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What is believed of a point, in seconds of a step; the parts as the model has them, before its residuals."""
-
-    point: Point
-    step_s: float
-    sd: float  # of the step, relative
-    measured: bool
-    supply_s: float  # what the loader alone would take
-    work_s: float  # everything but the wait for data
-    forward_s: float
-    local_s: float  # one worker's own work, nobody waited for
-    exposed_s: float  # all-reduce that the backward does not hide
 
 
 class Guided:
@@ -109,6 +97,7 @@ class Guided:
         self.pending: list[int] = []
         self.model = self.prior
         self.measured = Measured.of(self.layout.take([]), [])
+        self.told_best = math.inf  # least cost that was measured, in logarithms
         self.spent_gpu_s = 0.0  # as far as the planner can tell
         self._why = "nothing was measured yet"
 
@@ -138,6 +127,7 @@ class Guided:
             pairs = self._ok()
             self.measured = Measured.of(self.layout.take([row for row, _ in pairs]), [one for _, one in pairs])
             self.model = self.prior.fitted(self.measured)
+            self.told_best = min(self.told_best, float(self.measured.logs_3M[0, -1] + self.offset_M[row]))
 
     @property
     def start_s(self) -> float:
@@ -160,10 +150,20 @@ class Guided:
         self.pending.append(row)
         return self.points[row]
 
-    def enough(self, steps_s: Sequence[float]) -> bool:
-        """Whether a probe's mean step time is known to 3%, or the probe has had its steps."""
+    def enough(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
+        """Whether a probe's mean step time is known to 3%, or the probe has had its steps; without a point, of the one pending.
+
+        What is far from the best is worth no long probe (Maron and Moore 1994, "Hoeffding races").
+        """
         count = len(steps_s)
-        return count >= self.max_steps or (count >= FLOOR_STEPS and 1.96 * self.measured.slow.mean(steps_s).error <= KNOWN)
+        if not FLOOR_STEPS <= count < self.max_steps:
+            return count >= self.max_steps
+        mean, known = self.measured.slow.mean(steps_s), KNOWN
+        row = self.row[identity(point)] if point is not None else self.pending[0] if len(self.pending) == 1 else None
+        if row is not None and self.told_best < math.inf:
+            behind = math.log(mean.step_s) + self.offset_M[row] - self.told_best
+            known = min(KNOWN + KNOWN_BEHIND * max(behind, 0.0), KNOWN_AT_MOST)
+        return 1.96 * mean.error <= known
 
     def best(self) -> Point | None:
         """The best measured point, its neighbours' and the model's word taken into account; None where nothing ran."""
@@ -199,9 +199,7 @@ class Guided:
             step_s_M, sd_M = guess.step_s, guess.step_sd_s / guess.step_s
         measured_M = np.zeros(len(self.points), dtype=bool)
         measured_M[[row for row, _ in self._ok()]] = True
-        columns = (step_s_M, sd_M, measured_M, parts.supply, parts.work, parts.forward, parts.local, parts.exposed)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [Forecast(point, *row) for point, row in zip(self.points, rows, strict=True)]
+        return forecasts(self.points, step_s_M, sd_M, measured_M, parts)
 
     def why(self) -> str:
         """Why the last answer of `ask` was given, in a sentence."""
@@ -212,7 +210,6 @@ class Guided:
         told = [(place, row) for place, (row, seen) in enumerate(self.told) if seen.status == "ok"]
         rows, ages = [row for _, row in told], [len(self.told) - place for place, _ in told]
         seed = (self.seed, len(self.told), len(self.pending))
-        lost_M = placeless(self.layout, self.told)
         return believe(
             self.prior,
             self.model,
@@ -224,7 +221,7 @@ class Guided:
             self.offset_M,
             seed,
             self.along_front,
-            lost_M,
+            lost(self.layout, self.told),
         )
 
     def _ok(self) -> list[tuple[int, Observation]]:
@@ -250,7 +247,7 @@ class Guided:
         """GPU-seconds of a probe of each point."""
         lengths = [len(seen.steps_s) for _, seen in self._ok()] or [2 * FLOOR_STEPS]
         start_M = np.where(self.layout.workers_M == group, 0.0, self.start_s)
-        return self.layout.workers_M * (start_M + (WARM_UP_STEPS + float(np.median(lengths))) * step_s_M)
+        return self.layout.workers_M * (start_M + (WARM_UP_STEPS + float(np.mean(lengths))) * step_s_M)
 
     def _first(self, open_M: Flags, group: float | None) -> int:
         """The point that shrinks the parameters' uncertainty most for its cost (D-optimal: Chaloner and Verdinelli 1995).
@@ -271,7 +268,7 @@ class Guided:
                 other_M |= (self.kind_M == kind) & ~np.isin(self.layout.batch_M, list(peaks))
             open_M = open_M & other_M if (open_M & other_M).any() else open_M
         cost_M = self._cost(times(self.model.mean_P, self.layout).step, group)
-        row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
+        row = int(np.argmax(np.where(open_M, gain_M / cost_M**FIRST_POWER, -1.0)))
         self._why = f"{self._name(row)} tells most about what a step is made of, for its GPU time"
         return row
 
@@ -286,7 +283,8 @@ class Guided:
         cost_M, gain_M, beats_M = self._cost(belief.step_s_M, group), belief.gain_M(), belief.beats_M(self.tolerance)
         whole_M = self.layout.workers_M * (self.start_s + GRID_STEPS * belief.step_s_M)
         whole = float(whole_M[self._fits()].sum())
-        worth_M = open_M & ((beats_M > DOUBT) | (gain_M > PRICE * cost_M / whole))
+        free_M = self.spent_gpu_s + cost_M < FREE_SHARE * whole
+        worth_M = open_M & ((free_M & (beats_M > DOUBT)) | (gain_M > np.where(free_M, PRICE, DEAR) * cost_M / whole))
         if worth_M.any():
             row = int(np.argmax(np.where(worth_M, gain_M / cost_M, -1.0)))
             self._why = (
@@ -301,8 +299,12 @@ class Guided:
             return row
         chance = float(beats_M[open_M].max())
         best = "those of the front of speed and cost" if self.along_front else self._name(belief.best)
+        ends = (
+            "no untested point is believed to be"
+            if chance <= DOUBT
+            else "no probe is worth its GPU time any more, to find one that is"
+        )
         self._why = (
-            f"no untested point is believed to be more than {self.tolerance:.0%} better than {best}; "
-            f"the likeliest is so with a probability of {chance:.1%}"
+            f"{ends} more than {self.tolerance:.0%} better than {best}; the likeliest is so with a probability of {chance:.1%}"
         )
         return None

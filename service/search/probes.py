@@ -16,7 +16,8 @@ import numpy as np
 from service.search.points import Array
 
 USUAL = 0.25  # steps within a quarter of the median are usual ones
-PRIOR_STEPS = 40  # what the other probes weigh, in steps
+PRIOR_STEPS = 40  # what the other probes weigh, in steps, where it is about slow steps
+NOISE_STEPS = 20  # and where it is about the usual ones: they only ever make a probe's error larger
 ALIKE = 0.15  # a probe whose slow steps add so much more or less than elsewhere (a starved queue's bursts) stands for itself
 
 
@@ -60,6 +61,7 @@ class SlowSteps:
 
     added: float = 0.0
     spread: float = 0.0
+    noise: float = 0.0  # of a usual step: relative, standard deviation, √count times that of a mean of so many
 
     @classmethod
     def of(cls, probes: Sequence[Sequence[float]]) -> SlowSteps:
@@ -70,7 +72,8 @@ class SlowSteps:
             return cls()
         ratio_S = np.concatenate(ratios)
         slow_S = np.where(np.abs(ratio_S - 1) > USUAL, ratio_S - 1, 0.0)
-        return cls(float(ratio_S.mean() - 1), float(slow_S.std()))
+        noise = math.sqrt(float(np.mean([_variance(usual_S) for times_S in probed if (usual_S := _usual(times_S)) is not None])))
+        return cls(float(ratio_S.mean() - 1), float(slow_S.std()), noise)
 
     def mean(self, steps_s: Sequence[float] | Array) -> Mean:
         """A probe's mean, its slow steps weighed with those of all probes. Needs at least one step."""
@@ -84,8 +87,17 @@ class SlowSteps:
             return plain
         count = len(times_S)
         added = (count * own + PRIOR_STEPS * self.added) / (count + PRIOR_STEPS)
-        error = math.hypot(relative_error(usual_S), self.spread * math.sqrt(count) / (count + PRIOR_STEPS))
+        variance = _variance(
+            usual_S
+        )  # of few steps by chance too small: a spell of slow ones may not have come yet, or not ended
+        variance = (count * variance + NOISE_STEPS * max(self.noise**2, variance)) / (count + NOISE_STEPS)
+        error = math.hypot(math.sqrt(variance / len(usual_S)), self.spread * math.sqrt(count) / (count + PRIOR_STEPS))
         return Mean(float(usual_S.mean()) * (1 + added), error)
+
+
+def _variance(times_S: Array) -> float:
+    """Of one step, relative, as much of it as counts for a mean."""
+    return relative_error(times_S) ** 2 * len(times_S)
 
 
 def _usual(times_S: Array) -> Array | None:

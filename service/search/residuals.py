@@ -9,6 +9,7 @@ Shapes: M points, O observations.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ BELIEVED, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, a
 OCTAVES = (1.0, 1.5, 0.8)  # of workers, batch, loader workers: how far along an axis a residual stays the same
 WALK = 0.05  # relative error that each doubling of the workers adds: more nodes are other hardware, not more of the same
 OWN = 0.01  # relative error of each point that its neighbours know nothing of: which convolution was chosen, what a cache holds
+FLOOR = 0.7  # of what the fit leaves beyond noise: the least amplitude that is believed
 DRIFT = 0.002  # relative drift of the cluster for each probe, standard deviation
 
 
@@ -59,12 +61,14 @@ class Residuals:
         residual_O: Array,
         noise_O: Array,
         explained_OO: Array,
+        left_O: Array,
     ) -> Residuals:
         """Condition on observations of some rows of `layout`.
 
         `ages_O` counts the probes since each one, `residual_O` is log(measured) − log(model), `noise_O` its standard deviation,
         `explained_OO` the covariance that the model's prior parameters give the observations: it belongs into the evidence
-        (Rasmussen and Williams 2006, 2.7), or a model bent through few points would look perfect.
+        (Rasmussen and Williams 2006, 2.7), or a model bent through few points would look perfect. `left_O` is what the best
+        parameters leave of the residuals: no amplitude is believed under which that would be a wonder.
         """
         at = layout.take(rows_O)
         alike_OO = similarity(at, at)
@@ -73,7 +77,9 @@ class Residuals:
         own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
         rest_OO = np.diag(noise_O**2) + own_OO + DRIFT**2 * np.outer(ages_O, ages_O) + walk_OO
         best, amplitude = -np.inf, BELIEVED
-        for tried in AMPLITUDES:
+        usual_O = noise_O**2 + OWN**2 + np.diag(walk_OO)
+        least = min(FLOOR * math.sqrt(max(float(np.mean(left_O**2 - usual_O)), 0.0)), AMPLITUDES[-1])
+        for tried in [tried for tried in AMPLITUDES if tried >= least]:
             factor, low = cho_factor(explained_OO + tried**2 * alike_OO + rest_OO, lower=True)
             solved = cho_solve((factor, low), residual_O)
             evidence = -0.5 * float(residual_O @ solved) - float(np.log(np.diag(factor)).sum())

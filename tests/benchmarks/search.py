@@ -29,6 +29,8 @@ from tests.benchmarks.simulation.session import Session, grid_gpu_s
 REPORTED, SHORT = range(100, 300), range(100, 104)
 PROCESSES = 2
 MAX_STEPS = 200
+FRONT = "pareto"
+"""The metric that asks for many points, which the peers do not search for here."""
 LEAST_PCT = 1e-3
 """A regret is not told more finely; a ratio of two needs it above zero."""
 TIE = 0.001
@@ -90,7 +92,7 @@ def search_one(seed: int, metric: str, peers: tuple[str, ...]) -> Row:
         gpu_share=session.gpu_s / grid_gpu_s(cluster),
         thinking_s=float(np.mean(thinking_s)),
         longest_s=max(thinking_s),
-        ours=cluster.regret(guided.best(), metric),
+        ours=cluster.front_regret(guided.front()) if metric == FRONT else cluster.regret(guided.best(), metric),
         peers={name: cluster.regret(PEERS[name](cluster, session.gpu_s, 1, metric), metric) for name in peers},
         why=guided.why(),
     )
@@ -179,11 +181,11 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.search", description="A row a simulated cluster.")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 100), metavar=("FIRST", "END"))
-    parser.add_argument("--metric", choices=METRICS, default="images_per_s")
+    parser.add_argument("--metric", choices=(*METRICS, FRONT), default="images_per_s")
     parser.add_argument("--alone", action="store_true", help="without the peers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    rows = search_all(range(*args.seeds), args.metric, () if args.alone else installed_peers(), say)
+    rows = search_all(range(*args.seeds), args.metric, () if args.alone or args.metric == FRONT else installed_peers(), say)
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,6 +100,19 @@ class Cluster:
             return 1.0
         mine = self.figure(point, metric)
         return 1.0 - mine / best if best > 0 else 1.0 - best / mine
+
+    def front_regret(self, found: Sequence[Point]) -> float:
+        """Share by which a point is both faster and cheaper than all that were found; 1 for none."""
+
+        def seconds(point: Point, num_workers: int) -> float:
+            """Of an image, or where a point has more than `num_workers` of what they would have to take to cost as little."""
+            behind = max(1.0, point["scale.num_workers"] / num_workers)
+            return self.truth(point) / float(point["data.global_batch_size"]) * behind
+
+        runs = [point for point in self.points if np.isfinite(self.truth(point))]
+        found = [point for point in found if np.isfinite(self.truth(point))]
+        least = (min((seconds(other, p["scale.num_workers"]) for other in found), default=np.inf) for p in runs)
+        return max(1.0 - seconds(p, p["scale.num_workers"]) / time_s for p, time_s in zip(runs, least, strict=True))
 
     @staticmethod
     def key(point: Point) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.search.broken import blamed, placeless, values
+from service.search.broken import blamed, lost, placeless, values
 from service.search.points import Hardware, Layout, Observation
 from tests.service.search.queues import grid, point
 
@@ -51,6 +51,16 @@ def test_a_cluster_that_grew_back_has_its_places_again() -> None:
     assert (8, 4) in without_place(*lost)
     assert without_place(*lost, (at(8, 1), "ok")) == set()
     assert without_place(*lost, (at(2, 8), "ok")) == without_place(*lost)
+
+
+def test_what_ran_on_a_larger_cluster_is_lost_with_its_nodes() -> None:
+    assert chosen(lost(LAYOUT, told((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
+        placeless(LAYOUT, told((at(4, 8), "infeasible")))
+    )  # no point with as many loader workers ever ran: maybe no node has so many CPUs
+    shrunk = (at(8, 4), "ok"), (at(4, 4), "infeasible")
+    assert {p["scale.num_workers"] for p in chosen(lost(LAYOUT, told(*shrunk)))} == {4, 8}
+    assert len(chosen(lost(LAYOUT, told(*shrunk)))) == len(POINTS) / 2
+    assert chosen(lost(LAYOUT, told(*shrunk, (at(8, 4), "ok")))) == []
 
 
 def test_one_failure_is_nobodys_fault() -> None:

@@ -170,6 +170,49 @@ def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
     assert search.enough(rng.lognormal(0, 0.5, 50).tolist())
 
 
+def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
+    search, rng = Guided(SMALL, ONE_NODE), np.random.default_rng(0)
+    search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.08, 40)).tolist()))
+    noise = rng.lognormal(0, 0.08, 60)
+
+    def steps(at: Mapping[str, Any], step_s: float) -> int:
+        return next(count for count in range(1, 61) if search.enough((step_s * noise[:count]).tolist(), at))
+
+    assert steps(point(4, 512, 8), 0.4) < steps(point(4, 512, 8), 0.2)
+    search.pending = [search.row[identity(point(4, 512, 8))]]
+    assert search.enough((0.4 * noise[: steps(point(4, 512, 8), 0.4)]).tolist())  # the one that is being probed is meant
+
+
+def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_within_a_tenth_of_the_grid_and_says_what_is_open() -> None:
+    points = grid([1, 2, 4], [64, 96, 128, 192, 256], [1, 2, 4, 8])
+    search, rng, group, spent_s = Guided(points, ONE_NODE, max_steps=120, start_s=5.0), np.random.default_rng(1), None, 0.0
+    while (at := search.ask(group)) is not None:
+        workers, step_s = at["scale.num_workers"], at["data.global_batch_size"] / 1000
+        steps_s: list[float] = []
+        while not search.enough(steps_s):
+            steps_s += (step_s * rng.lognormal(0, 0.4, 5)).tolist()
+        spent_s += workers * ((5.0 if workers != group else 0.0) + 10 * step_s + sum(steps_s))
+        group = workers
+        search.tell(at, Observation("ok", steps_s, start_s=5.0))
+    whole_s = sum(at["scale.num_workers"] * (5.0 + 250 * at["data.global_batch_size"] / 1000) for at in points)
+    assert spent_s <= 0.1 * whole_s
+    assert search.why().startswith("no probe is worth its GPU time any more") == (search.bound() > search.tolerance)
+
+
+def test_a_cluster_that_shrinks_meanwhile_is_searched_for_the_best_of_what_is_left() -> None:
+    cluster, points = CLUSTERS["network"]
+    search, rng, lost, shrunk = Guided(points, cluster.hardware), np.random.default_rng(0), 0, False
+    while (at := search.ask()) is not None:
+        shrunk |= len(search.told) > 8
+        gone = shrunk and at["scale.num_workers"] > 4
+        lost += gone
+        search.tell(at, Observation("infeasible") if gone else cluster.probe(at, search, rng))
+    assert 1 <= lost <= 6  # each of which cost nothing
+    best, left = search.best(), [at for at in points if at["scale.num_workers"] <= 4]
+    assert best is not None
+    assert cluster.cost(best) / min(map(cluster.cost, left)) - 1 <= 0.03
+
+
 def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_that_weigh_more() -> None:
     cluster, points = CLUSTERS["network"]
     changes = []
