@@ -23,7 +23,6 @@ BELIEVED, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, a
 OCTAVES = (1.0, 1.5, 0.8)  # of workers, batch, loader workers: how far along an axis a residual stays the same
 WALK = 0.05  # relative error that each doubling of the workers adds: more nodes are other hardware, not more of the same
 OWN = 0.01  # relative error of each point that its neighbours know nothing of: which convolution was chosen, what a cache holds
-FLOOR = 0.7  # of what the fit leaves beyond noise: the least amplitude that is believed
 DRIFT = 0.002  # relative drift of the cluster for each probe, standard deviation
 
 
@@ -78,7 +77,7 @@ class Residuals:
         rest_OO = np.diag(noise_O**2) + own_OO + DRIFT**2 * np.outer(ages_O, ages_O) + walk_OO
         best, amplitude = -np.inf, BELIEVED
         usual_O = noise_O**2 + OWN**2 + np.diag(walk_OO)
-        least = min(FLOOR * math.sqrt(max(float(np.mean(left_O**2 - usual_O)), 0.0)), AMPLITUDES[-1])
+        least = min(math.sqrt(max(float(np.mean(left_O**2 - usual_O)), 0.0)), AMPLITUDES[-1])
         for tried in [tried for tried in AMPLITUDES if tried >= least]:
             factor, low = cho_factor(explained_OO + tried**2 * alike_OO + rest_OO, lower=True)
             solved = cho_solve((factor, low), residual_O)
