@@ -41,7 +41,6 @@ __all__ = ["Forecast", "Guided", "Hardware", "Observation", "Point"]
 
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  # power of num_workers in what one image costs
 FIRST_PROBES = 4  # by optimal design, before gains are compared
-FIRST_POWER = 0.5
 DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
 PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
 FREE_SHARE, DEAR = 0.06, 0.5  # beyond this share of the grid's GPU time a doubt alone is worth no probe, and a gain less
@@ -268,7 +267,7 @@ class Guided:
                 other_M |= (self.kind_M == kind) & ~np.isin(self.layout.batch_M, list(peaks))
             open_M = open_M & other_M if (open_M & other_M).any() else open_M
         cost_M = self._cost(times(self.model.mean_P, self.layout).step, group)
-        row = int(np.argmax(np.where(open_M, gain_M / cost_M**FIRST_POWER, -1.0)))
+        row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
         self._why = f"{self._name(row)} tells most about what a step is made of, for its GPU time"
         return row
 
