@@ -16,17 +16,15 @@ import numpy as np
 
 from service.search.belief import Belief, believe
 from service.search.broken import blamed, lost, placeless, values
+from service.search.design import information
 from service.search.forecast import Forecast, forecasts
 from service.search.formulas import times
-from service.search.front import front
-from service.search.measured import MODEL_ERROR, Measured
+from service.search.front import behind, front
+from service.search.measured import Measured
 from service.search.memory_model import MemoryModel
 from service.search.neighbours import unchecked
 from service.search.points import (
-    AXES,
     GLOBAL_BATCH,
-    LOADER_WORKERS,
-    NUM_WORKERS,
     Array,
     Flags,
     Hardware,
@@ -34,6 +32,7 @@ from service.search.points import (
     Point,
     categories,
     identity,
+    named,
 )
 from service.search.step_time import StepTime
 
@@ -43,11 +42,10 @@ METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  
 FIRST_PROBES = 4  # by optimal design, before gains are compared
 DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than the tolerance with this probability
 PRICE = 0.3  # expected gain that a probe as dear as the whole grid would need: 0.1% for 1/300 of the grid
-FREE_SHARE, DEAR = 0.06, 0.5  # beyond this share of the grid's GPU time a doubt alone is worth no probe, and a gain less
+FREE_SHARE, DEAR = 0.06, 0.5  # beyond this share of the grid's GPU time a doubt or a check is worth no probe, and a gain less
 KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
 KNOWN_BEHIND, KNOWN_AT_MOST = 0.25, 0.1  # one that is 20% behind the best need only be known to 3% + 5%
 WARM_UP_STEPS, GRID_STEPS = 10, 250  # that every probe pays for and does not count; of a point of the grid, to compare with
-CHECK_SHARE = 0.06  # of the grid's GPU time that a search may have spent when it checks neighbours
 
 
 class Guided:
@@ -96,7 +94,6 @@ class Guided:
         self.pending: list[int] = []
         self.model = self.prior
         self.measured = Measured.of(self.layout.take([]), [])
-        self.told_best = math.inf  # least cost that was measured, in logarithms
         self.spent_gpu_s = 0.0  # as far as the planner can tell
         self._why = "nothing was measured yet"
 
@@ -126,7 +123,6 @@ class Guided:
             pairs = self._ok()
             self.measured = Measured.of(self.layout.take([row for row, _ in pairs]), [one for _, one in pairs])
             self.model = self.prior.fitted(self.measured)
-            self.told_best = min(self.told_best, float(self.measured.logs_3M[0, -1] + self.offset_M[row]))
 
     @property
     def start_s(self) -> float:
@@ -159,9 +155,13 @@ class Guided:
             return count >= self.max_steps
         mean, known = self.measured.slow.mean(steps_s), KNOWN
         row = self.row[identity(point)] if point is not None else self.pending[0] if len(self.pending) == 1 else None
-        if row is not None and self.told_best < math.inf:
-            behind = math.log(mean.step_s) + self.offset_M[row] - self.told_best
-            known = min(KNOWN + KNOWN_BEHIND * max(behind, 0.0), KNOWN_AT_MOST)
+        rows = [row for row, _ in self._ok()]
+        if row is not None and rows:
+            least_O = self.measured.logs_3M[0] + self.offset_M[rows]
+            if self.along_front:
+                least_O += behind(self.layout.workers_M[[row]], self.layout.workers_M[rows])[:, 0]
+            late = math.log(mean.step_s) + self.offset_M[row] - float(least_O.min())
+            known = min(KNOWN + KNOWN_BEHIND * max(late, 0.0), KNOWN_AT_MOST)
         return 1.96 * mean.error <= known
 
     def best(self) -> Point | None:
@@ -227,9 +227,7 @@ class Guided:
         return [(row, seen) for row, seen in self.told if seen.status == "ok"]
 
     def _name(self, row: int) -> str:
-        point = self.points[row]
-        named = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
-        return ", ".join([named, *(f"{key} {value}" for key, value in point.items() if key not in AXES)])
+        return named(self.points[row])
 
     def _fits(self) -> Flags:
         return self.memory.fits(self.kind_M, self.layout.batch_M)
@@ -249,17 +247,9 @@ class Guided:
         return self.layout.workers_M * (start_M + (WARM_UP_STEPS + float(np.mean(lengths))) * step_s_M)
 
     def _first(self, open_M: Flags, group: float | None) -> int:
-        """The point that shrinks the parameters' uncertainty most for its cost (D-optimal: Chaloner and Verdinelli 1995).
-
-        The gain of one observation is log det(I + J Σ Jᵀ / error²), J being its derivatives by the parameters.
-        """
-        J_M3P = np.moveaxis(self.model.jacobian(self.layout), 0, 1) / np.array(list(MODEL_ERROR.values()))[:, None]
-        covariance_PP = self.model.covariance_PP
-        for row in self.pending:  # as if they had been measured
-            lift_P3 = covariance_PP @ J_M3P[row].T
-            covariance_PP = covariance_PP - lift_P3 @ np.linalg.solve(np.eye(3) + J_M3P[row] @ lift_P3, lift_P3.T)
-        gain_M = np.linalg.slogdet(np.eye(3) + J_M3P @ covariance_PP @ np.swapaxes(J_M3P, 1, 2))[1]
-        if self.memory.capacity_mib == np.inf:  # nothing known of memory: begin in the lower half of the batches
+        """The point that tells most for its cost, the batches small as long as little is known of memory."""
+        gain_M = information(self.model, self.layout, self.pending)
+        if self.memory.capacity_mib == np.inf:  # begin in the lower half
             open_M = open_M & (self.layout.batch_M <= np.median(self.layout.batch_M[open_M]))
         elif self.memory.is_line_unknown():  # no bigger batch is tried before two peaks give the line
             other_M = np.zeros_like(open_M)
@@ -291,18 +281,14 @@ class Guided:
                 f"more than {self.tolerance:.0%} with a probability of {beats_M[row]:.0%}"
             )
             return row
-        if checks := [row for row in self._neighbours(belief, open_M) if self.spent_gpu_s + cost_M[row] < CHECK_SHARE * whole]:
+        if checks := [row for row in self._neighbours(belief, open_M) if free_M[row]]:
             row = min(checks, key=lambda row: float(cost_M[row]))
             rival = self._name(belief.rival_M[row])
             self._why = f"{self._name(row)} is checked as a neighbour of {rival}, which the model believes to be better"
             return row
         chance = float(beats_M[open_M].max())
         best = "those of the front of speed and cost" if self.along_front else self._name(belief.best)
-        ends = (
-            "no untested point is believed to be"
-            if chance <= DOUBT
-            else "no probe is worth its GPU time any more, to find one that is"
-        )
+        ends = "no untested point is believed to be" if chance <= DOUBT else "no probe is worth its GPU time any more to find one"
         self._why = (
             f"{ends} more than {self.tolerance:.0%} better than {best}; the likeliest is so with a probability of {chance:.1%}"
         )

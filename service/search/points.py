@@ -47,6 +47,12 @@ def identity(point: Point) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, repr(value)) for key, value in point.items()))
 
 
+def named(point: Point) -> str:
+    """A point in words."""
+    axes = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
+    return ", ".join([axes, *(f"{key} {value}" for key, value in point.items() if key not in AXES)])
+
+
 def categories(points: Sequence[Point]) -> tuple[Category, ...]:
     """Every value of every extra key but the first one seen, which is what the others are compared with.
 

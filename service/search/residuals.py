@@ -2,7 +2,8 @@
 
 A smooth surface around a physical mean needs no switch to another searcher: where the model fits, the process has a small
 amplitude and changes nothing; where it does not, the amplitude grows, neighbours of measured points follow the measurements,
-and far points become uncertain enough to be probed (Kennedy and O'Hagan 2001: model, discrepancy and noise apart).
+and far points become uncertain enough to be probed (Kennedy and O'Hagan 2001: model, discrepancy and noise apart). TPE on the
+residuals would only rank the points; what a probe is worth, when to end and what may be left undone need a calibrated doubt.
 
 Shapes: M points, O observations.
 """
