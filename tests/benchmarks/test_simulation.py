@@ -234,6 +234,18 @@ def test_probes_agree_with_the_truth() -> None:
     assert min(cluster.regret(point) for point in cluster.points) == 0.0
 
 
+def test_a_front_without_one_of_its_points_regrets_what_that_one_is_best_at() -> None:
+    cluster = Cluster(7)
+    fastest, cheapest = (
+        max(cluster.possible, key=lambda point: cluster.figure(point, metric)) for metric in ("images_per_s", "gpu_s_per_epoch")
+    )
+    assert (fastest["scale.num_workers"], cheapest["scale.num_workers"]) == (2, 1)  # there are no others
+    assert cluster.front_regret([cheapest, fastest]) == 0.0
+    assert cluster.front_regret([cheapest]) == pytest.approx(cluster.regret(cheapest))
+    assert cluster.front_regret([fastest]) == pytest.approx(cluster.regret(fastest, "gpu_s_per_epoch"))
+    assert cluster.front_regret([]) == 1.0
+
+
 def test_a_session_pays_for_a_start_where_the_group_changes_and_for_every_step() -> None:
     space: dict[str, list[Any]] = {
         "scale.num_workers": [1, 2],
