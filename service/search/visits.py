@@ -56,7 +56,7 @@ class Visits:
 
     def enough(self, visit: str, steps_s: Sequence[float]) -> bool:
         """Whether the point under way is known well enough."""
-        return self._planner.enough(steps_s)
+        return self._planner.enough(steps_s, self._points[self._at[visit]])
 
     def following(self, visit: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """The point under way is measured, `result` is its `stage.json`: what the same workers do next; None: they may go."""
