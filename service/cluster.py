@@ -87,7 +87,7 @@ class Cluster:
 
         `slots_per_node` is how many workers fill a node: its GPUs, or without them the real cores that workers compute on.
         """
-        nodes = [node for node in self.nodes if node.gpus or not use_gpu]
+        nodes = [node for node in self.nodes if node.gpus or not use_gpu] or self.nodes
         cores = float(self.real_cpus if self.real_cpus is not None else max(node.cpus for node in nodes))
         slots = max(node.gpus for node in nodes) if use_gpu else cores // cpus_per_worker
         return {"nodes": len(nodes), "slots_per_node": max(int(slots), 1), "cpus_per_node": cores}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -115,6 +116,9 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     trials = plan_trials(resolved)
     with session(resolved, run_dir) as now:
         recall(trials, run_dir)
+        resolved_before = {row["id"]: row["scale"]["data.loader_workers"] for row in now.result.get("trials", ())}
+        for trial in trials:
+            trial.loader_workers = resolved_before.get(trial.id, trial.loader_workers)
         trials += finished_trainings(trials, run_dir)
         capacity = clusters.local_capacity()
         if clusters.is_local():
@@ -173,6 +177,8 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
             continue
         mine = Plan.on(trial.resolved.experiment, cluster)
         trial_dir = now.run_dir.trial(trial.id)
+        if guided:  # what a kill left of a probe is of no use, and would look as if the point had been begun again
+            shutil.rmtree(trial_dir.stage("student").root, ignore_errors=True)
         write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
         assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, weights)
         needs.append(mine.need())
@@ -207,8 +213,8 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
     at_once = min(cluster.concurrent(each, config.max_concurrent) for each in needs)
     now.wait_for(lambda: search(assignments, now.run_dir, at_once), tick)
     tick()
-    for trial in trials:
-        if trial.id not in known and (trial.id in begun or not guided) and trial in pending:
+    for trial in [] if guided else pending:  # a guided search has written how each point ended that it began
+        if trial.id not in known:
             if trial.id not in begun:
                 begin_record(now, trial)
             trial.outcome = unfinished(now, trial)

@@ -18,6 +18,7 @@ from trainables.rundir import RunDir, StageDir, read_lines, write_json
 if TYPE_CHECKING:
     from trainables.worker import Visit
 
+NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"
 UNWRITABLE = ("No space left on device", "Disk quota exceeded", "Read-only file system")
 LOST = re.compile(r"connection|peer|socket|gloo|nccl|timed? ?out|store|Dist\w+Error|cuda error|cudnn|cublas", re.IGNORECASE)
 """What the survivors say when another worker has died, and what a device says that fails: beginning again may help."""
@@ -94,8 +95,12 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
         except DistillError as error:
             return Outcome("failed", str(error), restarts=restarts)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
-            if visit is not None and (there := ray.get(visit.guide.current.remote(visit.name))) != work:
-                work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
+            if visit is not None:
+                there = ray.get(visit.guide.current.remote(visit.name))
+                if there is None:  # its last point was measured; the workers died on their way out
+                    return Outcome("failed", "the workers died when they had nothing left to do")
+                if there != work:
+                    work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
             outcome = diagnose(stage, error, restarts)
             if outcome.status == "oom" or known(stage, error) or restarts == limit:
                 return outcome
@@ -157,7 +162,7 @@ def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
     """What went wrong: first what a worker wrote itself, else what Ray says of it."""
     text = str(error)
     if "ray.exceptions.OutOfMemoryError" in text or "Ray's memory monitor" in text or "low on memory" in text:
-        return Outcome("oom", "the node ran out of memory: Ray killed a worker to save it", restarts=restarts)
+        return Outcome("oom", NODE_OUT_OF_MEMORY, restarts=restarts)
     if cause := cause_of(stage, error):
         if cause["type"] == "oom":
             return Outcome("oom", f"rank {cause['rank']}: {cause['message']}", restarts=restarts)

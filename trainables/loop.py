@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -96,7 +96,9 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             done = ended or in_epoch == steps_per_epoch
             if done or in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps:
                 log_step(job, in_epoch)
-                ended = ended or (stop_at is not None and is_enough(job))
+                if stop_at is not None and not ended and job.enough is not None:
+                    ended = is_enough(job, job.enough)
+                    job.throughput.begin(progress.step)  # the question is no part of a step
             if done or ended:
                 return ended
             if in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
@@ -107,11 +109,9 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     return False
 
 
-def is_enough(job: Job) -> bool:
-    """Whether a timing run may end before its last step, which the main rank's caller decides for all."""
-    if job.enough is None:
-        return False
-    return bool(gather_objects(job.group.is_main and job.enough(job.timer.steps_s()), job.group)[0])
+def is_enough(job: Job, enough: Callable[[Sequence[float]], bool]) -> bool:
+    """Whether a timing run may end before its last step: `enough` says so on the main rank, for all."""
+    return bool(gather_objects(job.group.is_main and enough(job.timer.steps_s()), job.group)[0])
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the progress display read), sets Ray's gauges (Prometheus, Grafana), and at each
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -103,7 +104,10 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
     """
     stage = StageDir(Path(config.output_dir))
     torch.set_num_threads(config.scale.cpus_per_worker)
+    if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would serve this one's too
+        torch._dynamo.reset()
     if group.device.type == "cuda":  # what an earlier stage in this process has left is not this one's peak
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search

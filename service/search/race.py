@@ -77,14 +77,17 @@ class Race:
         return self.learning().time_to_accuracy(self.global_batch_M, self.step_s_M, self.step_spread_M, every_M)
 
     def chances_M(self) -> Array:
-        """Probability that a point beats the best so far by more than the tolerance; 0 for those that were trained."""
+        """Probability that a point beats the best so far by more than the tolerance; 0 for those that were trained.
+
+        While none has reached the target, 1 for the one that is predicted to be the fastest of those left.
+        """
         told = self.predict()
+        left_M = ~np.isin(np.arange(len(told.seconds_M)), list(self.told))
         if (until_s := self.until_s) is None:
-            chance_M = told.fastest_M
-        else:
-            ahead_M = math.log(until_s) - np.log(told.seconds_M) - math.log1p(self.tolerance)
-            chance_M = ndtr(ahead_M / np.hypot(told.spread_M, SEEDS))
-        return np.where(np.isin(np.arange(len(chance_M)), list(self.told)), 0.0, chance_M)
+            seconds_M = np.where(left_M, told.seconds_M, np.inf)
+            return np.where(left_M & (seconds_M == seconds_M.min()), 1.0, 0.0)
+        ahead_M = math.log(until_s) - np.log(told.seconds_M) - math.log1p(self.tolerance)
+        return np.where(left_M, ndtr(ahead_M / np.hypot(told.spread_M, SEEDS)), 0.0)
 
     def bound(self) -> float:
         """No untrained point is believed to be faster than the best by more than this share, each with a probability of 95%."""
@@ -97,8 +100,12 @@ class Race:
 
     def ask(self) -> int | None:
         """The row to train next; None where the race is over."""
-        if len(self.told) >= self.most:
-            self._why = f"{len(self.told)} points were trained, which is as many as were to be"
+        count = len(self.told)
+        if count >= min(self.most, len(self.global_batch_M)):
+            reached = "" if self.best is not None else ", and none reached the target"
+            self._why = (
+                f"{count} points were trained, which is {'all' if count < self.most else 'as many as were to be'}{reached}"
+            )
             return None
         chance_M = self.chances_M()
         row = int(np.argmax(chance_M))
@@ -114,6 +121,8 @@ class Race:
             f"it is predicted to reach the target in {seconds:.3g} s, sooner than the best so far with a probability of "
             f"{chance_M[row]:.0%}"
             if known
+            else f"none of {count} reached the target, and of the others it is predicted to be the fastest"
+            if count
             else "it is predicted to be the fastest"
         )
         return row

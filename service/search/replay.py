@@ -16,6 +16,7 @@ from service.search.accuracy import Learning
 from service.search.guided import METRICS, Guided
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Observation, Point, identity
 from service.search.race import Race
+from service.trial import NODE_OUT_OF_MEMORY
 from trainables.phases import PHASES
 
 TOLD = ("ok", "oom", "failed")
@@ -42,16 +43,18 @@ def observation(row: Mapping[str, Any]) -> Observation:
 
     Of a trial without the times of its steps its mean counts as one step: little is known of how far that is off.
     """
-    m = row["metrics"]
+    m, start_s = row["metrics"], row.get("start_s")
+    if row["status"] == "oom" and row["reason"] != NODE_OUT_OF_MEMORY:  # a node's memory has more users than a batch
+        return Observation("oom", start_s=start_s)
     if row["status"] != "ok" or "step_s" not in m:
-        return Observation(row["status"] if row["status"] in TOLD else "failed", start_s=row.get("start_s"))
+        return Observation("failed", start_s=start_s)
     return Observation(
         "ok",
         steps_s=row.get("steps_s") or [m["step_s"]],
         phases_s={phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m},
         peak_memory_mib=m.get("peak_memory_mib"),
         gpu_memory_mib=m.get("gpu_memory_mib"),
-        start_s=row.get("start_s"),
+        start_s=start_s,
     )
 
 
@@ -115,7 +118,7 @@ def race(result: Mapping[str, Any], planner: Guided) -> tuple[Race, list[str]]:
     known = [
         (ids[identity(seen.point)], seen)
         for seen, fits in zip(planner.forecasts(), fits_M, strict=True)
-        if fits and ids[identity(seen.point)] not in broken
+        if (fits or seen.measured) and ids[identity(seen.point)] not in broken
     ]
     samples = max((m["epoch_s"] / m["step_s"] * row["scale"][GLOBAL_BATCH] for row in rows if "epoch_s" in (m := row["metrics"])),
                   default=1.0)  # fmt: skip

@@ -43,16 +43,16 @@ class Visits:
 
     def is_idle(self) -> bool:
         """Whether no group is under way: then nothing will be learned that could make another point worth a probe."""
-        return not self._at
+        return not self._at and not self._kept
 
     def enter(self, visit: str) -> Assignment:
         """The workers are about to start: what they are to do first."""
         self._began_s[self._at[visit]] = time.time()
-        return self.current(visit)
-
-    def current(self, visit: str) -> Assignment:
-        """What the visit is at."""
         return self._assignments[self._at[visit]]
+
+    def current(self, visit: str) -> Assignment | None:
+        """What the visit is at; None: it is over."""
+        return self._assignments[self._at[visit]] if visit in self._at else None
 
     def enough(self, visit: str, steps_s: Sequence[float]) -> bool:
         """Whether the point under way is known well enough."""
@@ -61,7 +61,8 @@ class Visits:
     def following(self, visit: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """The point under way is measured, `result` is its `stage.json`: what the same workers do next; None: they may go."""
         workers = float(self._points[self._at[visit]][NUM_WORKERS])
-        self._end(self._at.pop(visit), complete(dict(result)))
+        self._end(self._at[visit], complete(dict(result)))
+        del self._at[visit]
         trial = self._ask(workers)
         if trial is None:
             return None
@@ -76,7 +77,8 @@ class Visits:
     def leave(self, visit: str, outcome: Outcome) -> None:
         """The group is gone: `outcome` is that of the point that it was at, if it was still at one."""
         if visit in self._at:
-            self._end(self._at.pop(visit), outcome)
+            self._end(self._at[visit], outcome)
+            del self._at[visit]
 
     def _ask(self, workers: float | None) -> str | None:
         point = self._planner.ask(workers)
@@ -84,6 +86,7 @@ class Visits:
 
     def _end(self, trial: str, outcome: Outcome) -> None:
         stage = StageDir(Path(self._assignments[trial].config.output_dir))
-        whole = asdict(accounted(outcome, stage, self._began_s.get(trial, time.time()), trial in self._shares))
+        shares = trial in self._shares and not outcome.restarts
+        whole = asdict(accounted(outcome, stage, self._began_s.get(trial, time.time()), shares))
         write_json(self._run_dir.trial(trial).result, whole)
         self._planner.tell(self._points[trial], observation(whole))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from trainables.distributed import Group
 TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
 
 
-def timed(group: Group, settings: TrainConfig, most: int | None) -> tuple[dict[str, float], list[float]]:
-    """The summary and the times of the steps; with `most`, whoever asks says that so many steps are enough."""
+def timed(group: Group, settings: TrainConfig, most: int | None, pause_s: float = 0.0) -> tuple[dict[str, float], list[float]]:
+    """The summary and the times of the steps; with `most`, whoever asks says, after a pause, that so many steps are enough."""
 
     def is_enough(steps_s: Sequence[float]) -> bool:
         assert group.is_main
+        time.sleep(pause_s)
         return len(steps_s) >= (most or 0)
 
     enough: Callable[[Sequence[float]], bool] | None = None if most is None else is_enough
@@ -37,6 +39,13 @@ def test_a_timing_run_measures_all_its_steps_where_nobody_says_that_fewer_are_en
     assert summary["steps"] == 32
     assert summary["steady_steps"] == 30
     assert 0.5 < sum(steps_s) / 30 / summary["step_s"] <= 1.001
+
+
+def test_asking_whether_it_is_enough_is_no_part_of_a_steps_time(tmp_path: Path) -> None:
+    settings = config(tmp_path, train=TIMING, teacher=None)
+    summary, steps_s = timed(Group(0, 1, 0), settings, 1000, pause_s=0.5)
+    assert summary["steps"] == 32
+    assert summary["step_s"] < sum(steps_s) / 30 + 0.5 * 0.2  # it was asked every fourth step
 
 
 def test_a_timing_run_ends_at_the_first_log_line_where_it_is_enough(tmp_path: Path) -> None:

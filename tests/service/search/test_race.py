@@ -94,3 +94,18 @@ def test_points_of_one_batch_differ_by_their_speed_alone() -> None:
 def test_the_noise_scale_of_an_earlier_training_says_where_to_begin(noise: float) -> None:
     race = Race(BATCHES, 0.005 + 1e-4 * BATCHES, EVERY, noise_scales=[noise])
     assert race.ask() == int(np.argmin((1 + noise / BATCHES) * (0.005 + 1e-4 * BATCHES)))
+
+
+def test_while_none_has_reached_the_target_the_fastest_of_the_others_is_trained_and_the_end_says_so() -> None:
+    race = Race(BATCHES[:3], np.array([0.01, 0.012, 0.3]), EVERY[:3])
+    trained = []
+    while (row := race.ask()) is not None:
+        trained.append(row)
+        race.tell(row, {"steps": 100.0, "train_s": 1.0})
+    assert sorted(trained) == [0, 1, 2]
+    assert race.why() == "3 points were trained, which is all, and none reached the target"
+
+
+def test_a_race_without_a_point_that_can_run_is_over() -> None:
+    nobody = np.array([])
+    assert Race(nobody, nobody, nobody).ask() is None

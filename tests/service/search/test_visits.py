@@ -112,3 +112,23 @@ def test_two_groups_at_a_time_never_measure_the_same_point(tmp_path: Path) -> No
     assert None not in under_way
     assert len(set(under_way)) == 3
     assert not visits.is_idle()
+
+
+def test_a_search_is_not_over_while_a_point_waits_for_another_group(tmp_path: Path) -> None:
+    visits = begun(tmp_path)
+    workers = None
+    for number in range(24):
+        first = visits.begin(f"v{number}")
+        if first is None:
+            break
+        config: dict[str, Any] | None = visits.enter(f"v{number}").config.model_dump(mode="json")
+        while config is not None:
+            workers = scale(config)[AXES[0]]
+            config = visits.following(f"v{number}", stage(scale(config)))
+        waiting = visits.current(f"v{number}") is None and not visits.is_idle()
+        following = visits.begin("next")
+        assert waiting is (following is not None)
+        if following is None:
+            break
+        visits.leave("next", Outcome("failed", "its reason"))
+    assert workers is not None
