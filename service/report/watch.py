@@ -15,6 +15,7 @@ from service.report.page import write_page
 from service.report.tables import overview, under_way
 from service.report.winner import UNRUN
 from service.run import reopen
+from service.search.replay import probes
 from trainables.rundir import RunDir
 
 EVERY_S = 3.0
@@ -57,10 +58,10 @@ def latest(result: Mapping[str, Any], height: int) -> set[str]:
 
 def progress(result: Mapping[str, Any]) -> str:
     """One line on how far a run is."""
-    rows = result.get("trials")
-    if rows is None:
+    if "trials" not in result:
         stages = ", ".join(stage["stage"] for stage in result.get("stages", []))
         return f"{result['name']}: {result['status']}" + (f", {stages} ended" if stages else "")
+    rows = probes(result["trials"])
     ended = sum(row["status"] not in UNRUN for row in rows)
     best = result.get("best")
     told = f", best {best['id']}: {best['metrics'].get('images_per_s', 0.0):,.1f} images/s" if best else ""

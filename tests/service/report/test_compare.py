@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,12 @@ def test_what_differs_in_the_experiments_is_named(tmp_path: Path) -> None:
     a = open_records(sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64, 128]}, name="one").root)
     b = open_records(sweep_dir(tmp_path / "b", {GLOBAL_BATCH: [64, 256]}, name="two").root)
     assert [key for key, _, _ in compare(a, b).differences] == ["sweep.space"]
+
+
+def test_points_are_compared_by_their_probes_and_not_by_trainings_to_a_target(tmp_path: Path) -> None:
+    a, b = (open_records(sweep_dir(tmp_path / name, {GLOBAL_BATCH: [64, 128]}).root) for name in "ab")
+    trained = [{**row, "id": f"{row['id']}-trained", "probe": row["id"]} for row in b.rows]
+    assert [pair.b["id"] for pair in compare(a, replace(b, rows=[*b.rows, *trained])).pairs] == ["000", "001"]
 
 
 def test_neither_page_nor_terminal_shows_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

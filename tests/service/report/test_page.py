@@ -156,9 +156,23 @@ def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> No
     search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
     parsed = page(run_dir)
-    bound = "No untested point is believed to be more than 1.8% better; 3 of 4 points were tried, for 812 GPU-seconds."
-    assert bound in parsed.text
+    assert "No untested point is believed to be more than 1.8% better (95% sure of each); 3 of 4 points were tried" in parsed.text
+    assert ", for 812 GPU-seconds." in parsed.text
     assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
+
+
+def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the_figures(tmp_path: Path) -> None:
+    search = {"why": "so", "spent_gpu_s": 9.0, "bound_pct": 1.8}
+    run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, policy="guided", search=search)
+    _, _, result = reopen(run_dir.root)
+    probe = result["trials"][1]
+    trained = {**probe, "id": "001-trained", "probe": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
+    result |= {"trials": [*result["trials"], trained]}
+    parsed = Parsed(write_page(run_dir, result).read_text())
+    assert "4 of 4 points were tried" in parsed.text
+    figure = next(figure for figure in parsed.figures if figure["id"] == "speed-0")
+    assert 1.0 not in [speed for trace in figure["traces"] for speed in trace["y"]]
+    assert "001-trained" in parsed.text
 
 
 def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:

@@ -80,6 +80,15 @@ def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     assert latest({"trials": rows[:2], "best": rows[0]}, 40) == {"000", "001"}
 
 
+def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() -> None:
+    rows = [
+        {"id": "000", "status": "ok"},
+        {"id": "001", "status": "untested"},
+        {"id": "000-trained", "status": "ok", "probe": "000"},
+    ]
+    assert progress({"name": "x", "status": "running", "trials": rows}) == "x: 1 of 2 trials"
+
+
 def test_a_run_is_told_by_its_stages() -> None:
     assert progress({"name": "x", "status": "running", "stages": [{"stage": "teacher"}]}) == "x: running, teacher ended"
     assert progress({"name": "x", "status": "running"}) == "x: running"
