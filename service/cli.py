@@ -88,6 +88,7 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     from service.run import train as run_train
     from service.sweep import sweep as run_sweep
     from service.tracking import compare_url
+    from service.uris import without_password
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir)
@@ -98,7 +99,7 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     if run_dir.report.exists():
         click.echo(f"page: {run_dir.report}")
     if result.get("mlflow"):
-        click.echo(f"records: {result['mlflow']['uri']}")
+        click.echo(f"records: {without_password(result['mlflow']['uri'])}")
         click.echo(f"open them with: distill ui --runs {root}")
         keys = [f"trial/{trial['id']}" for trial in result.get("trials", []) if trial["status"] == "ok"]
         if link := compare_url(run_dir, keys):

@@ -203,18 +203,19 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
 
 
 def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
+    if now.tracker:  # first of all, so that a second Ctrl-C, while the page is made, leaves no run open
+        for key, ended in now.tracker.runs().items():
+            if ended is None and key != now.key:  # trials that were running when the sweep was interrupted
+                now.tracker.end_run(key, status)
+        now.tracker.artifact(now.key, now.run_dir.result)
+        now.tracker.end_run(now.key, status)
     from service.report.page import leave_page  # imports scipy, which a run that is starting does not need
 
     leave_page(now.run_dir, now.result, now.display.say)
     if now.tracker is None:
         return
-    for key, ended in now.tracker.runs().items():
-        if ended is None and key != now.key:  # trials that were running when the sweep was interrupted
-            now.tracker.end_run(key, status)
-    for path in (now.run_dir.result, now.run_dir.report):
-        if path.exists():
-            now.tracker.artifact(now.key, path)
-    now.tracker.end_run(now.key, status)
+    if now.run_dir.report.exists():
+        now.tracker.artifact(now.key, now.run_dir.report)
     start_tracking(now)
     delivery = now.tracker.close(timeout_s)
     now.display.say(delivery.message)

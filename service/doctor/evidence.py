@@ -168,9 +168,10 @@ class Evidence:
         """What a rank does in a step without waiting for others."""
         return rank.before_student_ms + self.own_student_ms(rank) + self.own_backward_ms(rank)
 
-    def node_of(self, rank: int) -> int:
-        """The node of a rank: Ray Train numbers the ranks node by node."""
-        return rank * max(1, len(self.nodes)) // self.num_workers
+    def node_of(self, rank: int) -> int | None:
+        """The node of a rank: Ray Train numbers the ranks node by node. None where nodes cannot have as many ranks each."""
+        num_nodes = max(1, len(self.nodes))
+        return rank * num_nodes // self.num_workers if self.num_workers % num_nodes == 0 else None
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,22 @@ def loading(e: Evidence) -> Finding | None:
 
     Of a thread's time an image, w is waiting for storage (`waiting_ms`) and c the rest. Whichever is more is the cause; without
     it a batch of b images is supplied in b·c/threads (or b·w/threads): T' = max(work, that). Records that do not tell go by the
-    node: cores above 85% decode.
+    node: cores above 85% decode. Where they say nothing of the node either (a run's log lines before its end), no cause is named.
     """
     step = e.typical
     if not e.loader_workers or step.data_ms * 100 < LEAST_PCT * step.step_ms:
         return None
-    work_ms, busy_pct = step.step_ms - step.data_ms, max((node.cpu_pct or 0.0 for node in e.nodes), default=0.0)
-    waits_ms = waiting_ms(e)
+    work_ms = step.step_ms - step.data_ms
+    known_pct = [node.cpu_pct for node in e.nodes if node.cpu_pct is not None]
+    busy_pct, waits_ms = max(known_pct, default=0.0), waiting_ms(e)
+    begin = f"{step.data_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"
+    if e.loader is None and not known_pct:
+        return Finding(
+            "data-bound",
+            f"{begin}; these records do not say yet whether they are read or decoded so slowly",
+            "ask again when the run has ended, a short one (--set train.max_steps=100) for instance: its records tell",
+            gain_pct(step.step_ms, work_ms),
+        )
     if e.loader is None or waits_ms is None:
         storage, after_ms, detail = busy_pct < BUSY_PCT, work_ms, f"cores are busy {busy_pct:.0f}%"
     else:
@@ -62,7 +71,6 @@ def loading(e: Evidence) -> Finding | None:
         storage = waits_ms > other_ms
         after_ms = max(work_ms, (other_ms if storage else waits_ms) * e.rank_batch / e.loader.threads)
         detail = f"a loader thread takes {e.loader.image_ms:.2f} ms an image, {waits_ms:.2f} of it waiting for storage"
-    begin = f"{step.data_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"
     threads = min(MOST_THREADS, math.ceil(e.loader_workers * step.step_ms / max(work_ms, 1e-9)))
     if storage:
         change = (

@@ -18,10 +18,11 @@ def straggler(e: Evidence) -> Finding | None:
         return None
     others_ms = max(own for r, own in enumerate(own_ms) if r not in slow)
     worst = max(slow, key=lambda r: own_ms[r])
-    nodes = {e.node_of(r) for r in slow}
-    whole_node = len(e.nodes) > 1 and len(nodes) == 1 and slow == [r for r in range(e.num_workers) if {e.node_of(r)} == nodes]
+    nodes = sorted({node for r in slow if (node := e.node_of(r)) is not None})
+    whole_node = len(e.nodes) > 1 and len(nodes) == 1 and slow == [r for r in range(e.num_workers) if e.node_of(r) in nodes]
     ranks = ("rank " if len(slow) == 1 else "ranks ") + ", ".join(map(str, slow))
-    who = f"node{min(nodes)} ({ranks})" if whole_node else f"{ranks} (node{', node'.join(map(str, sorted(nodes)))})"
+    where = f" (node{', node'.join(map(str, nodes))})" if nodes else ""
+    who = f"node{nodes[0]} ({ranks})" if whole_node else f"{ranks}{where}"
     phase = longest(e, e.ranks[worst])
     change = "see to other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
     if phase == "data":

@@ -13,6 +13,7 @@ from typing import Any
 from service.report import names
 from service.report.records import SCALE, Records, Row, ran, spread
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.search.replay import probes
 
 LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
 
@@ -85,9 +86,9 @@ def hashable(held: Any) -> Any:
 
 
 def rows_of(records: Records) -> list[Row]:
-    """The trials that have a speed; of a single run, its student as one row."""
+    """The points that have a speed, as they were probed; of a single run, its student as one row."""
     if records.is_sweep:
-        return ran(records.rows)
+        return ran(probes(records.rows))
     found: list[Row] = []
     for stage in records.result.get("stages", []):
         if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from service.report import names
@@ -162,19 +162,19 @@ def front(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def pareto(rows: Sequence[Row], unit: str) -> Figure | None:
-    """Speed against what an epoch costs."""
+def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
+    """Speed against what an epoch costs. `found`: the trials on the front where a search has said so, in the light of all."""
     keys = axes(rows)
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     if len(costed) < 2:
         return None
-    kept = front(rows)
+    kept = sorted((row for row in costed if row["id"] in found), key=lambda row: gpu_s_per_epoch(row) or 0.0) or front(rows)
 
     def cost(row: Row) -> float:
         return gpu_s_per_epoch(row) or 0.0
 
-    stairs = line("nothing is faster and cheaper", 0, [cost(row) for row in kept], [r["metrics"]["images_per_s"] for r in kept],
-                  hoverinfo="skip")  # fmt: skip
+    name = "the search's front" if found else "nothing is faster and cheaper"
+    stairs = line(name, 0, [cost(row) for row in kept], [r["metrics"]["images_per_s"] for r in kept], hoverinfo="skip")
     stairs["line"] = {"color": GREY, "shape": "hv", "dash": "dot", "width": 2}
     traces: list[Trace] = [stairs]
     counts = sorted({value(row, NUM_WORKERS) for row in costed})

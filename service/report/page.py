@@ -15,6 +15,7 @@ from service.report.curve import model_of
 from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
 from service.report.records import Records, axes, ran, read_records
+from service.search.replay import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
 
@@ -57,10 +58,10 @@ def page_of(records: Records) -> Page:
 def sweep_page(records: Records) -> Page:
     """What won and why, the table, speed over each axis, and all that was measured beside."""
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
-    keys = axes(rows)
+    keys, points = axes(rows), probes(rows)
     if best is None:
-        ended = len([row for row in rows if row["status"] not in winner.UNRUN])
-        lead = ["No trial is complete: nothing to compare yet.", f"{ended} of {len(rows)} trials have ended."]
+        ended = len([row for row in points if row["status"] not in winner.UNRUN])
+        lead = ["No trial is complete: nothing to compare yet.", f"{ended} of {len(points)} trials have ended."]
         facts: Sequence[tuple[str, str]] = ()
         notes: list[str] = []
     else:
@@ -78,7 +79,8 @@ def sweep_page(records: Records) -> Page:
         Section("Speed over each axis", figures=over_axes(records)),
         Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
         Section("Scaling and cost", figures=kept(
-            figures.efficiency(rows, best, unit) if best else None, figures.pareto(rows, unit))),
+            figures.efficiency(points, best, unit) if best else None,
+            figures.pareto(points, unit, (result.get("search") or {}).get("front", ())))),
         Section("Over time", figures=over_time(records)),
         Section("Trials without a result", tables=kept(listings.bad(records))),
         listings.settings(records),
@@ -152,8 +154,9 @@ def over_axes(records: Records) -> list[Figure]:
     best = records.best
     if best is None:
         return []
-    model = model_of(records.result, records.rows)
-    return kept(*(along.over_axis(records.rows, best, key, model, records.unit) for key in axes(records.rows)))
+    measured = probes(records.rows)  # a training to a target has its probe's point, and a speed of other steps
+    model = model_of(records.result, measured)
+    return kept(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
 
 
 def over_time(records: Records) -> list[Figure]:

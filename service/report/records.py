@@ -13,6 +13,7 @@ from typing import Any
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.probes import relative_error
 from service.trees import flatten
+from service.uris import without_password
 from trainables.rundir import RunDir, StageDir
 
 SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
@@ -46,7 +47,7 @@ class Records:
 
     root: Path
     result: Mapping[str, Any]
-    experiment: Mapping[str, Any]  # by dotted keys
+    experiment: Mapping[str, Any]  # by dotted keys; URIs without passwords
     sources: Mapping[str, str]
     rows: Sequence[Row] = ()  # of a sweep; each with "error", the relative standard error of its mean step, or None
     histories: Sequence[History] = field(default_factory=tuple)
@@ -81,7 +82,8 @@ def open_records(path: Path) -> Records:
 
 def read_records(run_dir: RunDir, result: Mapping[str, Any], experiment: Any, sources: Mapping[str, str]) -> Records:
     """Rows and histories of a run directory; files that are not there yet are left out."""
-    flat = flatten(experiment.model_dump(mode="json"))
+    values = flatten(experiment.model_dump(mode="json"))
+    flat = {key: without_password(held) if isinstance(held, str) else held for key, held in values.items()}
     if result["kind"] != "sweep":
         stages = [(name, run_dir.stage(name)) for name in ("teacher", "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]

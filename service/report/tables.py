@@ -26,8 +26,11 @@ def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) 
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
+    from service.search.replay import probes  # imports scipy, which a run that is starting does not need
+
     trials = [trial for trial in result["trials"] if trial["status"] != "untested"]
-    count = f"{len(trials)} of {len(result['trials'])} points" if len(trials) < len(result["trials"]) else f"{len(trials)} trials"
+    points, tried = probes(result["trials"]), probes(trials)
+    count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
     table = Table(title=f"{result['name']}: {count} by {result['metric']} ({result['mode']})", title_justify="left")
     extra = [key for key in result["space"] if key not in SCALE]
     left = ("trial", "GPUs" if result.get("use_gpu") else "procs", "batch", "workers", *extra)

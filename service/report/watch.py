@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from service.report.page import write_page
 from service.report.tables import overview, under_way
 from service.report.winner import UNRUN
 from service.run import reopen
+from service.search.replay import probes
 from trainables.rundir import RunDir
 
 EVERY_S = 3.0
@@ -24,6 +26,8 @@ ABOUT_ROWS = 12  # of a screen that is not the table
 
 def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir, dict[str, Any]]:
     """Follow a run until it is no longer running. Returns how it stands then, its page written.
+
+    A run that nobody carries out any more (its driver was killed and could not say so) counts as interrupted.
 
     Raises:
         ExperimentError: no run there, or the page cannot be written.
@@ -44,8 +48,22 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
                 write_page(run_dir, result, html)
                 due = time.monotonic() + max(EVERY_S, (time.monotonic() - began) / SHARE)
             time.sleep(EVERY_S)
+            alone = abandoned(run_dir)  # looked at first: a run that ends now is no longer running in what is read next
             _, run_dir, result = reopen(directory)
+            if alone and result["status"] == "running":
+                reason = f"nobody carries this out any more; continue with: distill resume {run_dir.root}"
+                return run_dir, {**result, "status": "interrupted", "reason": reason}
     return run_dir, result
+
+
+def abandoned(run_dir: RunDir) -> bool:
+    """Whether a run that has begun is in nobody's hands: the lock of `service.run.locked` could be had. It is not kept."""
+    try:
+        with open(run_dir.root / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, not there yet, or on a file system without locks
+        return False
+    return True
 
 
 def latest(result: Mapping[str, Any], height: int) -> set[str]:
@@ -57,10 +75,10 @@ def latest(result: Mapping[str, Any], height: int) -> set[str]:
 
 def progress(result: Mapping[str, Any]) -> str:
     """One line on how far a run is."""
-    rows = result.get("trials")
-    if rows is None:
+    if "trials" not in result:
         stages = ", ".join(stage["stage"] for stage in result.get("stages", []))
         return f"{result['name']}: {result['status']}" + (f", {stages} ended" if stages else "")
+    rows = probes(result["trials"])
     ended = sum(row["status"] not in UNRUN for row in rows)
     best = result.get("best")
     told = f", best {best['id']}: {best['metrics'].get('images_per_s', 0.0):,.1f} images/s" if best else ""

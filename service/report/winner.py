@@ -82,14 +82,20 @@ def judged(result: Mapping[str, Any]) -> tuple[str, str]:
 
 def bound(result: Mapping[str, Any]) -> list[str]:
     """How much better a point may be that was not tried."""
-    rows, search = result.get("trials", []), result.get("search") or {}
+    from service.search.replay import probes  # imports scipy, which a run that is starting does not need
+
+    rows, search = probes(result.get("trials", [])), result.get("search") or {}
     left = sum(row["status"] in UNRUN for row in rows)
     told = []
     if search:
         unit = "GPU" if result.get("use_gpu") else "worker"
         tried = f"{len(rows) - left} of {len(rows)} points were tried, for {search['spent_gpu_s']:,.0f} {unit}-seconds"
         sure = search["bound_pct"] is not None
-        believed = f"No untested point is believed to be more than {search['bound_pct']:.1f}% better; " if sure else ""
+        believed = (
+            f"No untested point is believed to be more than {search['bound_pct']:.1f}% better (95% sure of each); "
+            if sure
+            else ""
+        )
         told = [f"{believed}{tried}."]
         told.append(f"Why the search ended: {search['why']}.")
     elif left:

@@ -51,15 +51,6 @@ class Prediction:
     fastest_M: Array
     """Probability of being faster than the point of least seconds; ½ for that one."""
 
-    @property
-    def order(self) -> list[int]:
-        """Rows, the fastest first."""
-        return [int(row) for row in np.argsort(self.seconds_M, kind="stable")]
-
-    def shortlist(self, most: int) -> list[int]:
-        """The rows that are worth a training to the target, the fastest first: at most `most`, at least one."""
-        return [row for row in self.order if self.fastest_M[row] >= CHANCE][:most]
-
 
 @dataclass(frozen=True)
 class Learning:

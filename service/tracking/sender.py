@@ -10,9 +10,9 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from service.tracking.spool import Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, lines_after
+from service.uris import without_password
 
 if TYPE_CHECKING:
     from service.tracking.mlflow_store import Store
@@ -62,7 +62,7 @@ class Sender:
         try:
             self._deliver()
         except Exception as error:
-            reason = self._without_password(one_line(root_cause(error)))
+            reason = without_password(one_line(root_cause(error)), self.uri)
             if not self._trouble:
                 log.warning("tracking: %s takes no records now (%s); they wait in %s", self._where, reason, self._spool.root)
             self._trouble = reason
@@ -84,11 +84,7 @@ class Sender:
 
     @property
     def _where(self) -> str:
-        return self._without_password(self.uri)
-
-    def _without_password(self, text: str) -> str:
-        login, at, _ = urlsplit(self.uri).netloc.rpartition("@")
-        return text.replace(login + at, "") if at else text
+        return without_password(self.uri)
 
     def _deliver(self) -> None:
         store = self._store or self._connect()

@@ -48,6 +48,14 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
     assert "oom: rank 0: CUDA out of memory" in text
 
 
+def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
+    held = result()
+    held["trials"] += [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
+    table = sweep_table(held)
+    assert str(table.title).startswith("demo: 3 of 4 points")
+    assert table.row_count == 4
+
+
 def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     failed = trial("003", "failed", reason="no key [/data] in x[0] :cat:")
     output().print(sweep_table({**result(), "name": "[demo]", "trials": [failed]}))

@@ -17,13 +17,13 @@ from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.waits import AllreduceWait
 
-EXTRA_S = 0.03
+EXTRA_MS = 60
 
 
 def summary_of(group: Group, settings: TrainConfig, fault: str) -> dict[str, float]:
     job = build(settings, group, lambda *_: None, no_telemetry)
     if fault:
-        undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_S)
+        undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_MS / 1e3)
     summary = loop.run(job)
     if fault:
         undo()
@@ -38,10 +38,11 @@ def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(r
         tmp_path, precision="fp32", teacher={"weights": weights}, train={"max_steps": 24, "warmup_steps": 4}, optim={"epochs": 9}
     )
     summary = ranks.run(2, summary_of, settings, fault)[0]
+    waiting = {"": (), "network": (0, 1), "rank": (0,)}[fault]
+    for rank in (0, 1):  # the median: a step that another process delayed counts as any other
+        expected_ms = EXTRA_MS if rank in waiting else 0
+        assert summary[f"rank{rank}/allreduce_wait_p50_ms"] == pytest.approx(expected_ms, abs=EXTRA_MS / 2)
     first, second = (summary[f"rank{rank}/allreduce_wait_ms"] for rank in (0, 1))
-    waited_for = {"": (0, 0), "network": (30, 30), "rank": (30, 0)}[fault]
-    assert first == pytest.approx(waited_for[0], abs=15)
-    assert second == pytest.approx(waited_for[1], abs=15)
     assert summary["phase/allreduce_wait_ms"] == pytest.approx((first + second) / 2)
     assert summary["phase/allreduce_wait_ms"] < summary["phase/backward_ms"]
 

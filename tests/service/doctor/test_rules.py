@@ -77,6 +77,13 @@ def test_records_without_the_loaders_costs_go_by_the_nodes_cores() -> None:
     assert the(loading(replace(slow, nodes=(NodeUse(30.0, 0.0),)))).cause == "storage-bound"
 
 
+def test_records_that_say_nothing_of_loader_and_node_leave_the_cause_open() -> None:
+    for silent in ((), (NodeUse(None, 90.0),)):
+        found = the(loading(run_of(longer(RANK, data=100), loader=None, nodes=silent)))
+        assert found.cause == "data-bound"
+        assert found.gain_pct == pytest.approx(100 * 101 / 200)
+
+
 def test_a_rank_that_alone_waits_for_data_makes_no_run_decode_bound() -> None:
     assert loading(run_of(waiting(RANK, 100), longer(RANK, data=100))) is None
 
@@ -124,6 +131,12 @@ def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
     assert the(straggler(run_of(fast, fast, fast, fast, slow, nodes=two[:1]))).sentence.startswith("rank 4 (node0) is slow")
     found = the(straggler(run_of(fast, fast, slow, slow, nodes=two)))
     assert found.sentence.startswith("node1 (ranks 2, 3) are slow")
+
+
+def test_no_node_is_named_where_nodes_have_unlike_numbers_of_ranks() -> None:
+    slow, fast = waits(longer(RANK, teacher=60), 1.0), waiting(RANK, 60, 1)
+    found = the(straggler(run_of(fast, fast, fast, slow, fast, nodes=(NodeUse(50.0), NodeUse(50.0)))))
+    assert found.sentence.startswith("rank 3 is slow")
 
 
 def test_a_slow_network_keeps_every_rank_waiting_and_is_no_straggler() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from service.experiment import load
 from service.report.compare import compare, overall
 from service.report.records import open_records
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
@@ -52,6 +54,28 @@ def test_what_differs_in_the_experiments_is_named(tmp_path: Path) -> None:
     a = open_records(sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64, 128]}, name="one").root)
     b = open_records(sweep_dir(tmp_path / "b", {GLOBAL_BATCH: [64, 256]}, name="two").root)
     assert [key for key, _, _ in compare(a, b).differences] == ["sweep.space"]
+
+
+def test_points_are_compared_by_their_probes_and_not_by_trainings_to_a_target(tmp_path: Path) -> None:
+    a, b = (open_records(sweep_dir(tmp_path / name, {GLOBAL_BATCH: [64, 128]}).root) for name in "ab")
+    trained = [{**row, "id": f"{row['id']}-trained", "probe": row["id"]} for row in b.rows]
+    assert [pair.b["id"] for pair in compare(a, replace(b, rows=[*b.rows, *trained])).pairs] == ["000", "001"]
+
+
+def test_neither_page_nor_terminal_shows_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roots = [sweep_dir(tmp_path / name, {GLOBAL_BATCH: [64]}).root for name in "ab"]
+    for root, login, host in zip(roots, ("me:hunter2", "me:hunter3"), ("one", "two"), strict=True):
+        file = root / "experiment.yaml"
+        file.write_text(load(str(file), [f"tracking.uri=postgresql://{login}@{host}/mlflow"]).to_yaml())
+    code, out, _ = run(capsys, "compare", *roots, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert "postgresql://one/mlflow" in out
+    code, _, _ = run(capsys, "report", roots[0])
+    assert code == 0
+    own, both = (path.read_text() for path in (roots[0] / "report.html", tmp_path / "page.html"))
+    assert "postgresql://one/mlflow" in own
+    assert "postgresql://two/mlflow" in both
+    assert "hunter" not in out + own + both
 
 
 def test_a_run_is_compared_with_a_sweep_at_its_one_point(tmp_path: Path) -> None:

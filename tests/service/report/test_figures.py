@@ -68,6 +68,13 @@ def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: 
     assert shown(pareto(records.rows, "GPU")).numbers[0][0] == kept[0]["id"]
 
 
+def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:
+    named = [records.rows[0]["id"], records.rows[5]["id"]]
+    figure = shown(pareto(records.rows, "GPU", named))
+    assert {row[0] for row in figure.numbers} == set(named)
+    assert sum(size == 12 for trace in figure.traces[1:] for size in trace["marker"]["size"]) == 2
+
+
 def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     records = open_records(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64]}).root)
     assert records.best is not None

@@ -68,9 +68,10 @@ def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
 def test_500_trials_fit_5_mb_and_5_seconds(tmp_path: Path) -> None:
     space = {W: [1, 2, 4, 8, 16], B: [32, 64, 128, 256, 512], L: [0, 1, 2, 4, 8], "precision": ["fp32", "bf16"], "seed": [0, 1]}
     run_dir = sweep_dir(tmp_path / "s", space)
-    began = time.perf_counter()
+    page(sweep_dir(tmp_path / "first", {B: [64, 128]}))  # imports are paid for once
+    began = time.process_time()  # of this process alone: others may have the cores
     parsed = page(run_dir)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert len(reopen(run_dir.root)[2]["trials"]) == 500
     assert run_dir.report.stat().st_size < 5e6
     assert "All 500 trials" in parsed.text
@@ -130,6 +131,7 @@ def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     assert parsed.fetched() == []
     policy = [held["content"] or "" for held in parsed.all("meta") if held.get("http-equiv") == "Content-Security-Policy"]
     assert policy[0].startswith("default-src 'none'; script-src 'nonce-")
+    assert policy[0].endswith("; base-uri 'none'; form-action 'none'")
     styles = [held.get("style") or "" for _, held in parsed.elements]
     assert not any("url(" in style for style in styles)
 
@@ -156,9 +158,23 @@ def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> No
     search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
     parsed = page(run_dir)
-    bound = "No untested point is believed to be more than 1.8% better; 3 of 4 points were tried, for 812 GPU-seconds."
-    assert bound in parsed.text
+    assert "No untested point is believed to be more than 1.8% better (95% sure of each); 3 of 4 points were tried" in parsed.text
+    assert ", for 812 GPU-seconds." in parsed.text
     assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
+
+
+def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the_figures(tmp_path: Path) -> None:
+    search = {"why": "so", "spent_gpu_s": 9.0, "bound_pct": 1.8}
+    run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, policy="guided", search=search)
+    _, _, result = reopen(run_dir.root)
+    probe = result["trials"][1]
+    trained = {**probe, "id": "001-trained", "probe": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
+    result |= {"trials": [*result["trials"], trained]}
+    parsed = Parsed(write_page(run_dir, result).read_text())
+    assert "4 of 4 points were tried" in parsed.text
+    figure = next(figure for figure in parsed.figures if figure["id"] == "speed-0")
+    assert 1.0 not in [speed for trace in figure["traces"] for speed in trace["y"]]
+    assert "001-trained" in parsed.text
 
 
 def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:

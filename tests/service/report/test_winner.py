@@ -65,10 +65,17 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
         "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
     }
     assert bound(guided) == [
-        "No untested point is believed to be more than 2.0% better; 1 of 2 points were tried, for 99 worker-seconds.",
+        "No untested point is believed to be more than 2.0% better (95% sure of each); "
+        "1 of 2 points were tried, for 99 worker-seconds.",
         "Why the search ended: so.",
     ]
     assert bound({"trials": []}) == []
+
+
+def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
+    rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
+    trained = {**rows[1], "id": "1-trained", "probe": "1"}
+    assert bound({"trials": [*rows, trained]}) == ["Nothing is left untried: 2 points decided, the whole space."]
 
 
 def test_a_search_for_speed_and_cost_names_its_front() -> None:

@@ -1,0 +1,24 @@
+"""How a run puts its records away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from service.experiment import load
+from service.run import begin, session
+from service.tracking.spool import Spool
+from trainables.rundir import RunDir
+
+
+def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["tracking.uri=http://127.0.0.1:9"]), RunDir(tmp_path / "r")
+    run_dir.root.mkdir()
+    begin(resolved, "train", run_dir, tmp_path)
+    with contextlib.suppress(KeyboardInterrupt), session(resolved, run_dir):
+        raise KeyboardInterrupt
+    events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
+    assert [event["op"] for event in events[-3:]] == ["artifact", "end", "artifact"]
+    assert events[-2]["status"] == "KILLED"
+    assert [Path(event["path"]).name for event in events[-3::2]] == ["result.json", "report.html"]
