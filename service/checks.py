@@ -61,7 +61,7 @@ def check_points(resolved: Resolved) -> frozenset[str]:
     Raises:
         ExperimentError: nothing to search, or the reason why the first point cannot run.
     """
-    from service.sweep import plan_trials, refuse
+    from service.trials import plan_trials, refuse
 
     trials = plan_trials(resolved)
     if clusters.is_local():

@@ -10,8 +10,8 @@ from service.cluster import Cluster, Node
 from service.experiment import load
 from service.plan import Plan
 from service.search.visits import Visits
-from service.sweep import plan_trials
 from service.trial import Assignment, Outcome
+from service.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage
 from trainables.rundir import RunDir
 

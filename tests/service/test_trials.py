@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from service.cluster import Cluster, Node
 from service.experiment import load
-from service.sweep import best_of, plan_trials, refuse, training_of
+from service.sweep import best_of
 from service.trial import Outcome
+from service.trials import plan_trials, refuse, training_of
 
 
 def test_a_grid_has_every_combination_once_in_the_order_of_the_space() -> None:
