@@ -74,7 +74,7 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check, open a run directory and carry out."""
     from service.checks import check_inputs
-    from service.run import begin, check_places, new_run_dir
+    from service.places import begin, check_places, new_run_dir
 
     check_places(root, out)
     check_inputs(resolved, kind)
@@ -111,7 +111,7 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
     from service.checks import check_checkpoints, check_inputs
-    from service.run import reopen
+    from service.places import reopen
 
     resolved, run_dir, result = reopen(directory)
     if result["status"] == "complete":
@@ -146,10 +146,10 @@ def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root:
 @click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")
 def report(directory: Path, html: Path | None, watch: bool) -> None:
     """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
+    from service.places import reopen
     from service.progress import output
     from service.report.page import write_page
     from service.report.tables import report_of
-    from service.run import reopen
 
     console = output()
     if watch:
@@ -195,7 +195,7 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
     from service.progress import output
 
     if Path(directory_or_recipe).is_dir():
-        from service.run import reopen
+        from service.places import reopen
 
         if overrides:
             raise click.UsageError("--set: changes a recipe; what a directory's run was told stands in its experiment.yaml")
@@ -332,7 +332,7 @@ def ui(root: Path, host: str, port: int) -> None:
 @DIR
 def sync(directory: Path) -> None:
     """Send to MLflow what it has not taken yet."""
-    from service.run import reopen
+    from service.places import reopen
     from service.tracking import sync as run_sync
 
     _, run_dir, _ = reopen(directory)

@@ -13,9 +13,9 @@ from service import cluster as clusters
 from service.checks import check_source
 from service.experiment import parse_override
 from service.mistakes import explain
+from service.places import check_places
 from service.plan import absolute
 from service.progress import Display
-from service.run import check_places
 from service.trees import put
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError

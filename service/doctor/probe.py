@@ -11,8 +11,9 @@ from service import cluster as clusters
 from service.checks import check_inputs
 from service.doctor.records import Case, read_run
 from service.experiment import Resolved
+from service.places import begin, check_places, new_run_dir
 from service.plan import Plan
-from service.run import begin, check_places, new_run_dir, run_stage, session
+from service.run import run_stage, session
 from service.sweep import untrained_teacher
 from trainables.rundir import RunDir
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from service.places import reopen
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.probes import relative_error
 from service.trees import flatten
@@ -74,8 +75,6 @@ def open_records(path: Path) -> Records:
     Raises:
         ExperimentError: no run there.
     """
-    from service.run import reopen
-
     resolved, run_dir, result = reopen(path)
     return read_records(run_dir, result, resolved.experiment, resolved.sources)
 

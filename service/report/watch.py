@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from service.places import abandoned, reopen
 from service.report.page import write_page
 from service.report.tables import overview, under_way
 from service.report.winner import UNRUN
-from service.run import reopen
 from service.search.replay import probes
 from trainables.rundir import RunDir
 
@@ -54,16 +53,6 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
                 reason = f"nobody carries this out any more; continue with: distill resume {run_dir.root}"
                 return run_dir, {**result, "status": "interrupted", "reason": reason}
     return run_dir, result
-
-
-def abandoned(run_dir: RunDir) -> bool:
-    """Whether a run that has begun is in nobody's hands: the lock of `service.run.locked` could be had. It is not kept."""
-    try:
-        with open(run_dir.root / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, not there yet, or on a file system without locks
-        return False
-    return True
 
 
 def latest(result: Mapping[str, Any], height: int) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.doctor.records import Case, read_run
 from service.experiment import load
-from service.run import begin, reopen
+from service.places import begin, reopen
 from tests.faults.injected import FAULTS
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from service.experiment import load
-from service.run import begin, session
+from service.places import begin
+from service.run import session
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
 

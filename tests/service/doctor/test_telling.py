@@ -12,7 +12,7 @@ from service.doctor.evidence import NodeUse
 from service.doctor.records import Case, evidence_of
 from service.doctor.telling import tell
 from service.experiment import Experiment, load
-from service.run import begin
+from service.places import begin
 from tests.faults.hot_gpu import hot_gpu
 from tests.service.commands import run
 from tests.service.doctor.runs import HEALTHY, RANK, longer, run_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from service.experiment import load
+from service.places import reopen
 from service.report.winner import against, bound, command, lines, why, written
-from service.run import reopen
 from service.strict_yaml import parse
 from tests.service.report.runs import sweep_dir
 
