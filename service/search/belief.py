@@ -84,7 +84,7 @@ class Belief:
 
         if doubted(0.0) <= 0:
             return 0.0
-        return math.expm1(brentq(doubted, 0.0, float(ahead_SM.max()) + 9 * float(rest_M.max())))
+        return math.expm1(brentq(doubted, 0.0, float(np.max(ahead_SM)) + 9 * float(np.max(rest_M))))
 
 
 def believe(

@@ -73,5 +73,5 @@ def blamed(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Ob
             guilty.append((failures, having_M))
     blamed_M = np.zeros(len(layout.workers_M), dtype=bool)
     for failures, _ in guilty:
-        blamed_M |= np.logical_and.reduce([having_M for others, having_M in guilty if failures <= others])
+        blamed_M |= np.all(np.stack([having_M for others, having_M in guilty if failures <= others]), axis=0)
     return blamed_M

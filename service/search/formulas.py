@@ -12,6 +12,7 @@ Shapes: ... any leading axes (samples of the parameters), M points, P parameters
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,7 @@ class Times:
 
 def _larger(*terms: Array) -> Array:
     """A maximum with round corners, ≥ every term: the p-norm of order SHARPNESS, by products, since powers are slow."""
-    top = np.maximum.reduce(terms)
+    top = functools.reduce(np.maximum, terms)
     total = np.zeros_like(top)
     for term in terms:
         fourth = (term / top) ** 2

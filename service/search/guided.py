@@ -286,7 +286,7 @@ class Guided:
             rival = self._name(belief.rival_M[row])
             self._why = f"{self._name(row)} is checked as a neighbour of {rival}, which the model believes to be better"
             return row
-        chance = float(beats_M[open_M].max())
+        chance = float(np.max(beats_M[open_M]))
         best = "those of the front of speed and cost" if self.along_front else self._name(belief.best)
         ends = "no untested point is believed to be" if chance <= DOUBT else "no probe is worth its GPU time any more to find one"
         self._why = (

@@ -96,7 +96,7 @@ class Race:
             return 0.0 if self.told and not left_M.any() else math.inf
         told = self.predict()
         least_M = told.seconds_M * np.exp(-1.645 * np.hypot(told.spread_M, SEEDS))
-        return max(0.0, float(self.until_s / least_M[left_M].min()) - 1)
+        return max(0.0, float(self.until_s / np.min(least_M[left_M])) - 1)
 
     def ask(self) -> int | None:
         """The row to train next; None where the race is over."""

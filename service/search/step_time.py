@@ -91,7 +91,7 @@ class StepTime:
         squares = (np.concatenate([measured.residuals(logs_SP), away_SP], axis=-1) / ROBUST) ** 2
         energy_S = ROBUST**2 * (np.sqrt(1 + squares) - 1).sum(axis=-1)  # soft L1, as in the fit
         weights_S = 0.5 * (unit_SP**2).sum(axis=-1) - energy_S
-        weights_S = np.exp(weights_S - weights_S.max())
+        weights_S = np.exp(weights_S - np.max(weights_S))
         weights_S = np.minimum(weights_S, weights_S.mean() * math.sqrt(count))
         return logs_SP, weights_S / weights_S.sum()
 
