@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.conftest import Distill, records, result
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:

@@ -135,6 +135,7 @@ def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill) -> N
     assert not leftovers(run)
 
 
+@pytest.mark.slow
 def test_a_point_of_a_guided_sweep_that_runs_out_of_memory_is_a_row_and_the_search_goes_on(distill: Distill) -> None:
     run = distill.runs / "guided-oom"
     # The first layer of this network on images of 4096 pixels takes 51 GB.
