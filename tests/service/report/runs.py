@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 from service.experiment import load
+from service.report.marks import Figure
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from trainables.rundir import RunDir, append_line, write_json
 
 HARDWARE = {"nodes": 2, "slots_per_node": 4, "cpus_per_node": 32.0}
 BEGAN_MS = 1_790_000_000_000
+
+SPACE = {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128, 256, 512], LOADER_WORKERS: [1, 2, 4]}
 
 
 def sweep_dir(
@@ -139,3 +143,8 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
 def grow(run_dir: RunDir) -> None:
     """One more line, as a run that is still going on writes it."""
     append_line(run_dir.stage("student").metrics, line("step", 60, 5.5, BEGAN_MS, {"images_per_s": 1.0, "loss": 0.1}))
+
+
+def shown(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure

@@ -9,22 +9,9 @@ import pytest
 
 from service.report.along import over_axis
 from service.report.figures import efficiency, front, pareto, phases, waits
-from service.report.marks import Figure
 from service.report.records import Records, axes, open_records
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from tests.service.report.runs import sweep_dir
-
-SPACE = {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128, 256, 512], LOADER_WORKERS: [1, 2, 4]}
-
-
-@pytest.fixture
-def records(tmp_path: Path) -> Records:
-    return open_records(sweep_dir(tmp_path / "s", SPACE).root)
-
-
-def shown(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
+from service.search.points import GLOBAL_BATCH, NUM_WORKERS
+from tests.service.report.runs import shown, sweep_dir
 
 
 def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> None:

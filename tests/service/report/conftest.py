@@ -1,0 +1,16 @@
+"""A sweep's records, for the tests of what is drawn from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.report.records import Records, open_records
+from tests.service.report.runs import SPACE, sweep_dir
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    """Of a sweep in which every point has run."""
+    return open_records(sweep_dir(tmp_path / "s", SPACE).root)
