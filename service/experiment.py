@@ -18,14 +18,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
 from service.mistakes import explain, known_keys, nearest
+from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
 from trainables.config import (
-    Count,
     DataConfig,
     DistillConfig,
     ModelConfig,
-    Number,
     OptimConfig,
     ScaleConfig,
     Section,
@@ -36,88 +35,6 @@ from trainables.config import (
 from trainables.errors import ExperimentError, ModelError
 from trainables.methods import check_method
 from trainables.models.names import check_model_name
-
-SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
-FRONT = "pareto"
-TIME = "time_to_accuracy"
-TIME_S = f"{TIME}_s"
-"""What a training that has reached its target has it under."""
-GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
-"""What the policy guided can look for: what its models predict, and the front of speed and cost."""
-ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "val_loss")
-"""Metrics that a trial has once it has trained a whole epoch."""
-MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
-
-
-class SweepConfig(Section):
-    """A search over values of the experiment."""
-
-    space: dict[str, Any] = Field(
-        default_factory=dict, description="dotted key → list, {range: [first, last, step]}, or a distribution"
-    )
-    policy: Literal["grid", "random", "asha", "guided"] = Field(
-        "grid", description="guided: a timing sweep that learns what a step is made of, and tries few points of the grid"
-    )
-    metric: str = Field(
-        "images_per_s",
-        description="what the best trial has most (or, for times and losses, least) of; guided: or pareto, both speed and cost",
-    )
-    target_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
-        None, description="metric time_to_accuracy: the validation top-1, in percent, to which the time counts"
-    )
-    num_samples: Count = Field(16, description="trials drawn by the policies random and asha")
-    steps: Count | None = Field(
-        None,
-        description="a timing sweep: steps of a trial past its warm-up (guided: at most; 60 if absent); absent: its epochs",
-    )
-    tolerance: Annotated[Number, Field(gt=0, lt=1)] = Field(
-        0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
-    )
-    max_concurrent: Count = Field(1, description="trials at a time; bounded by what the cluster holds")
-    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped")
-    reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
-
-    @property
-    def timing_steps(self) -> int | None:
-        """Most steps that a trial of a timing sweep measures; None: trials train to their epochs."""
-        return self.steps or (60 if self.policy == "guided" else None)
-
-    @property
-    def figure(self) -> str:
-        """What `metric` is called among a trial's metrics."""
-        return TIME_S if self.metric == TIME else self.metric
-
-    @property
-    def races(self) -> bool:
-        """Whether the points that are found to be the fastest are then trained to the target."""
-        return self.policy == "guided" and self.metric == TIME
-
-    @property
-    def mode(self) -> Literal["min", "max"]:
-        """Whether `metric` is minimised or maximised."""
-        return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
-
-    @model_validator(mode="after")
-    def _metric_exists(self) -> Self:
-        known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
-        if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
-            near = difflib.get_close_matches(self.metric, known, n=1)
-            instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
-            raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
-        if self.policy == "guided" and self.metric not in GUIDED:
-            raise ValueError(
-                f"policy guided looks for speed or cost, not {self.metric}: set metric to one of {', '.join(GUIDED)}"
-            )
-        if (self.metric == TIME) is not (self.target_pct is not None):
-            raise ValueError(f"metric {TIME} and target_pct, the accuracy to reach, go together: set both or neither")
-        if self.metric == TIME and self.policy != "guided" and self.steps is not None:
-            raise ValueError(f"metric {TIME} lets trials train to the target: leave out steps, or set policy to guided")
-        if self.steps is not None and (self.metric in ACCURACIES or self.policy == "asha"):
-            what = f"metric {self.metric}" if self.metric in ACCURACIES else "policy asha"
-            raise ValueError(f"{what} compares accuracies between epochs: leave out steps (--set sweep.steps=null)")
-        if self.policy == "asha" and (self.metric not in ACCURACIES or self.metric.startswith("best")):
-            raise ValueError(f"policy asha stops trials by their accuracy, not by {self.metric}: set metric to top1_pct")
-        return self
 
 
 class TrackingConfig(Section):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from service.experiment import SweepConfig
+from service.search.config import SweepConfig
 from service.trial import Assignment, run_trial, run_visit
 from trainables.rundir import RunDir
 

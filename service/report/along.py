@@ -24,7 +24,7 @@ from service.report.marks import (
 )
 from service.report.records import Row, axes, ordered, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.search.replay import point_of
+from service.search.rows import point_of
 from service.search.step_time import StepTime
 
 NAMED = 40  # trials that a figure still names one by one

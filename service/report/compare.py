@@ -13,7 +13,7 @@ from typing import Any
 from service.report import names
 from service.report.records import SCALE, Records, Row, ran, spread
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
-from service.search.replay import probes
+from service.search.rows import probes
 
 LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from service.report.records import SCALE, Row, ran
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Point
-from service.search.replay import observation, point_of
+from service.search.replay import observation
+from service.search.rows import point_of
 from service.search.step_time import StepTime, fit
 
 FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster

@@ -15,7 +15,7 @@ from service.report.curve import model_of
 from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
 from service.report.records import Records, axes, ran, read_records
-from service.search.replay import probes
+from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
 

@@ -12,6 +12,7 @@ from service.report.names import natural, number
 from service.report.records import SCALE, spread
 from service.report.winner import command
 from service.report.winner import lines as sentences
+from service.search.rows import probes
 from trainables.phases import PHASES
 from trainables.rundir import RunDir, StageDir, read_lines
 from trainables.telemetry import decode_throttle
@@ -26,8 +27,6 @@ def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) 
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
-    from service.search.replay import probes  # imports scipy, which a run that is starting does not need
-
     trials = [trial for trial in result["trials"] if trial["status"] != "untested"]
     points, tried = probes(result["trials"]), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"

@@ -15,7 +15,7 @@ from service.places import abandoned, reopen
 from service.report.page import write_page
 from service.report.tables import overview, under_way
 from service.report.winner import UNRUN
-from service.search.replay import probes
+from service.search.rows import probes
 from trainables.rundir import RunDir
 
 EVERY_S = 3.0

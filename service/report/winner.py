@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from service import strict_yaml
-from service.experiment import FRONT, TIME, TIME_S
 from service.report import names
 from service.report.records import Row, axes, ran, value
+from service.search.config import FRONT, TIME, TIME_S
 from service.search.points import LOADER_WORKERS
+from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.phases import PHASES
 from trainables.rundir import RunDir
@@ -82,8 +83,6 @@ def judged(result: Mapping[str, Any]) -> tuple[str, str]:
 
 def bound(result: Mapping[str, Any]) -> list[str]:
     """How much better a point may be that was not tried."""
-    from service.search.replay import probes  # imports scipy, which a run that is starting does not need
-
     rows, search = probes(result.get("trials", [])), result.get("search") or {}
     left = sum(row["status"] in UNRUN for row in rows)
     told = []

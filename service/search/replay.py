@@ -11,31 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from service.experiment import TIME
 from service.search.accuracy import Learning
+from service.search.config import TIME
 from service.search.guided import METRICS, Guided
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Observation, Point, identity
+from service.search.points import GLOBAL_BATCH, NUM_WORKERS, Hardware, Observation, identity
 from service.search.race import Race
+from service.search.rows import point_of, probes, searched
 from service.trial import NODE_OUT_OF_MEMORY
 from trainables.phases import PHASES
 
 TOLD = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
-
-
-def point_of(row: Mapping[str, Any]) -> Point:
-    """A row's point, the three axes as they were carried out (`auto` resolved)."""
-    return {**row["params"], **{key: row["scale"][key] for key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)}}
-
-
-def searched(rows: Sequence[Mapping[str, Any]]) -> dict[str, Point]:
-    """The points that a search may choose from, by the id of their trial."""
-    return {row["id"]: point_of(row) for row in probes(rows) if row["status"] != "infeasible"}
-
-
-def probes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of the points themselves, without the trainings to a target that followed some of them."""
-    return [row for row in rows if "probe" not in row]
 
 
 def observation(row: Mapping[str, Any]) -> Observation:

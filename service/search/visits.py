@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from service.search.points import NUM_WORKERS, identity
-from service.search.replay import observation, replay, searched
+from service.search.replay import observation, replay
+from service.search.rows import searched
 from service.trial import Assignment, Outcome, accounted, complete
 from trainables.rundir import RunDir, StageDir, write_json
 

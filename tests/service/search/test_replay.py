@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from service.search.race import Race
-from service.search.replay import conclusion, observation, point_of, race, replay
+from service.search.replay import conclusion, observation, race, replay
+from service.search.rows import point_of
 from tests.service.search.rows import grid, result, row, step_s
 
 
