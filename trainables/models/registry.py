@@ -19,7 +19,16 @@ from trainables.models.names import MODELS, ModelName, check_model_name
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct", "library_options", "logits_and_aux"]
+__all__ = [
+    "MODELS",
+    "build_model",
+    "check_forward",
+    "check_model_name",
+    "construct",
+    "library_options",
+    "logits_and_aux",
+    "seeded",
+]
 
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
@@ -49,7 +58,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
     """`build_model` without its forward checks."""
     found = check_model_name(name)
-    with _seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
+    with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
         try:
             model = _construct(found, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -159,7 +168,7 @@ def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...
 
 
 @contextmanager
-def _seeded(key: str) -> Iterator[None]:
+def seeded(key: str) -> Iterator[None]:
     """torch's CPU generator seeded from `key`, and put back afterwards. Other devices' generators are not touched."""
     import torch
 
