@@ -20,20 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-<<<<<<< HEAD
-    "MODELS",
-    "build_model",
-    "check_forward",
-    "check_model_name",
-    "construct",
-    "library_options",
-    "logits_and_aux",
-    "seeded",
-]
-=======
     "MODELS", "build_model", "check_forward", "check_model_name", "construct", "dry_forward", "library_options", "logits_and_aux",
+    "seeded",
 ]  # fmt: skip
->>>>>>> 1b935d00055f10d9dbc33da72ec279b1bf852696
 
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
