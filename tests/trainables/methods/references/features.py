@@ -123,7 +123,7 @@ def ft_decode(factor_BCHW: Array, layers: Sequence[Layer], slope: float = 0.1) -
 def ft_reconstruction(teacher_BCHW: Array, encoder: Sequence[Layer], decoder: Sequence[Layer]) -> Array:
     """‖x − P(x)‖², the mean over C, H and W, per sample: what trains the paraphraser. Kim et al., NeurIPS 2018, L_rec
     (the mean as RepDistiller takes it; 30 epochs of it alone)."""
-    return flat((teacher_BCHW - ft_decode(ft_encode(teacher_BCHW, encoder), decoder)) ** 2).mean(axis=1)
+    return double(flat((teacher_BCHW - ft_decode(ft_encode(teacher_BCHW, encoder), decoder)) ** 2).mean(axis=1))
 
 
 def ft(student_factor_BCHW: Array, teacher_factor_BCHW: Array, variant: str = "repdistiller") -> Array:

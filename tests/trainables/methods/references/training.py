@@ -80,7 +80,7 @@ def several_teachers(
     """
     assert abs(sum(weights) - 1) < 1e-12
     if variant == "losses":
-        return np.sum([w * kd(student_BK, t, temperature) for w, t in zip(weights, teachers, strict=True)], axis=0)
+        return double(np.sum([w * kd(student_BK, t, temperature) for w, t in zip(weights, teachers, strict=True)], axis=0))
     out = []
     for b, s in enumerate(double(student_BK)):
         rows = [double(t)[b] / temperature for t in teachers]
