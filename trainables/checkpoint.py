@@ -1,7 +1,8 @@
 """Save and load a TrainState as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
 
-Names in the file: `model.<parameter or buffer>`, `optim.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything
-else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under `raydistill`.
+Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`, `optim.<parameter index>.<state>`,
+`rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under
+`raydistill`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class TrainState:
     """Everything that training changes, and what the model is."""
 
     model: nn.Module
+    methods: nn.ModuleDict
+    """What the distillation methods train and remember beside the model."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
@@ -78,6 +81,7 @@ def save(path: Path, state: TrainState, group: Group) -> None:
     if not group.is_main:
         return
     tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
+    tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     optim = state.optimizer.state_dict()
     plain: dict[str, dict[str, Any]] = {}
     for index, slots in optim["state"].items():
@@ -158,6 +162,13 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
         state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {str(error).splitlines()[-1].strip()}") from error
+    try:
+        state.methods.load_state_dict({name[7:]: tensor for name, tensor in tensors.items() if name.startswith("method.")})
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was written with another distill.method or other options of it "
+            f"({str(error).splitlines()[-1].strip()}): resume with the same, or choose another --out"
+        ) from error
     _restore_optimizer(state.optimizer, tensors, meta["optimizer"])
     state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
     state.progress = Progress(**meta["progress"])

@@ -21,7 +21,7 @@ from trainables.one_image import image_costs
 from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.phases import PHASES
 from trainables.rundir import headline
-from trainables.step import SUMS, train_step
+from trainables.step import train_step
 
 log = logging.getLogger("raydistill")
 
@@ -76,6 +76,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     steps_per_epoch = job.train_loader.steps_per_epoch
     peak = peak_learning_rate(config.optim, config.data.global_batch_size)
     learner.student.train()
+    if not progress.position:
+        learner.pupil.begin_epoch(progress.epoch)
     batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
     job.throughput.begin(progress.step)
     timer.start()
@@ -135,22 +137,23 @@ def log_step(job: Job, in_epoch: int) -> None:
     mine = torch.cat([learner.sums, (learner.bad_step.double() >= 0).double().reshape(1), *noise])
     local = learner.sums.clone()
     everything = all_reduce_sum(mine, group).tolist()
-    totals, bad, window = everything[: len(SUMS)], everything[len(SUMS)], everything[len(SUMS) + 1 :]
+    n = len(learner.names)
+    totals, bad, window = everything[:n], everything[n], everything[n + 1 :]
     learner.sums.zero_()
     images = totals[0]
     images_per_s = job.throughput.end(images, progress.step)
     job.timer.collect()
     if bad:
         stop_not_finite(job)
-    check_replicas(job.model, group, progress.step)
-    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * len(SUMS), totals, strict=True)]
-    metrics = means(totals) | (job.noise.add(window) if window else {})
+    check_replicas(learner.pupil, group, progress.step)
+    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
+    metrics = means(learner.names, totals) | (job.noise.add(window) if window else {})
     lr = learner.optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
                {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip
     if group.is_main:
-        now, epoch = means(local.tolist()), means(progress.partial)
+        now, epoch = means(learner.names, local.tolist()), means(learner.names, progress.partial)
         log.info(
             "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
             "  %.1f images/s",
@@ -160,12 +163,12 @@ def log_step(job: Job, in_epoch: int) -> None:
         )  # fmt: skip
 
 
-def means(sums: list[float]) -> dict[str, float]:
-    """Sums over images as named means; accuracies in percent. No image: nan."""
-    named = dict(zip(SUMS, sums, strict=True))
-    n = named["images"] or math.nan
-    percent = {f"{name}_pct": 100 * named[name] / n for name in ("top1", "top5")}
-    return {**{name: named[name] / n for name in ("loss", "task_loss", "soft_loss", "method_loss")}, **percent}
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Sums over images, see `Learner.names`, as named means; accuracies in percent. No image: nan."""
+    named = dict(zip(names, sums, strict=True))
+    n = named.pop("images") or math.nan
+    return {f"{name}_pct" if (hits := name in ("top1", "top5")) else name: (100 if hits else 1) * sum_ / n
+            for name, sum_ in named.items()}  # fmt: skip
 
 
 def stop_not_finite(job: Job) -> None:
@@ -188,7 +191,7 @@ def check_finite(job: Job) -> None:
         TrainingError: on every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=job.group.device)
-    for tensor in (*job.model.parameters(), *job.model.buffers()):
+    for tensor in (*job.learner.pupil.parameters(), *job.learner.pupil.buffers()):
         if tensor.is_floating_point():
             total += tensor.detach().double().abs().sum()
     if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
@@ -223,7 +226,7 @@ def finish_epoch(job: Job) -> None:
         if not images:
             raise DataError(f"{config.data.path}: not one {split} image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
-    metrics = {f"train/{name}": value for name, value in means(progress.partial).items()}
+    metrics = {f"train/{name}": value for name, value in means(job.learner.names, progress.partial).items()}
     metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
     metrics |= {"eval_s": eval_s, "skipped_images": float(skipped)}
@@ -319,7 +322,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
-        summary |= image_costs(job.learner, job.model, job.config.data.image_size)
+        summary |= image_costs(job.learner, job.config.data.image_size)
     if progress.history:
         last = progress.history[-1]
         summary |= {
