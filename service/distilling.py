@@ -75,6 +75,10 @@ def _check_needs(experiment: Experiment) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
+    if experiment.teacher is not None and experiment.teacher.cache is not None and distill.method != ("kd",):
+        from trainables.methods.pupil import check_reads_logits, choose
+
+        check_reads_logits(choose(distill))
     if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
         return
     for name in distill.method:

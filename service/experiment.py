@@ -89,6 +89,11 @@ class Experiment(Section):
                     "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
                     "set data.last_batch to drop, or both to 0"
                 )
+        if self.data.device_augment.mixes and self.teacher is not None and self.teacher.cache is not None:
+            raise ValueError(
+                "teacher.cache: it keeps the logits of each image, which mixup and cutmix mix with another: "
+                "set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave teacher.cache out"
+            )
         lengths = {"optim.epochs": self.optim.epochs, "teacher.epochs": self.teacher.epochs if self.teacher else None}
         for key, epochs in lengths.items():
             if epochs is not None and self.optim.warmup_epochs >= epochs:

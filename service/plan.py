@@ -36,9 +36,15 @@ class Plan:
         """One stage's order to the workers."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
+        teacher = config.teacher
+        if teacher is not None and teacher.cache is not None:
+            teacher = teacher.model_copy(update={"cache": str(Path(teacher.cache).expanduser().absolute())})
         auto = self.experiment.data.loader_workers == "auto"
         return Assignment(
-            config.model_copy(update={"data": data, "loader_auto": auto}), self.use_gpu, self.loader_workers, run_dir.tune
+            config.model_copy(update={"data": data, "teacher": teacher, "loader_auto": auto}),
+            self.use_gpu,
+            self.loader_workers,
+            run_dir.tune,
         )
 
     def need(self) -> clusters.Need:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables import checkpoint
+from trainables.answers.kept import KeptTeacher, keeps, open_store
 from trainables.checkpoint import Progress, TrainState
 from trainables.config import TrainConfig
 from trainables.data.auto import Enough
@@ -25,17 +28,19 @@ from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
 from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
-from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
+from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
 from trainables.step import Learner
-from trainables.teacher import Teacher
+from trainables.teacher import Answers, Teacher
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
 from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
+
+log = logging.getLogger("raydistill")
 
 
 class Report(Protocol):
@@ -78,10 +83,11 @@ class Job:
 
     def close(self) -> None:
         """End the loaders' threads, and let go of what they keep on this node. The job can train no more."""
-        try:
-            self.train_loader.close()
-        finally:
-            self.val_loader.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.val_loader.close)
+            stack.callback(self.train_loader.close)
+            if self.learner.teacher is not None:
+                stack.callback(self.learner.teacher.close)
 
 
 def build(
@@ -104,13 +110,16 @@ def build(
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader.labels_M)
+
+    def place(frozen: nn.Module) -> None:
+        frozen.to(device, dtype).to(memory_format=layout)
+        if config.train.compile:
+            frozen.compile()
+
+    pupil, teacher = build_pupil(config, group, model, classes, train_loader, dtype, place)
     pupil.methods.to(device, dtype)
-    if teacher is not None:
-        teacher.model.to(device, dtype).to(memory_format=layout)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
-        for module in (model, *([teacher.model] if teacher is not None else [])):
-            module.compile()
+        model.compile()
     stage = StageDir(Path(config.output_dir))
     updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
     if updates.several and pupil.init_epochs:
@@ -175,15 +184,19 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
             loader_workers=data.loader_workers, device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
+            seed_epochs=config.seed_epochs if split == "train" else None,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))
 
 
 def build_pupil(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], labels_M: Tensor
-) -> tuple[Pupil, Teacher | None]:
-    """The student with its methods, and the frozen teacher where one of them reads it; models on the CPU.
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, dtype: torch.dtype,
+    place: Callable[[nn.Module], None],
+) -> tuple[Pupil, Answers | None]:  # fmt: skip
+    """The student with its methods, and the teacher where one of them reads it: what it is, or what it answered.
+
+    `place` brings a frozen model to where it runs; methods are built while it still is on the CPU.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -192,21 +205,25 @@ def build_pupil(
     chosen = choose(config.distill) if config.distill is not None else ()
     if config.distill is None or not chosen:
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
-    model = None
-    if given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen):
-        model = load_teacher(
-            given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=config.seed
-        )
+    taught = given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen)
+    kept = taught and given is not None and given.cache is not None
+    if kept:
+        check_reads_logits(chosen)
+    model = load_network(config, classes) if taught and not kept else None
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
-    teacher = None
     teacher_reader = None
     if model is not None and given is not None:
         teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
-        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     methods = build_methods(
-        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
+        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
         seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
+    teacher: Answers | None = None
+    if model is not None and teacher_reader is not None:
+        place(model)
+        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
+    elif kept:
+        teacher = kept_teacher(config, group, classes, loader, dtype, place, [c.key for c in chosen])
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
@@ -218,6 +235,37 @@ def build_pupil(
             "set optim.accumulate to 1, or use more workers"
         )
     return pupil, teacher
+
+
+def load_network(config: TrainConfig, classes: tuple[str, ...]) -> nn.Module:
+    """The teacher's network, on the CPU. Raises ModelError, CheckpointError."""
+    given = config.teacher
+    assert given is not None
+    assert given.weights is not None
+    size, seed = config.data.image_size, config.seed
+    return load_teacher(given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+
+
+def kept_teacher(
+    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, dtype: torch.dtype,
+    place: Callable[[nn.Module], None], methods: Sequence[str],
+) -> KeptTeacher:  # fmt: skip
+    """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
+
+    Raises:
+        DistillError: see `open_store`.
+    """
+    assert config.teacher is not None
+    name, size = config.teacher.model, config.data.image_size
+
+    def run() -> Teacher:
+        log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
+        network = load_network(config, classes)
+        place(network)
+        return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
+
+    store = open_store(config, group, loader, classes)
+    return KeptTeacher(store, methods, run, device=group.device, dtype=dtype, keeps=keeps(config))
 
 
 def wrap(model: Pupil, group: Group) -> nn.Module:

@@ -116,6 +116,11 @@ class DataConfig(Section):
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
     @property
+    def draws(self) -> bool:
+        """Whether an image of the training split looks different from epoch to epoch."""
+        return self.augment != "none" or self.device_augment != DeviceAugmentConfig()
+
+    @property
     def decodes_on_device(self) -> bool:
         """Whether training's crops are decoded on the device."""
         return self.decoder in ON_DEVICE
@@ -150,6 +155,20 @@ class TeacherConfig(ModelConfig):
         None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
     )
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    cache: str | None = Field(
+        None, min_length=1, description="a folder that all nodes share, where its logits are kept for all epochs, trials and runs"
+    )
+    cache_top_k: Count | None = Field(None, description="keep so many classes of each image, and what the others add up to")
+    cache_epochs: Count | None = Field(
+        None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
+    )
+
+    @model_validator(mode="after")
+    def _something_to_keep(self) -> Self:
+        for name in ("cache_top_k", "cache_epochs"):
+            if self.cache is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
+        return self
 
 
 class MethodOptions(Section):
@@ -313,6 +332,17 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Annotated[Integer, Field(ge=0, lt=2**32)] = 0
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def seed_epochs(self) -> int | None:
+        """How many ways there are in which an image is augmented, one after the other; None: every epoch has its own."""
+        if self.teacher is None or self.teacher.cache is None:
+            return None
+        return self.teacher.cache_epochs if self.data.draws else 1
+
+
+class FillConfig(TrainConfig):
+    """What one worker needs to fill the cache of `teacher`: nothing is trained."""
 
 
 class EvaluateConfig(Section):

@@ -60,6 +60,8 @@ class Needs:
     """It compares samples with each other: refused with `optim.accumulate`, whose parts never meet."""
     teacher_gradient: bool = False
     """The teacher runs with a graph, for a method that differentiates through it. Its parameters stay as they are."""
+    teacher_model: bool = False
+    """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Setting:
 
     student: Side
     teacher: Side | None
+    """None: there is no teacher, or its logits are kept and it need not run, see `Needs.teacher_model`."""
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config import DistillConfig, MethodOptions
+from trainables.errors import ExperimentError
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
 from trainables.models.registry import logits_and_aux, seeded
@@ -46,6 +47,22 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     named = [(key_of(name), load(name)) for name in distill.method]
     every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
     return tuple(method for method in every if method.options.weight)
+
+
+def check_reads_logits(chosen: Sequence[Chosen]) -> None:
+    """Refuse methods to which a teacher's logits alone would not do, where `teacher.cache` keeps no more of it.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for method in chosen:
+        needs = method.kind.needs
+        more = {"features": method.teacher_taps, "gradients": needs.teacher_gradient, "network": needs.teacher_model}
+        if needs.teacher and (what := next((name for name, needed in more.items() if needed), None)):
+            raise ExperimentError(
+                f"teacher.cache: it keeps a teacher's logits, and {method.key} needs its {what}: set teacher.cache to null, or "
+                "distill.method to methods on logits, such as kd"
+            )
 
 
 def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
