@@ -14,7 +14,7 @@ from service.experiment import load, recipes
 from service.plan import absolute
 from trainables.errors import ClusterError, ExperimentError
 
-SUBMITTABLE = ("train", "sweep", "resume", "evaluate", "report", "sync", "pack", "data")
+SUBMITTABLE = ("train", "sweep", "resume", "cache", "evaluate", "report", "sync", "pack", "data")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
@@ -46,7 +46,7 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
     for place, argument in enumerate(command[:-1], start=1):
         if argument in ("--out", "--runs"):
             arguments[place] = os.path.abspath(command[place])
-    if command[0] in ("train", "sweep"):
+    if command[0] in ("train", "sweep", "cache"):
         if len(command) < 2 or command[1].startswith("-"):
             raise ExperimentError(
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,7 +15,7 @@ from service import cluster as clusters
 from service.experiment import Experiment, Resolved
 from service.places import locked
 from service.plan import Plan, absolute
-from service.progress import Display
+from service.progress import Display, wait_for
 from service.report.tables import phase_table, stage_table
 from service.tracking import Tracker, default_uri, sync_neighbours
 from service.trees import flatten
@@ -54,25 +53,8 @@ class Session:
         write_json(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
-        """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for."""
-        outcome: list[T] = []
-        failure: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                outcome.append(work())
-            except BaseException as error:  # re-raised below, in the main thread
-                failure.append(error)
-
-        thread = threading.Thread(target=target, name="work", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.25)
-            self.display.tick()
-            tick()
-        if failure:
-            raise failure[0]
-        return outcome[0]
+        """See `service.progress.wait_for`."""
+        return wait_for(work, self.display, tick)
 
 
 @contextlib.contextmanager

@@ -104,19 +104,12 @@ def build(
     """
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    dtype, layout = numbers(config)
     model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
-
-    def place(frozen: nn.Module) -> None:
-        frozen.to(device, dtype).to(memory_format=layout)
-        if config.train.compile:
-            frozen.compile()
-
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader, dtype, place)
+    pupil, teacher = build_pupil(config, group, model, classes, train_loader)
     pupil.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
@@ -170,6 +163,12 @@ def build(
     )  # fmt: skip
 
 
+def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
+    """The type of the models' numbers, and how the images' lie in memory."""
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    return torch.float64 if config.precision == "fp64" else torch.float32, layout
+
+
 def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
     """The class names, and this rank's loaders of the training and the validation split."""
     data = config.data
@@ -191,12 +190,9 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
 
 
 def build_pupil(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, dtype: torch.dtype,
-    place: Callable[[nn.Module], None],
-) -> tuple[Pupil, Answers | None]:  # fmt: skip
-    """The student with its methods, and the teacher where one of them reads it: what it is, or what it answered.
-
-    `place` brings a frozen model to where it runs; methods are built while it still is on the CPU.
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader
+) -> tuple[Pupil, Answers | None]:
+    """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -220,10 +216,10 @@ def build_pupil(
     )  # fmt: skip
     teacher: Answers | None = None
     if model is not None and teacher_reader is not None:
-        place(model)
+        place(model, config, group)
         teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     elif kept:
-        teacher = kept_teacher(config, group, classes, loader, dtype, place, [c.key for c in chosen])
+        teacher = kept_teacher(config, group, classes, loader, [c.key for c in chosen])
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
@@ -246,10 +242,17 @@ def load_network(config: TrainConfig, classes: tuple[str, ...]) -> nn.Module:
     return load_teacher(given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
 
 
+def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
+    """Bring a network that is not trained to where it runs."""
+    dtype, layout = numbers(config)
+    frozen.to(group.device, dtype).to(memory_format=layout)
+    if config.train.compile:
+        frozen.compile()
+
+
 def kept_teacher(
-    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, dtype: torch.dtype,
-    place: Callable[[nn.Module], None], methods: Sequence[str],
-) -> KeptTeacher:  # fmt: skip
+    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
+) -> KeptTeacher:
     """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
 
     Raises:
@@ -261,11 +264,11 @@ def kept_teacher(
     def run() -> Teacher:
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
         network = load_network(config, classes)
-        place(network)
+        place(network, config, group)
         return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
 
     store = open_store(config, group, loader, classes)
-    return KeptTeacher(store, methods, run, device=group.device, dtype=dtype, keeps=keeps(config))
+    return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
 
 
 def wrap(model: Pupil, group: Group) -> nn.Module:

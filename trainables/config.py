@@ -340,6 +340,11 @@ class TrainConfig(Section):
             return None
         return self.teacher.cache_epochs if self.data.draws else 1
 
+    @property
+    def kept_epochs(self) -> int:
+        """How many epochs' logits of the teacher make a full cache."""
+        return min(self.seed_epochs or self.optim.epochs, self.optim.epochs)
+
 
 class FillConfig(TrainConfig):
     """What one worker needs to fill the cache of `teacher`: nothing is trained."""

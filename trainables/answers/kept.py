@@ -127,7 +127,7 @@ def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[
     try:
         parts = key_parts(config, loader, classes, top_k)
         store = Store(Path(str(teacher.cache)) / key_of(parts), Layout(len(classes), top_k), loader.num_samples)
-        num_epochs = min(config.seed_epochs or config.optim.epochs, config.optim.epochs)
+        num_epochs = config.kept_epochs
         rows, there_bytes = store.size(num_epochs)
         all_rows, row_bytes = loader.num_samples * num_epochs, store.layout.row_bytes
         log.info(

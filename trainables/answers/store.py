@@ -26,6 +26,7 @@ from trainables.rundir import replacing
 log = logging.getLogger("raydistill")
 
 _ROW_BITS = 32
+_EPOCH = "epoch-"
 _NAME = re.compile(r"[0-9]+-[0-9a-f]{64}\.arrow")
 _ARROW = {"float32": pa.float32(), "float16": pa.float16(), "int16": pa.int16(), "int32": pa.int32()}
 Columns = dict[str, NDArray[Any]]
@@ -85,23 +86,17 @@ class Store:
 
     def open(self, epoch: int) -> Shelf:
         """What is there of an epoch now. A damaged part is named in the log and left out."""
-        parts = [self._read(path) for path in sorted(self._files(epoch))]
+        parts = [self._read(path) for path in sorted(_files(self._of(epoch)))]
         return Shelf([part for part in parts if part is not None], self.num_samples)
 
     def size(self, num_epochs: int) -> tuple[int, int]:
         """Rows and bytes of the first `num_epochs` epochs, by the files' names: what overlaps counts twice."""
-        files = [path for epoch in range(num_epochs) for path in self._files(epoch)]
+        folders = self.folder.glob(f"{_EPOCH}*")
+        files = [path for folder in folders if int(folder.name[len(_EPOCH) :]) < num_epochs for path in _files(folder)]
         return sum(int(path.name.partition("-")[0]) for path in files), sum(path.stat().st_size for path in files)
 
     def _of(self, epoch: int) -> Path:
-        return self.folder / f"epoch-{epoch:05}"
-
-    def _files(self, epoch: int) -> list[Path]:
-        try:
-            with os.scandir(self._of(epoch)) as entries:
-                return [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name)]
-        except FileNotFoundError:
-            return []
+        return self.folder / f"{_EPOCH}{epoch:05}"
 
     def _read(self, path: Path) -> Columns | None:
         """A part, mapped; None where it is damaged."""
@@ -122,6 +117,14 @@ class Store:
         except (pa.ArrowException, OSError, ValueError) as error:
             log.warning("teacher.cache: %s is left out: %s", path, str(error).splitlines()[0])
             return None
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name)]
+    except FileNotFoundError:
+        return []
 
 
 def _array(field: Any, values: NDArray[Any]) -> Any:
