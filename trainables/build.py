@@ -228,5 +228,6 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
         model,
         device_ids=[group.device] if group.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=next(model.buffers(), None) is not None,
+        # Said only where it is not the default: newer versions of torch give the option another name.
+        **({} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}),
     )
