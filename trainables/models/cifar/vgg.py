@@ -21,21 +21,15 @@ CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16
 
 
 class CifarVgg(nn.Module):
-    """`depth`: a key of CONVOLUTIONS. The first group is the stem, the others are stages 1 to 4; each ends with its ReLU."""
+    """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
 
-    PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
-        "block0.": "stem.",
-        "block1.": "layer1.",
-        "block2.": "layer2.",
-        "block3.": "layer3.",
-        "block4.": "layer4.",
-    }
+    PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
     """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
 
     def __init__(self, num_classes: int, *, depth: int, image_size: int) -> None:
         super().__init__()
         groups = CONVOLUTIONS[depth]
-        self.stem = _group(3, WIDTHS[0], groups[0])
+        self.layer0 = _group(3, WIDTHS[0], groups[0])
         self.pool1 = nn.MaxPool2d(2)
         self.layer1 = _group(WIDTHS[0], WIDTHS[1], groups[1])
         self.pool2 = nn.MaxPool2d(2)
@@ -56,7 +50,7 @@ class CifarVgg(nn.Module):
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
-        x_BCHW = self.stem(images_BCHW)
+        x_BCHW = self.layer0(images_BCHW)
         x_BCHW = self.layer1(self.pool1(x_BCHW))
         x_BCHW = self.layer2(self.pool2(x_BCHW))
         x_BCHW = self.layer3(self.pool3(x_BCHW))
