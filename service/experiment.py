@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
+from service.distilling import check_distill, distills
 from service.mistakes import explain, known_keys, nearest
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
@@ -33,7 +34,6 @@ from trainables.config import (
     TrainingConfig,
 )
 from trainables.errors import ExperimentError, ModelError
-from trainables.methods import check_method
 from trainables.models.names import check_model_name
 
 
@@ -110,15 +110,15 @@ class Experiment(Section):
     ) -> TrainConfig:
         """What the workers of one stage are told. For the student, `weights` are the trained teacher's."""
         optim, teacher, model, train = self.optim, self.teacher, self.student.model, self.train
+        distill = self.distill if distills(self) else None
         if name == "teacher":
             assert teacher is not None
             model, optim = teacher.model, optim.model_copy(update={"epochs": teacher.epochs or optim.epochs})
-            teacher, train = None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
+            teacher, distill, train = None, None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
         elif teacher is not None and weights is not None:
             teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
-            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill,
-            optim=optim,
+            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=distill, optim=optim,
             scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
 
@@ -250,8 +250,9 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
         raise ExperimentError(f"{where}: sweep.space: {error}") from error
     keys = list(known_keys(Experiment))
     for key in experiment.sweep.space:
-        if key not in keys or key.startswith(("sweep", "tracking", "name")):
-            hint = nearest(key, keys) if key not in keys else ""
+        known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
+        if not known or key.startswith(("sweep", "tracking", "name")):
+            hint = "" if known else nearest(key, keys)
             raise ExperimentError(f"{where}: sweep.space: {key}: no such key to search over{hint}")
         if key.startswith("teacher"):
             raise ExperimentError(
@@ -261,15 +262,12 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
 
 
 def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
-    """Refuse a method or a model that does not exist; imports no torch.
+    """Refuse a method or a model that does not exist; imports no torch, unless a method is given options.
 
     Raises:
         ExperimentError: with the nearest name.
     """
-    try:
-        check_method(experiment.distill, mixes=experiment.data.device_augment.mixes)
-    except ExperimentError as error:
-        raise ExperimentError(f"{sources.get('distill.method', where)}: {error}") from error
+    check_distill(experiment, where, sources)
     for key, section in (("teacher.model", experiment.teacher), ("student.model", experiment.student)):
         try:
             if section is not None:

@@ -137,7 +137,7 @@ def test_a_wrong_command_line_is_exit_code_2(
 def test_a_wrong_experiment_is_refused_by_every_command_that_takes_one(command: str, refuse: Refuse) -> None:
     assert refuse(command, "digits", *sets("optim.lr")).startswith("--set optim.lr: write --set key=value")
     assert "did you mean digits?" in refuse(command, "digit")
-    assert refuse(command, "digits", *sets("distill.temperature=0")).endswith("must be above 0, not 0")
+    assert refuse(command, "digits", *sets("distill.options.kd.temperature=0")).endswith("must be above 0, not 0")
 
 
 # Data

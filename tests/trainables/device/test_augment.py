@@ -114,7 +114,7 @@ def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: 
         ),
         (["data.device_augment.cutmix=1", "data.last_batch=short"], "set data.last_batch to drop, or both to 0"),
         (
-            ["data.device_augment.mixup=0.2", "distill.method=dkd", "distill.method_weight=1"],
+            ["data.device_augment.mixup=0.2", "distill.method=dkd"],
             "distill.method: dkd needs images of one class each: set data.device_augment.mixup",
         ),
     ],
