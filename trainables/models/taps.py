@@ -238,7 +238,7 @@ def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
     border = trace.last(path, "in" if side else "out")
     if border is None:
-        raise ModelError(f"model {name}: {tap} does not run when the model predicts; {_there_are(sites)}")
+        raise ModelError(f"model {name}: {tap} is not called in eval mode; {_there_are(sites)}")
     if border.value is None:
         raise ModelError(f"model {name}: {tap} is a {border.kind}, not a tensor; choose a module inside or outside of it")
     if not _by_sample(border.value):
@@ -263,7 +263,7 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
             for tap, border in taps.items():
                 read = trace.last(border.path, border.side)
                 if read is None or read.value is None:
-                    raise ModelError(f"model {name}: {tap} does not run when the model trains; choose another")
+                    raise ModelError(f"model {name}: {tap} is not called in training; choose another")
                 if not read.overwritten:
                     continue
                 culprits = [modules[path] for path in _changers(trace, read) if getattr(modules[path], "inplace", None) is True]
