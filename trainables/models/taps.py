@@ -212,7 +212,8 @@ def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
         )
     if not numbered:
         return [asked.replace("stages", f"stage{number}") for number in range(1, count + 1)]
-    return [f"stage{count + 1 + int(numbered[1])}{numbered[2] or ''}"] if int(numbered[1]) < 0 else [asked]
+    number = int(numbered[1])
+    return [f"stage{count + 1 + number}{numbered[2] or ''}"] if -count <= number < 0 else [asked]
 
 
 def _there_are(sites: dict[str, Site]) -> str:
@@ -259,7 +260,12 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
     while True:
         switched = False
         for training in (False, True):
-            trace = probe(model, image_size, training=training)
+            try:
+                trace = probe(model, image_size, training=training)
+            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+                if not training:
+                    raise
+                continue  # a teacher may be one that cannot be trained at this size
             for tap, border in taps.items():
                 read = trace.last(border.path, border.side)
                 if read is None or read.value is None:

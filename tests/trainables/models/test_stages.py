@@ -40,7 +40,7 @@ def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
             "regnet_y_400mf",
             64,
             (32, 32, 32),
-            ["trunk_output.block1", "trunk_output.block2", "trunk_output.block3", "trunk_output"],
+            [*(f"trunk_output.block{number}" for number in (1, 2, 3)), "trunk_output"],
         ),
         ("swin_t", 64, (96, 16, 16), ["features.1", "features.3", "features.5", "features"]),
         ("maxvit_t", 224, (64, 112, 112), ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),

@@ -201,12 +201,21 @@ def test_the_names_and_shapes_of_points_are_those_that_taps_take() -> None:
     for name, image_size in (("resnet18", 64), ("swin_t", 64), ("vit_b_32", 64), ("mlp_small", 8)):
         model = build(name, image_size)
         found = points(model, image_size)
-        for taps in (
-            Taps(model, [point.name for point in found], name=name, image_size=image_size),
-            Taps(model, [(point.name, *point.aliases)[-1] for point in found], name=name, image_size=image_size),
-        ):
-            if name != "swin_t" or taps.names[0] == "stem":  # a module's own path gives Swin's maps as the module does
-                assert taps.shapes == tuple(point.shape for point in found)
+        taps = Taps(model, [point.name for point in found], name=name, image_size=image_size)
+        assert taps.names == tuple(point.name for point in found)
+        assert taps.shapes == tuple(point.shape for point in found)
+
+
+def test_a_stage_and_its_module_are_the_same_tensor_and_swins_module_gives_it_as_it_is() -> None:
+    for name, layout in (("resnet18", (0, 1, 2, 3)), ("swin_t", (0, 3, 1, 2))):
+        model = build(name, 64)
+        point = next(point for point in points(model, 64) if point.name == "stage2")
+        taps = Taps(model, ["stage2", point.aliases[-1]], name=name, image_size=64)
+        with taps.reading():
+            model(images(64))
+            stage, module = taps.take()
+        assert torch.equal(stage, module.permute(layout))
+        assert stage.data_ptr() == module.data_ptr()
 
 
 def test_every_modules_output_that_is_a_tensor_of_samples_is_a_point() -> None:
@@ -249,7 +258,7 @@ def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None
 @pytest.mark.parametrize(
     ("name", "tap", "says"),
     [
-        ("resnet18", "layer9", "has no tap 'layer9': the nearest are layer3 or layer2 or layer1"),
+        ("resnet18", "layer9", "has no tap 'layer9': the nearest are layer4 or layer3 or layer2"),
         ("resnet18", "stage5", "has no tap 'stage5': the nearest are stage"),
         ("resnet18", "stage-5", "has no tap 'stage-5'"),
         ("resnet18", "stage0", "has no tap 'stage0'"),
@@ -362,6 +371,7 @@ def test_taps_read_through_ddp_and_their_gradients_are_summed_over_ranks(ranks: 
             torch.testing.assert_close(ours, alone, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no compiler")
 def test_a_compiled_model_gives_the_same_features_and_gradients_in_one_graph() -> None:
     found = []
@@ -377,8 +387,8 @@ def test_a_compiled_model_gives_the_same_features_and_gradients_in_one_graph() -
                 features = taps.take()
             (logits_BK.square().sum() + sum(feature.square().sum() for feature in features)).backward()
         found.append([logits_BK, *features, *(p.grad for p in model.parameters() if p.grad is not None)])
+        model(images(8, dtype=torch.float64))
         with pytest.raises(RuntimeError, match="saw no forward"):
-            model(images(8, dtype=torch.float64))
             taps.take()
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-12)
