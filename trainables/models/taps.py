@@ -90,7 +90,10 @@ class _Slot:
 
 
 class Taps:
-    """Hooks on a model. Install them before DistributedDataParallel wraps it and before `model.compile()`."""
+    """Hooks on a model. Install them on the finished model (batch norms replaced, if they are to be), before it is compiled.
+
+    They read through DistributedDataParallel and through a compiled forward. Under `inference_mode` they give inference tensors.
+    """
 
     names: tuple[str, ...]
     """In the order asked for, `stages` and `stage-1` resolved."""
