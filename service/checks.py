@@ -112,6 +112,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
+    from trainables.methods.pupil import choose
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 
@@ -120,7 +121,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     names = [experiment.student.model] if student else []
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
-    elif teacher is not None and teacher.weights and (distill.soft_weight or distill.method_weight):
+    elif teacher is not None and teacher.weights and choose(distill):
         load_teacher(teacher.model, teacher.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
     for name in dict.fromkeys(names):
         build_model(name, num_classes=len(classes), image_size=size, seed=seed)

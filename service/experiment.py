@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
+from service.distilling import check_distill, distills
 from service.mistakes import explain, known_keys, nearest
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
@@ -33,7 +34,6 @@ from trainables.config import (
     TrainingConfig,
 )
 from trainables.errors import ExperimentError, ModelError
-from trainables.methods import check_method
 from trainables.models.names import check_model_name
 
 
@@ -99,8 +99,6 @@ class Experiment(Section):
             raise ValueError(
                 "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
             )
-        if self.scale.sync_batch_norm and self.scale.use_gpu is False:
-            raise ValueError("scale.sync_batch_norm works on GPUs only: set scale.use_gpu or leave it out")
         if self.data.decodes_on_device and self.scale.use_gpu is False:
             raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self
@@ -110,15 +108,15 @@ class Experiment(Section):
     ) -> TrainConfig:
         """What the workers of one stage are told. For the student, `weights` are the trained teacher's."""
         optim, teacher, model, train = self.optim, self.teacher, self.student.model, self.train
+        distill = self.distill if distills(self) else None
         if name == "teacher":
             assert teacher is not None
             model, optim = teacher.model, optim.model_copy(update={"epochs": teacher.epochs or optim.epochs})
-            teacher, train = None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
+            teacher, distill, train = None, None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
         elif teacher is not None and weights is not None:
             teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
-            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=self.distill,
-            optim=optim,
+            stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=distill, optim=optim,
             scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
 
@@ -170,16 +168,17 @@ def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(validate(tree, where, sources), sources)
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """The dotted key and the value of one `--set`.
+def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
+    """The dotted key and the value of one `--set`, or of another option like it.
 
     Raises:
         ExperimentError: not KEY=VALUE.
     """
     key, equals, value = text.partition("=")
     if not equals or not value or not all(key.split(".")):
-        raise ExperimentError(f"--set {text}: write --set key=value, such as --set data.global_batch_size=256")
-    return key, strict_yaml.parse(value, f"--set {text}")
+        such = "data.global_batch_size=256" if option == "--set" else "weight=2"
+        raise ExperimentError(f"{option} {text}: write {option} key=value, such as {option} {such}")
+    return key, strict_yaml.parse(value, f"{option} {text}")
 
 
 def read_resolved(path: Path) -> Resolved:
@@ -250,8 +249,9 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
         raise ExperimentError(f"{where}: sweep.space: {error}") from error
     keys = list(known_keys(Experiment))
     for key in experiment.sweep.space:
-        if key not in keys or key.startswith(("sweep", "tracking", "name")):
-            hint = nearest(key, keys) if key not in keys else ""
+        known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
+        if not known or key.startswith(("sweep", "tracking", "name")):
+            hint = "" if known else nearest(key, keys)
             raise ExperimentError(f"{where}: sweep.space: {key}: no such key to search over{hint}")
         if key.startswith("teacher"):
             raise ExperimentError(
@@ -261,15 +261,12 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
 
 
 def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
-    """Refuse a method or a model that does not exist; imports no torch.
+    """Refuse a method or a model that does not exist; imports no torch, unless a method is given options.
 
     Raises:
         ExperimentError: with the nearest name.
     """
-    try:
-        check_method(experiment.distill, mixes=experiment.data.device_augment.mixes)
-    except ExperimentError as error:
-        raise ExperimentError(f"{sources.get('distill.method', where)}: {error}") from error
+    check_distill(experiment, where, sources)
     for key, section in (("teacher.model", experiment.teacher), ("student.model", experiment.student)):
         try:
             if section is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,19 @@ from trainables.device.augment import TrainInputs
 from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
+from trainables.gather import hosts_group
+from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
+from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
-from trainables.optim import build_optimizer
 from trainables.rundir import StageDir
-from trainables.step import SUMS, Learner
+from trainables.step import Learner
+from trainables.teacher import Teacher
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
+from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
 
 
@@ -98,42 +102,50 @@ def build(
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
     model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
-    if config.scale.sync_batch_norm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    teacher = build_teacher(config, classes)
+    if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
+    pupil, teacher = build_pupil(config, group, model, classes, train_loader.labels_M)
+    pupil.methods.to(device, dtype)
     if teacher is not None:
-        teacher = teacher.to(device, dtype).to(memory_format=layout)
+        teacher.model.to(device, dtype).to(memory_format=layout)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
-        for module in filter(None, (model, teacher)):
+        for module in (model, *([teacher.model] if teacher is not None else [])):
             module.compile()
     stage = StageDir(Path(config.output_dir))
-    optimizer = build_optimizer(model, config.optim)
+    updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
+    if updates.several and pupil.init_epochs:
+        raise ExperimentError(
+            f"distill.method: {', '.join(config.distill.method if config.distill else ())} has a warm-up stage, which has one"
+            " optimizer: leave out optim.losses, and set optim.name to sgd or adamw"
+        )
+    pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
         "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
-    state = TrainState(model, optimizer, scaler, Progress(), about)
+    state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
     seed_rank(config.seed, group.rank)
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
-    student = wrap(model, group)
+    student = pupil if updates.several else wrap(pupil, group)
     learner = Learner(
+        pupil=pupil,
         student=student,
         teacher=teacher,
-        distill=config.distill if config.teacher is not None else None,
-        optimizer=optimizer,
+        updates=updates,
         scaler=scaler,
         group=group,
         prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
-        sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-        bad_step=torch.full((), -1, dtype=torch.int64, device=device),
+        steps_per_epoch=train_loader.steps_per_epoch,
+        init_epochs=pupil.init_epochs,
+        blanks=2 if normalizes_alone(model) else 0,
         accumulate=config.optim.accumulate,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        noise=watch(student, group, config.optim.accumulate),
+        noise=None if updates.several else watch(student, group, config.optim.accumulate),
+        hosts=hosts_group(group) if pupil.needs_whole_batch else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
@@ -168,28 +180,51 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     return sources["train"].classes, (loader("train"), loader("val"))
 
 
-def build_teacher(config: TrainConfig, classes: tuple[str, ...]) -> nn.Module | None:
-    """The frozen teacher on the CPU; None where there is none or where no term of the loss needs it."""
-    teacher, distill = config.teacher, config.distill
-    if teacher is None or teacher.weights is None or not (distill.soft_weight or distill.method_weight):
-        return None
-    return load_teacher(
-        teacher.model,
-        teacher.weights,
-        num_classes=len(classes),
-        image_size=config.data.image_size,
-        classes=classes,
-        seed=config.seed,
-    )
+def build_pupil(
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], labels_M: Tensor
+) -> tuple[Pupil, Teacher | None]:
+    """The student with its methods, and the frozen teacher where one of them reads it; models on the CPU.
+
+    Raises:
+        ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
+    """
+    given, size = config.teacher, config.data.image_size
+    chosen = choose(config.distill) if config.distill is not None else ()
+    if config.distill is None or not chosen:
+        return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
+    model = None
+    if given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen):
+        model = load_teacher(
+            given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=config.seed
+        )
+    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
+    teacher = None
+    teacher_reader = None
+    if model is not None and given is not None:
+        teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
+        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
+    methods = build_methods(
+        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
+        seed=config.seed, epochs=config.optim.epochs, group=group,
+    )  # fmt: skip
+    pupil = Pupil(
+        student, methods, {c.key: c.options for c in chosen}, reader=reader,
+        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
+    )  # fmt: skip
+    if pupil.needs_whole_batch and config.optim.accumulate > 1:
+        names = ", ".join(config.distill.method)
+        raise ExperimentError(
+            f"distill.method: {names} compares the samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
+            "set optim.accumulate to 1, or use more workers"
+        )
+    return pupil, teacher
 
 
-def wrap(model: nn.Module, group: Group) -> nn.Module:
+def wrap(model: Pupil, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=next(model.buffers(), None) is not None,
-    )
+    # Said only where it is not the default: newer versions of torch give the option another name.
+    buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
+    ids = [group.device] if group.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -151,26 +152,77 @@ class TeacherConfig(ModelConfig):
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
 
 
+class MethodOptions(Section):
+    """What every distillation method can be told; a method adds its own, and gives the defaults of its paper."""
+
+    weight: NonNegative = Field(1.0, description="of the method's loss")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")
+    decay: Literal["none", "linear", "cosine"] = Field("none", description="how the weight falls to 0 at the last epoch's end")
+    student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own points")
+    teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own points")
+
+    def weight_at(self, epoch: float, epochs: int) -> float:
+        """The weight when `epoch` epochs of `epochs` have passed."""
+        risen = min(epoch / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
+        done = min(epoch / epochs, 1.0)
+        left = {"none": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.decay]
+        return self.weight * max(risen, 0.0) * left
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
 class DistillConfig(Section):
-    """How the student learns: task_weight·CE + soft_weight·T²·KL(teacher‖student) + method_weight·other."""
+    """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
 
-    method: str = "kd"
-    temperature: Positive = 4.0
-    task_weight: NonNegative = 0.1
-    soft_weight: NonNegative = 0.9
-    method_weight: NonNegative = 0.0
+    method: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
+        ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS"
+    )
+    task_weight: NonNegative | None = Field(
+        None, description="weight of the labels' cross-entropy; absent: as the methods have it by default, the largest"
+    )
+    options: dict[str, dict[str, Any]] = Field(
+        {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"
+    )
 
-    @model_validator(mode="after")
-    def _some_loss(self) -> Self:
-        if self.task_weight == self.soft_weight == self.method_weight == 0:
-            raise ValueError("task_weight, soft_weight and method_weight are all 0: nothing would be learned; set one above 0")
-        return self
+    @field_validator("method")
+    @classmethod
+    def _each_once(cls, method: tuple[str, ...]) -> tuple[str, ...]:
+        keys = [name.rpartition(":")[2] for name in method]
+        if not keys:
+            raise ValueError("names no method: write one, such as kd")
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"names {twice} twice: set its weight in distill.options.{twice}.weight instead")
+        return method
+
+
+class LossOptimConfig(Section):
+    """An optimizer for one loss, where it differs from the section around it."""
+
+    name: Literal["sgd", "adamw"] | None = None
+    lr: Positive | None = None
+    schedule: Literal["constant", "step", "cosine"] | None = None
+    milestones: tuple[Count, ...] | None = None
+    gamma: Annotated[Number, Field(gt=0, le=1)] | None = None
+    warmup_epochs: NonNegative | None = None
+    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    nesterov: bool | None = None
+    weight_decay: NonNegative | None = None
 
 
 class OptimConfig(Section):
     """Optimizer, schedule and length of training."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
+    name: Literal["sgd", "adamw", "dot"] = Field(
+        "sgd", description="dot: the Distillation-Oriented Trainer, SGD with a momentum for the task and one for the methods"
+    )
+    losses: dict[str, LossOptimConfig] = Field(
+        {}, description="`task` or a method → an optimizer of its own, as what differs from this section"
+    )
+    delta: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
+    )
     epochs: Count = 10
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_scaling: Literal["none", "linear"] = Field(
@@ -190,6 +242,22 @@ class OptimConfig(Section):
     )
     clip_grad_norm: Positive | None = None
 
+    @model_validator(mode="after")
+    def _dot_is_sgd(self) -> Self:
+        if self.name == "dot":
+            if self.nesterov or self.losses:
+                raise ValueError("name dot has two momenta of its own: set nesterov to false, and leave out losses")
+            if self.momentum + self.delta >= 1 or self.momentum < self.delta:
+                raise ValueError(
+                    f"name dot: momentum {self.momentum:g} ± delta {self.delta:g} must lie in 0 … 1: write a smaller delta"
+                )
+        return self
+
+    def for_loss(self, key: str) -> OptimConfig:
+        """The section as it is for one loss."""
+        own = self.losses.get(key, LossOptimConfig()).model_dump(exclude_none=True)
+        return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})
+
 
 class ScaleConfig(Section):
     """How many processes, and what each reserves."""
@@ -197,7 +265,7 @@ class ScaleConfig(Section):
     num_workers: Count = Field(1, description="Ray Train workers: the world size")
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, beside its loader workers")
-    sync_batch_norm: bool = Field(False, description="batch statistics over all workers (GPU only)")
+    sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
 
 
@@ -230,7 +298,7 @@ class TrainingConfig(Section):
 
 
 class TrainConfig(Section):
-    """Everything one worker needs to train one model: with `teacher` it distils, without it trains on labels alone."""
+    """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
     stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
@@ -238,7 +306,7 @@ class TrainConfig(Section):
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None
-    distill: DistillConfig = DistillConfig()
+    distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()

@@ -18,10 +18,9 @@ from trainables.distributed import all_reduce_sum, check_replicas, gather_object
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
 from trainables.one_image import image_costs
-from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.phases import PHASES
 from trainables.rundir import headline
-from trainables.step import SUMS, train_step
+from trainables.step import train_step
 
 log = logging.getLogger("raydistill")
 
@@ -37,17 +36,24 @@ def run(job: Job) -> dict[str, float]:
     job.report(
         "start", progress.step, progress.epoch,
         {"steps_per_epoch": job.train_loader.steps_per_epoch, "samples_per_epoch": job.train_loader.samples_per_epoch,
-         "epochs": config.optim.epochs, "num_workers": job.group.world_size,
+         "epochs": num_epochs(job), "num_workers": job.group.world_size,
          "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
     if config.train.max_steps is not None:
         return run_timing(job)
     if job.learner.noise is None and job.group.is_main:
-        log.info("%s: no noise_scale: one worker compares micro-batches, and optim.accumulate is 1", config.stage)
-    while progress.epoch < config.optim.epochs and not is_over(job):
+        several = "losses have optimizers of their own"
+        why = several if job.learner.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
+        log.info("%s: no noise_scale: %s", config.stage, why)
+    while progress.epoch < num_epochs(job) and not is_over(job):
         train_epoch(job)
         finish_epoch(job)
     return summarize(job)
+
+
+def num_epochs(job: Job) -> int:
+    """Epochs in all, with those of a warm-up stage."""
+    return job.learner.init_epochs + job.config.optim.epochs
 
 
 def is_over(job: Job) -> bool:
@@ -74,15 +80,18 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     """The rest of the current epoch; of a timing run, up to the step `stop_at` or to where that is enough: True there."""
     config, progress, learner, timer = job.config, job.state.progress, job.learner, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
-    peak = peak_learning_rate(config.optim, config.data.global_batch_size)
+    init_steps = learner.init_epochs * steps_per_epoch
     learner.student.train()
+    learner.pupil.settle(progress.epoch >= learner.init_epochs)
+    if not progress.position:
+        begin_epoch(job)
     batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
     job.throughput.begin(progress.step)
     timer.start()
     try:
         for batch in batches:
             timer.mark("data")
-            set_learning_rate(learner.optimizer, learning_rate(progress.step, steps_per_epoch, config.optim, peak))
+            learner.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
             with one_sample_explained(job):
                 train_step(learner, batch, progress.step, timer)
             timer.stop()
@@ -107,6 +116,16 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     finally:
         batches.close()
     return False
+
+
+def begin_epoch(job: Job) -> None:
+    """Before an epoch's first step. After a warm-up stage the optimizer begins anew, and so does what was best."""
+    learner, progress = job.learner, job.state.progress
+    if learner.init_epochs and progress.epoch == learner.init_epochs:
+        for optimizer in job.state.optimizers:
+            optimizer.state.clear()
+        progress.best_top1_pct, progress.best_epoch = -1.0, -1
+    learner.pupil.begin_epoch(progress.epoch - learner.init_epochs)
 
 
 def is_enough(job: Job, enough: Callable[[Sequence[float]], bool]) -> bool:
@@ -135,22 +154,23 @@ def log_step(job: Job, in_epoch: int) -> None:
     mine = torch.cat([learner.sums, (learner.bad_step.double() >= 0).double().reshape(1), *noise])
     local = learner.sums.clone()
     everything = all_reduce_sum(mine, group).tolist()
-    totals, bad, window = everything[: len(SUMS)], everything[len(SUMS)], everything[len(SUMS) + 1 :]
+    n = len(learner.names)
+    totals, bad, window = everything[:n], everything[n], everything[n + 1 :]
     learner.sums.zero_()
     images = totals[0]
     images_per_s = job.throughput.end(images, progress.step)
     job.timer.collect()
     if bad:
         stop_not_finite(job)
-    check_replicas(job.model, group, progress.step)
-    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * len(SUMS), totals, strict=True)]
-    metrics = means(totals) | (job.noise.add(window) if window else {})
-    lr = learner.optimizer.param_groups[0]["lr"]
+    check_replicas(learner.pupil, group, progress.step)
+    progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
+    metrics = means(learner.names, totals) | (job.noise.add(window) if window else {})
+    lr = learner.updates.updates[0].optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
                {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip
     if group.is_main:
-        now, epoch = means(local.tolist()), means(progress.partial)
+        now, epoch = means(learner.names, local.tolist()), means(learner.names, progress.partial)
         log.info(
             "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
             "  %.1f images/s",
@@ -160,12 +180,12 @@ def log_step(job: Job, in_epoch: int) -> None:
         )  # fmt: skip
 
 
-def means(sums: list[float]) -> dict[str, float]:
-    """Sums over images as named means; accuracies in percent. No image: nan."""
-    named = dict(zip(SUMS, sums, strict=True))
-    n = named["images"] or math.nan
-    percent = {f"{name}_pct": 100 * named[name] / n for name in ("top1", "top5")}
-    return {**{name: named[name] / n for name in ("loss", "task_loss", "soft_loss", "method_loss")}, **percent}
+def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Sums over images, see `Learner.names`, as named means; accuracies in percent. No image: nan."""
+    named = dict(zip(names, sums, strict=True))
+    n = named.pop("images") or math.nan
+    return {f"{name}_pct" if (hits := name in ("top1", "top5")) else name: (100 if hits else 1) * sum_ / n
+            for name, sum_ in named.items()}  # fmt: skip
 
 
 def stop_not_finite(job: Job) -> None:
@@ -188,7 +208,7 @@ def check_finite(job: Job) -> None:
         TrainingError: on every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=job.group.device)
-    for tensor in (*job.model.parameters(), *job.model.buffers()):
+    for tensor in (*job.learner.pupil.parameters(), *job.learner.pupil.buffers()):
         if tensor.is_floating_point():
             total += tensor.detach().double().abs().sum()
     if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
@@ -223,7 +243,7 @@ def finish_epoch(job: Job) -> None:
         if not images:
             raise DataError(f"{config.data.path}: not one {split} image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
-    metrics = {f"train/{name}": value for name, value in means(progress.partial).items()}
+    metrics = {f"train/{name}": value for name, value in means(job.learner.names, progress.partial).items()}
     metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
     metrics |= {"eval_s": eval_s, "skipped_images": float(skipped)}
@@ -240,7 +260,7 @@ def finish_epoch(job: Job) -> None:
     if group.is_main:
         log.info(
             "%s epoch %d/%d: val Acc@1 %.2f  Acc@5 %.2f  loss %.4f  (%d images, %.1f s)%s", config.stage, progress.epoch,
-            config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
+            num_epochs(job), val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
             "  best" if best else "",
         )  # fmt: skip
         if progress.reached:
@@ -319,7 +339,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
-        summary |= image_costs(job.learner, job.model, job.config.data.image_size)
+        summary |= image_costs(job.learner, job.config.data.image_size)
     if progress.history:
         last = progress.history[-1]
         summary |= {

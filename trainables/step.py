@@ -1,33 +1,34 @@
 """One training step: with a teacher it distils, without one it trains on labels alone. Nothing here waits for the GPU.
 
-Shapes: B batch of this rank, C channels, H W pixels, K classes. Losses are per sample, (B,), until the last line that needs
-them, so that a gradient weighs samples, not ranks or micro-batches.
+Shapes: B batch of this rank, C channels, H W pixels, K classes. Losses of samples are (B,) until the last line that needs them,
+so that a gradient weighs samples, not ranks or micro-batches; a loss of the global batch is a scalar, the same on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.config import DistillConfig
 from trainables.device.augment import Inputs
 from trainables.device.feed import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed import GlobalCount, Group
 from trainables.evaluate import correct_counts
-from trainables.methods import METHODS
-from trainables.methods.kd import soft_loss
-from trainables.models.registry import logits_and_aux
+from trainables.gather import Gather
+from trainables.methods.contract import Samples
+from trainables.methods.pupil import Answer, Pupil
 from trainables.noise_scale import GradientNoise, num_parts
-
-SUMS = ("images", "loss", "task_loss", "soft_loss", "method_loss", "top1", "top5")
+from trainables.teacher import Teacher
+from trainables.updates import Updates
 
 
 class Marks(Protocol):
@@ -38,68 +39,81 @@ class Marks(Protocol):
 
 @dataclass
 class Learner:
-    """What one step needs. `student` is the DDP wrapper where there are several ranks."""
+    """What one step needs."""
 
+    pupil: Pupil
+    """The bare student with its methods."""
     student: nn.Module
-    teacher: nn.Module | None
-    distill: DistillConfig | None
-    """None: the labels alone are learned."""
-    optimizer: torch.optim.Optimizer
+    """`pupil`, under DDP where there are several ranks: what a step calls."""
+    teacher: Teacher | None
+    updates: Updates
     scaler: torch.amp.GradScaler
     group: Group
     prepare: Callable[[DeviceBatch], Inputs]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
-    sums: Tensor
-    """Sums since the last log line, (len(SUMS),) float64 on the device."""
-    bad_step: Tensor
-    """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
+    steps_per_epoch: int
+    init_epochs: int = 0
+    """Epochs of a warm-up stage, which come before epoch 0 of the methods."""
+    blanks: int = 2
+    """Images that a rank without samples runs instead."""
     accumulate: int = 1
-    clip_grad_norm: float | None = None
     noise: GradientNoise | None = None
+    hosts: dist.ProcessGroup | None = None
+    """See `trainables.gather.hosts_group`."""
+    names: tuple[str, ...] = field(init=False)
+    """What `sums` adds up over images."""
+    sums: Tensor = field(init=False)
+    """Since the last log line, (len(names),) float64 on the device."""
+    bad_step: Tensor = field(init=False)
+    """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
+
+    def __post_init__(self) -> None:
+        distilled = ("distill_loss", *self.pupil.term_names) if self.pupil.methods else ()
+        self.names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.group.device)
+        self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
 
 
-def student_forward(student: nn.Module, images_BCHW: Tensor) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
-    """Logits (B, K) and weighted auxiliary logits, through DDP: calling its `.module` would leave gradients unsynchronised."""
-    return logits_and_aux(student(images_BCHW))
+class Losses(NamedTuple):
+    """The losses of a batch, and what they are made of."""
+
+    weighted: dict[str, list[Tensor]]
+    """`task` or a method → its weighted terms, each (B,), of samples, or a scalar, of the global batch."""
+    named: dict[str, Tensor]
+    """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
+
+        `weight` is what a sample's loss counts, see `GlobalCount.weight`.
+        """
+        terms = [term for key, terms in self.weighted.items() if keys is None or key in keys for term in terms]
+        samples, wholes = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
+        parts = [_sum(samples).sum() * weight.to(samples[0].dtype)] if samples else []
+        return _sum([*parts, *wholes])
 
 
-@torch.inference_mode()
-def teacher_forward(teacher: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """The frozen teacher's logits (B, K)."""
-    return logits_and_aux(teacher(images_BCHW))[0]
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
 
 
-def losses(
-    student_BK: Tensor,
-    aux: tuple[tuple[float, Tensor], ...],
-    teacher_BK: Tensor | None,
-    labels_B: Tensor,
-    distill: DistillConfig | None,
-    mix: Mix | None = None,
-) -> dict[str, Tensor]:
-    """Named per-sample terms (B,): loss = task_weight·CE + soft_weight·T²·KL(teacher‖student) + method_weight·other.
+def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+    """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
 
-    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); all other terms see the image as it is.
-    The CE of auxiliary heads (Inception) belongs to the task. A term with weight 0 is not computed, and
-    `teacher_BK` may be None where no term needs it. Without `distill` the loss is the CE alone.
+    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
+    auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
     """
-    # bf16 and fp16 logits are reduced in fp32: a sum over K of half-precision exponentials is not exact enough.
-    student_BK = student_BK if student_BK.dtype == torch.float64 else student_BK.float()
-    task = cross_entropy(student_BK, labels_B, mix)
-    for weight, aux_BK in aux:
-        task = task + weight * cross_entropy(aux_BK.to(student_BK.dtype), labels_B, mix)
-    if distill is None:
-        return {"loss": task, "task_loss": task}
-    terms = {"task_loss": task}
-    weighted = [distill.task_weight * task]
-    if teacher_BK is not None and distill.soft_weight:
-        terms["soft_loss"] = soft_loss(student_BK, teacher_BK, distill.temperature)
-        weighted.append(distill.soft_weight * terms["soft_loss"])
-    if teacher_BK is not None and distill.method_weight:
-        own = METHODS[distill.method].terms(student_BK, teacher_BK, labels_B, distill.temperature)
-        terms["method_loss"] = torch.stack(list(own.values())).sum(0)
-        weighted.append(distill.method_weight * terms["method_loss"])
-    return {"loss": torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0], **terms}
+    task_B = cross_entropy(answer.logits_BK, labels_B, mix)
+    for weight, aux_BK in answer.aux:
+        task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
+    weighted = {"task": [weights["task"] * task_B]}
+    weighted |= {key: [weights[key] * term for term in terms.values()] for key, terms in answer.terms.items()}
+    named = {f"{key}/{name}": term for key, terms in answer.terms.items() for name, term in terms.items()}
+    with torch.no_grad():
+        named["loss"] = _sum([term for terms in weighted.values() for term in terms])
+        if answer.terms:
+            named["distill_loss"] = _sum([term for key in answer.terms for term in weighted[key]])
+    return Losses(weighted, {**named, "task_loss": task_B})
 
 
 def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
@@ -111,65 +125,77 @@ def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tenso
     return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
-def micro_batches(inputs: Inputs, accumulate: int) -> list[tuple[Inputs, bool]]:
-    """The batch in at most `accumulate` parts, each (inputs, real).
+class Part(NamedTuple):
+    """A micro-batch. Where the rank has no samples, two images that nothing is asked about."""
 
-    A rank without samples still has to take part in DDP's all-reduce: it runs two blank images that weigh nothing (two,
-    since batch norm refuses one; its statistics are overwritten by rank 0's, which always holds the larger share).
+    images_BCHW: Tensor
+    labels_B: Tensor
+    indices_B: Tensor
+    mix: Mix | None
+
+
+def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: int = 2) -> list[Part]:
+    """The batch in at most `accumulate` parts.
+
+    A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
+    single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, which always holds the
+    larger share.
     """
     images_BCHW, labels_B, mix = inputs
     if len(labels_B) == 0:
-        return [(Inputs(images_BCHW.new_zeros((2, *images_BCHW.shape[1:])), labels_B.new_zeros(2)), False)]
+        return [Part(images_BCHW.new_zeros((blanks, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
     parts = min(accumulate, len(labels_B))
     mixes = [None] * parts if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(parts) for t in mix), strict=True)]
-    split = zip(images_BCHW.tensor_split(parts), labels_B.tensor_split(parts), mixes, strict=True)
-    return [(Inputs(*part), True) for part in split]
+    split = zip(*(t.tensor_split(parts) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
+    return [Part(*part) for part in split]
 
 
 def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
-    student, group = learner.student, learner.group
+    group = learner.group
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
+    epoch = step / learner.steps_per_epoch - learner.init_epochs
+    weights, only = learner.pupil.weights(epoch), learner.pupil.trains(epoch)
+    student = learner.pupil if only else learner.student  # a warm-up stage does not reach all that DDP would wait for
     batch.wait()
     timer.mark("h2d")
-    parts = micro_batches(learner.prepare(batch), learner.accumulate)
+    parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
     timer.mark("augment")
-    for number, ((part_BCHW, part_B, mix), real) in enumerate(parts, start=1):
+    for part in parts:
+        rows = len(part.labels_B)
         with learner.autocast():
-            teacher_BK = teacher_forward(learner.teacher, part_BCHW).clone() if learner.teacher is not None else None
+            taught = learner.teacher(part.images_BCHW, rows) if learner.teacher is not None else None
         timer.mark("teacher")
-        last = number == len(parts)
-        with student.no_sync() if isinstance(student, DistributedDataParallel) and not last else contextlib.nullcontext():
+        samples = Samples(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, learner.hosts))
+        synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)
+        with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
             with learner.autocast():
-                student_BK, aux = student_forward(student, part_BCHW)
-            terms = losses(student_BK, aux, teacher_BK, part_B, learner.distill, mix)
+                answer: Answer = student(part.images_BCHW, samples, taught)
+            loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
-            total = terms["loss"].sum() * count.weight().to(terms["loss"].dtype) * float(real)
-            learner.scaler.scale(total).backward()
-        if learner.noise is not None:
-            learner.noise.end_part(len(part_B) if real else 0)
+            learner.updates.backward(loss, count.weight(), learner.scaler, only)
+        if learner.noise is not None and not only:
+            learner.noise.end_part(rows)
         timer.mark("backward")
-        if real:
-            add_sums(learner, student_BK, part_B, terms, step)
-    if learner.noise is not None:
+        add_sums(learner, answer.logits_BK, part.labels_B, loss, step)
+    if learner.noise is not None and not only:
         learner.noise.end_step(count, learner.scaler)
-    if learner.clip_grad_norm is not None:
-        learner.scaler.unscale_(learner.optimizer)
-        nn.utils.clip_grad_norm_(student.parameters(), learner.clip_grad_norm)
-    learner.scaler.step(learner.optimizer)
-    learner.scaler.update()
-    learner.optimizer.zero_grad(set_to_none=True)
+    learner.updates.step(learner.scaler, only)
     timer.mark("optimizer")
 
 
 @torch.no_grad()
-def add_sums(learner: Learner, student_BK: Tensor, labels_B: Tensor, terms: dict[str, Tensor], step: int) -> None:
-    """Add this part's losses and hits to the running sums and note the first loss that is not finite, on the device."""
+def add_sums(learner: Learner, student_BK: Tensor, labels_B: Tensor, loss: Losses, step: int) -> None:
+    """Add this part's losses and hits to the running sums and note the first loss that is not finite, on the device.
+
+    A loss of the global batch counts for each of its images.
+    """
     first, first_five = correct_counts(student_BK, labels_B)
-    named = {name: term.sum() for name, term in terms.items()}
-    values = {"images": torch.full_like(first, len(labels_B)), "top1": first, "top5": first_five, **named}
+    rows = len(labels_B)
+    named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
+    values = {"images": torch.full_like(first, rows), "top1": first, "top5": first_five, **named}
     zero = learner.sums.new_zeros(())
-    learner.sums += torch.stack([values[name].double() if name in values else zero for name in SUMS])
+    learner.sums += torch.stack([values[name].double() if name in values else zero for name in learner.names])
     broken = ~torch.isfinite(named["loss"]) & (learner.bad_step < 0)
     learner.bad_step.masked_fill_(broken, step)

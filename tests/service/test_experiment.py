@@ -130,7 +130,7 @@ def test_a_point_of_a_sweep_is_the_experiment_with_its_values() -> None:
 
 def test_known_keys_are_what_the_user_was_promised() -> None:
     promised = """data.path data.global_batch_size data.loader_workers data.image_size teacher.model teacher.weights student.model
-        distill.method distill.temperature distill.task_weight distill.soft_weight distill.method_weight optim.lr
+        distill.method distill.task_weight distill.options optim.lr
         scale.num_workers scale.use_gpu precision sweep.space sweep.policy sweep.metric tracking.uri seed"""
     assert set(promised.split()) <= set(KEYS)
 
@@ -144,9 +144,9 @@ def test_known_keys_are_what_the_user_was_promised() -> None:
         ("batch_size", "data.global_batch_size"),
         ("data.batch_size", "data.global_batch_size"),
         ("data.global_batchsize", "data.global_batch_size"),
-        ("distil.temperature", "distill.temperature"),
-        ("distill.temprature", "distill.temperature"),
-        ("temperature", "distill.temperature"),
+        ("distil.method", "distill.method"),
+        ("distill.taskweight", "distill.task_weight"),
+        ("methods", "distill.method"),
         ("lr", "optim.lr"),
         ("num_workers", "scale.num_workers"),
         ("scale.num_worker", "scale.num_workers"),
@@ -200,9 +200,17 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
         ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
         ("precision=fp8", '--set: precision: must be fp32, bf16, fp16 or fp64, not "fp8"'),
-        ("distill.temperature=0", "--set: distill.temperature: must be above 0, not 0"),
-        ("distill.temperature=-2", "--set: distill.temperature: must be above 0, not -2"),
-        ("distill.temperature=.nan", "--set: distill.temperature: must be a finite number, not NaN"),
+        ("distill.options.kd.temperature=0", "--set: distill.options.kd.temperature: must be above 0, not 0"),
+        ("distill.options.kd.temperature=.nan", "--set: distill.options.kd.temperature: must be a finite number, not NaN"),
+        ("distill.options.kd.temprature=4", "--set: distill.options.kd.temprature: no such key; did you mean temperature?"),
+        ("distill.options.dkd.beta=-2", "--set: distill.options.dkd.beta: must be at least 0, not -2"),
+        ("distill.options.kdd.weight=1", "--set: distill.options.kdd: there is no method 'kdd'; did you mean kd?"),
+        ("distill.method=[kd, kd]", "--set: distill.method: names kd twice: set its weight in distill.options.kd.weight instead"),
+        ("distill.method=[]", "--set: distill.method: names no method: write one, such as kd"),
+        (
+            "distill.method=no.py:Mine",
+            "--set: distill.method: there is no file no.py: give the path of a Python file, as FILE.py:CLASS",
+        ),
         ("optim.lr=.inf", "--set: optim.lr: must be a finite number, not Infinity"),
         ("optim.lr=false", "--set: optim.lr: must be a number, not false"),
         ("optim.momentum=1", "--set: optim.momentum: must be below 1, not 1"),
@@ -226,18 +234,18 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
     [
         (["data.global_batch_size=63", "scale.num_workers=2"], "is not divisible by scale.num_workers 2: write 62 or 64"),
         (["data.global_batch_size=1", "scale.num_workers=2"], "write 2 or 4"),
-        (["distill.task_weight=0", "distill.soft_weight=0"], "nothing would be learned"),
+        (["distill.task_weight=0", "distill.options.kd.weight=0"], "nothing would be learned"),
         (["optim.warmup_epochs=12"], "leaves no epoch of optim.epochs 12"),
         (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
         (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
-        (["scale.sync_batch_norm=true", "scale.use_gpu=false"], "works on GPUs only"),
+        (["scale.sync_batch_norm=true", "data.last_batch=short"], "scale.sync_batch_norm needs data.last_batch drop"),
         (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
         (["data.decoder=gpu"], "augment is none: write decoder auto"),
         (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),
         (["data.decoder=dali"], "decoder dali decodes what augment crop_flip cuts out"),
-        (["distill.method_weight=1"], "has no term of its own"),
+        (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
         (["sweep.metric=speed"], "trials have no 'speed'"),
         (["sweep.metric=top1"], "did you mean top1_pct?"),
         (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),

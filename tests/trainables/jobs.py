@@ -26,12 +26,14 @@ def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
         "seed": 3,
         "data": {"path": "digits", "image_size": 8, "global_batch_size": 100, "loader_workers": 1, "last_batch": "short"},
         "teacher": {"model": "mlp_large", "weights": None},
-        "distill": {"temperature": 3.0, "task_weight": 0.3, "soft_weight": 0.7},
+        "distill": {"task_weight": 0.3, "options": {"kd": {"temperature": 3.0, "weight": 0.7}}},
         "optim": {"epochs": 1, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
         "train": {"log_every": 4, "warmup_steps": 2, "checkpoint_every": 1000},
     }
     for name, value in sections.items():
         tree[name] = {**tree[name], **value} if isinstance(value, dict) and isinstance(tree.get(name), dict) else value
+    if tree["teacher"] is None and "distill" not in sections:
+        tree["distill"] = None
     return TrainConfig.model_validate(tree)
 
 

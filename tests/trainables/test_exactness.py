@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from tests.trainables.ranks import Ranks
-from trainables import step
+from trainables import build as building
 from trainables.distributed import Group
 from trainables.errors import TrainingError
-from trainables.models.registry import logits_and_aux
+from trainables.rank_pool import Ranks
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: Rank
     settings = {"model": "convnet_small", "precision": "fp32", "data": {"last_batch": "drop"}}
     weights = write_teacher(tmp_path / "teacher.safetensors")
     alone = ranks.run(world_size, train, config(tmp_path / "alone", teacher=None, **settings))
-    labels = {"task_weight": 1.0, "soft_weight": 0.0, "method_weight": 0.0}
+    labels = {"task_weight": 1.0, "options": {"kd": {"weight": 0.0}}}
     distilled = ranks.run(world_size, train, config(tmp_path / "kd", teacher={"weights": weights}, distill=labels, **settings))
     for a, b in zip(alone, distilled, strict=True):
         assert equal(a["state"], b["state"])
@@ -58,14 +58,25 @@ def test_a_teacher_changes_what_is_learned(ranks: Ranks, tmp_path: Path) -> None
     assert relative_difference(alone, distilled) > 1e-3
 
 
+class Careless(nn.Module):
+    """Calls the module that DDP wraps."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, *batch: object) -> object:
+        return self.wrapped.module(*batch)  # type: ignore[operator, union-attr]
+
+
 def train_through_module(group: Group, settings: object) -> object:
     """What a careless method does: it calls the student behind DDP's back."""
-    proper = step.student_forward
-    step.student_forward = lambda student, images: logits_and_aux(student.module(images))
+    proper = building.wrap
+    building.wrap = lambda pupil, group: Careless(proper(pupil, group))
     try:
         return train(group, settings)  # type: ignore[arg-type]
     finally:
-        step.student_forward = proper
+        building.wrap = proper
 
 
 def test_replicas_that_train_alone_stop_the_run_with_one_line(ranks: Ranks, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ import torch
 
 from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
-from tests.trainables.ranks import Ranks
+from tests.trainables.methods.calls import make, terms
 from trainables.build import build
-from trainables.config import DistillConfig
 from trainables.device.augment import Inputs
 from trainables.device.feed import on_device
 from trainables.distributed import Group
 from trainables.errors import TrainingError
+from trainables.methods.pupil import Answer, Pupil
+from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
 from trainables.step import losses, micro_batches, train_step
 
 
@@ -39,50 +41,62 @@ def reference(
     return out
 
 
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return 3 * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+LABELS, ONE = torch.tensor([0, 1, 2, 3, 4, 0]), torch.ones((), dtype=torch.float64)
+
+
 def test_the_loss_is_the_formula_per_sample() -> None:
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = (torch.randn(6, 5, dtype=torch.float64, generator=generator) * 3 for _ in range(2))
-    labels = torch.tensor([0, 1, 2, 3, 4, 0])
-    terms = losses(student, (), teacher, labels, DistillConfig(temperature=2.5, task_weight=0.4, soft_weight=0.8))
-    expected = reference(student.tolist(), teacher.tolist(), labels.tolist(), 0.4, 0.8, 2.5)
-    assert terms["loss"].tolist() == pytest.approx(expected, rel=1e-12)
-    assert set(terms) == {"loss", "task_loss", "soft_loss"}
+    student, teacher = draw(1, 6, 5), draw(2, 6, 5)
+    said = {"kd": terms(make("kd", temperature=2.5), student, teacher, LABELS)}
+    loss = losses(Answer(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
+    expected = reference(student.tolist(), teacher.tolist(), LABELS.tolist(), 0.4, 0.8, 2.5)
+    assert loss.named["loss"].tolist() == pytest.approx(expected, rel=1e-12)
+    assert float(loss.total(ONE / 6)) == pytest.approx(sum(expected) / 6, rel=1e-12)
+    assert set(loss.named) == {"loss", "task_loss", "distill_loss", "kd/kl"}
 
 
-def test_a_methods_own_term_is_weighed_and_named() -> None:
-    student, teacher = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    labels = torch.tensor([0, 1, 2, 3])
-    settings = DistillConfig(method="dkd", task_weight=1.0, soft_weight=0.0, method_weight=2.0)
-    terms = losses(student, (), teacher, labels, settings)
-    assert torch.allclose(terms["loss"], terms["task_loss"] + 2.0 * terms["method_loss"])
-    assert float(terms["method_loss"].abs().min()) > 0
+def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
+    said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
+    student = draw(2, 6, 5)
+    loss = losses(Answer(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
+    assert float(loss.total(ONE, frozenset({"a"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
+    assert float(loss.total(ONE, frozenset({"b"}))) == 1.0
+    assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
+    assert torch.allclose(loss.named["distill_loss"], 2 * said["a"]["x"] + 15)
+    assert {"a/x", "a/y", "b/z"} < set(loss.named)
 
 
 def test_auxiliary_heads_belong_to_the_task() -> None:
-    student, aux = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    labels = torch.tensor([0, 1, 2, 3])
-    plain = losses(student, (), None, labels, None)["loss"]
-    with_aux = losses(student, ((0.4, aux),), None, labels, None)["loss"]
-    assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, labels, reduction="none"))
+    student, aux = draw(1, 6, 5), draw(2, 6, 5)
+    plain = losses(Answer(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    with_aux = losses(Answer(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, LABELS, reduction="none"))
 
 
-def test_half_precision_logits_are_reduced_in_single_precision() -> None:
-    student, teacher = torch.randn(4, 5), torch.randn(4, 5)
-    labels = torch.tensor([0, 1, 2, 3])
-    exact = losses(student.bfloat16().float(), (), teacher, labels, DistillConfig())["loss"]
-    half = losses(student.bfloat16(), (), teacher, labels, DistillConfig())["loss"]
-    assert half.dtype == torch.float32
-    assert torch.equal(exact, half)
+def test_a_student_in_half_precision_is_answered_for_in_single_precision() -> None:
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    student = Pupil(build_model("mlp_small", num_classes=5, image_size=8, seed=0))
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = student(images)
+        half = student.student(images)
+    assert half.dtype == torch.bfloat16
+    assert answer.logits_BK.dtype == torch.float32
+    assert torch.equal(answer.logits_BK, half.float())
 
 
-def test_an_empty_batch_becomes_blanks_that_weigh_nothing() -> None:
-    ((part, real),) = micro_batches(Inputs(torch.zeros((0, 3, 8, 8)), torch.zeros(0, dtype=torch.int64)), 4)
-    assert (tuple(part.images_BCHW.shape), tuple(part.labels_B.shape), real) == ((2, 3, 8, 8), (2,), False)
+def test_an_empty_batch_becomes_blanks_that_nothing_is_asked_about() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    (part,) = micro_batches(Inputs(torch.zeros((0, 3, 8, 8)), none), none, 4)
+    assert tuple(part.images_BCHW.shape) == (2, 3, 8, 8)
+    assert len(part.labels_B) == len(part.indices_B) == 0
 
 
 def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
-    parts = micro_batches(Inputs(torch.zeros((3, 3, 8, 8)), torch.arange(3)), 5)
-    assert [part.labels_B.tolist() for part, _ in parts] == [[0], [1], [2]]
+    parts = micro_batches(Inputs(torch.zeros((3, 3, 8, 8)), torch.arange(3)), torch.arange(3), 5)
+    assert [part.labels_B.tolist() for part in parts] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainables.config import DataConfig
 from trainables.data.auto import Enough
@@ -122,6 +123,11 @@ class Loader:
         self._ahead = data.prefetch_batches if loader_workers else 0
         self._rows = math.ceil(min(batch, num_samples) / world_size)
         self._stop = Event()
+
+    @property
+    def labels_M(self) -> Tensor:
+        """The label of each of the split's M samples, by index: int64."""
+        return torch.from_numpy(np.asarray(self._source.labels_N, dtype=np.int64))
 
     @property
     def buffers_mib(self) -> float:

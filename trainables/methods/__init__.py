@@ -1,47 +1,93 @@
-"""The ways to distil, by name. Importing this costs no torch: a method's function is loaded when it is first called."""
+"""The ways to distil, by name. Importing this costs no torch: a method is loaded when it, or its options, are asked for."""
 
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("kd"),
-        Method("dkd", own_terms=("tckd", "nckd"), function="trainables.methods.dkd:dkd_terms", reads_labels=True),
-    )
+if TYPE_CHECKING:
+    from trainables.methods.contract import Method
+
+METHODS: dict[str, str] = {
+    "dkd": "trainables.methods.dkd:DKD",
+    "kd": "trainables.methods.kd:KD",
 }
+"""Ours: name → `module:class`."""
+
+ENTRY_POINTS = "raydistill.methods"
+"""The group of entry points under which a package offers methods of its own."""
 
 
-def check_method(distill: DistillConfig, mixes: bool = False) -> None:
-    """Refuse a method that does not exist, or weights that ask a method for what it does not have, or leave it unused.
+def offered() -> dict[str, str]:
+    """Every method that goes by a name, ours and those of installed packages, as name → `module:class`."""
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)} | METHODS
 
-    `mixes`: images of several classes are mixed (MixUp, CutMix), so that a method that reads labels is refused too.
+
+def key_of(name: str) -> str:
+    """What a method is called in `distill.options` and in the records: its name, or of `FILE.py:CLASS` the class."""
+    return name.rpartition(":")[2]
+
+
+def file_of(name: str) -> Path | None:
+    """The file that a name `FILE.py:CLASS` means; None for any other name."""
+    file, colon, _ = name.rpartition(":")
+    return Path(file) if colon and file.endswith(".py") else None
+
+
+def check_name(name: str, where: str = "distill.method") -> None:
+    """Refuse a method that does not exist, without loading it. `where` is the key that names it.
 
     Raises:
         ExperimentError: one line with what to write instead.
     """
-    method = METHODS.get(distill.method)
-    if method is None:
-        near = difflib.get_close_matches(distill.method.lower(), METHODS, n=1)
-        instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(sorted(METHODS))}"
-        raise ExperimentError(f"distill.method: there is no method {distill.method!r}; {instead}")
-    if distill.method_weight > 0 and not method.own_terms:
+    file = file_of(name)
+    if file is not None:
+        if not file.is_file():
+            raise ExperimentError(f"{where}: there is no file {file}: give the path of a Python file, as FILE.py:CLASS")
+        return
+    known = offered()
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
+        raise ExperimentError(f"{where}: there is no method {name!r}; {instead}")
+
+
+def load(name: str) -> type[Method]:
+    """The class of a method. Imports torch, and where the method is a user's, their code.
+
+    Raises:
+        ExperimentError: it does not exist, or is no method; one line.
+    """
+    from trainables.methods.contract import Method
+
+    check_name(name)
+    file = file_of(name)
+    try:
+        found = _from_file(file.resolve(), key_of(name)) if file else pkgutil.resolve_name(offered()[name])
+    except Exception as error:  # a user's module may fail in any way
+        raise ExperimentError(f"distill.method: {name} cannot be loaded ({type(error).__name__}: {error})") from error
+    if not (inspect.isclass(found) and issubclass(found, Method)):
         raise ExperimentError(
-            f"distill.method_weight is {distill.method_weight:g}, but {method.name} has no term of its own:"
-            " set distill.method_weight to 0 and weigh it by distill.soft_weight"
+            f"distill.method: {name} is no method: write a class that inherits from trainables.methods.contract.Method"
         )
-    if distill.method_weight == 0 and method.own_terms:
-        raise ExperimentError(
-            f"distill.method_weight is 0, so {method.name} would not be used:"
-            f" set it to 1 (and distill.soft_weight to 0, as its paper does), or set distill.method to kd"
-        )
-    if mixes and method.reads_labels:
-        raise ExperimentError(
-            f"distill.method: {method.name} needs images of one class each: set data.device_augment.mixup and"
-            " data.device_augment.cutmix to 0, or set distill.method to kd"
-        )
+    return found
+
+
+@cache
+def _from_file(file: Path, name: str) -> object:
+    spec = importlib.util.spec_from_file_location(f"raydistill_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pickle and dataclasses look a class's module up
+    spec.loader.exec_module(module)
+    return getattr(module, name)

@@ -1,50 +1,160 @@
 """What a distillation method is to the training step, which knows none by name.
 
-Shapes: B batch, K classes.
+A method is an `nn.Module`. Its parameters are the auxiliary modules: trained with the student, synchronised by the same DDP, in
+the checkpoint, not in the student that is exported. Its buffers are its memory: in the checkpoint, and the same on all ranks. Its
+forward turns what student and teacher answered into named terms of the loss.
+
+A term is either (B,), what each of this rank's samples adds to a mean over the global batch, or a scalar, the value for the whole
+global batch, made from `Samples.everyone` and the same on every rank. So N workers compute what one would.
+
+Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, K classes, M training samples.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-
-class LogitTerms(Protocol):
-    """A method's own terms, from logits and labels: see `Method.terms`."""
-
-    def __call__(self, student_BK: Tensor, teacher_BK: Tensor, labels_B: Tensor, temperature: float, /) -> dict[str, Tensor]: ...
+from trainables.config import MethodOptions
+from trainables.distributed import Group
+from trainables.gather import Gather
+from trainables.global_batch_norm import GlobalBatchNorm
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to distil: what it adds to task_weight·CE + soft_weight·T²·KL, weighed by method_weight.
+class Seen:
+    """What a model answered to a batch, in float32 or wider."""
 
-    Its terms are per sample, so that the step can weigh samples rather than ranks or micro-batches.
+    logits_BK: Tensor
+    features: tuple[Tensor, ...] = ()
+    """At the method's taps, in their order, each (B, …). The student's carry gradients, the teacher's none."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The batch that both models saw."""
+
+    images_BCHW: Tensor
+    """As the models see them: augmented, normalised."""
+    labels_B: Tensor
+    indices_B: Tensor
+    """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
+    epoch: float
+    """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
+    everyone: Gather
+    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks of the training, beside its taps."""
+
+    teacher: bool = True
+    """Whether there has to be a teacher."""
+    one_label: bool = False
+    """It reads `labels_B` as the one class of each image: refused with MixUp and CutMix."""
+    whole_batch: bool = False
+    """It compares samples with each other: refused with `optim.accumulate`, whose parts never meet."""
+    teacher_gradient: bool = False
+    """The teacher runs with a graph, for a method that differentiates through it. Its parameters stay as they are."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model as a method is built for it."""
+
+    model: nn.Module
+    """The bare model. What is kept of it belongs in a tuple, so that it does not become a part of the method."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the features at the method's taps, without the batch's dimension."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method is built for."""
+
+    student: Side
+    teacher: Side | None
+    num_classes: int
+    labels_M: Tensor
+    """The label of each training sample, by its index: int64 on the CPU."""
+    image_size: int
+    seed: int
+    epochs: int
+    group: Group
+
+
+class Method(nn.Module):
+    """A way to distil. A subclass gives `Options`, `terms` and `forward`, and the other declarations where it needs them.
+
+    Forward runs in float32 (float64 in a float64 job) outside autocast, on every rank in every step, also where a rank has no
+    samples. It does not wait for the device: no `.item()`, no shape that depends on values. Memory is changed only in
+    training mode. Batch norms of auxiliary modules are those of `trainables.global_batch_norm`.
     """
 
-    name: str
-    own_terms: tuple[str, ...] = ()
-    """Names of its own terms, known before anything is computed; empty: CE and KL are all there is."""
-    function: str = ""
-    """Where the own terms are computed, as `package.module:name`: a string, so that a list of methods needs no torch."""
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+    """What a user may write under `distill.options`, with the defaults."""
+    terms: ClassVar[tuple[str, ...]]
+    """Names of the terms, known before anything is computed."""
+    taps: ClassVar[tuple[str, ...]] = ()
+    """Where it reads student and teacher, unless `student_taps` or `teacher_taps` say otherwise; see `trainables.models.taps`."""
+    init_terms: ClassVar[tuple[str, ...]] = ()
+    """Names of the terms of the warm-up stage; empty: there is none."""
+    needs: ClassVar[Needs] = Needs()
+    task_weight: ClassVar[float] = 1.0
+    """The weight of the labels' cross-entropy beside it, where the user gives none."""
 
-    reads_labels: bool = False
-    """Whether its own terms need the one class of each image, which a mixed image does not have."""
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        """Auxiliary modules are built here, on the CPU in float32; torch's generator is seeded for it.
 
-    def terms(self, student_BK: Tensor, teacher_BK: Tensor, labels_B: Tensor, temperature: float) -> dict[str, Tensor]:
-        """The method's own terms, each (B,) and at least float32, with the method's inner weights and T² in them.
-
-        Their sum over names is the sample's `other` loss. The keys are `own_terms`, in that order. `student_BK` carries the
-        gradient; `teacher_BK` may be an inference tensor.
+        Raises:
+            ExperimentError: the models do not fit the method; one line.
         """
-        return self._function(student_BK, teacher_BK, labels_B, temperature) if self.own_terms else {}
+        super().__init__()
 
-    @cached_property
-    def _function(self) -> LogitTerms:
-        function: LogitTerms = pkgutil.resolve_name(self.function)
-        return function
+    @property
+    def init_epochs(self) -> int:
+        """The length of the warm-up stage before the first epoch."""
+        return 0
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`."""
+        raise NotImplementedError
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """What the warm-up stage trains: by default the method's own parameters. `student` is the bare one."""
+        return list(self.parameters())
+
+    def settled_parameters(self) -> list[nn.Parameter]:
+        """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""
+        return [] if self.terms else list(self.parameters())
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the parts of an accumulated batch would not give what the whole does."""
+        return self.needs.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
+
+    def begin_epoch(self, epoch: int, student: nn.Module) -> None:
+        """Called on every rank before an epoch's first step, with the bare student; not again where a job resumes inside it."""
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """The terms, unweighted but for the method's own inner weights, each (B,) or a scalar as told above.
+
+        A method that needs no teacher is given its student's answer, without gradients, as the teacher's.
+        """
+        raise NotImplementedError
+
+
+def mean_per_sample(values: Tensor) -> Tensor:
+    """The mean of each sample's values: (B, …) to (B,), also for B = 0."""
+    return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def squared_distances(rows_ND: Tensor, others_MD: Tensor) -> Tensor:
+    """Squared Euclidean distances (N, M), never negative. No square root: its gradient at 0 is not finite."""
+    products_NM = rows_ND @ others_MD.T
+    squares_NM = rows_ND.square().sum(1)[:, None] + others_MD.square().sum(1)[None] - 2 * products_NM
+    return torch.clamp(squares_NM, min=0)

@@ -9,18 +9,44 @@ Shapes: B batch, K classes, J = K - 1 classes other than the target.
 from __future__ import annotations
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from trainables.methods.kd import divergence, soften
+from trainables.config import NonNegative
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.logits import LogitOptions, divergence, soften
+
+
+class DKDOptions(LogitOptions):
+    """α = 1 and β = 8 are what the authors publish as the default for CIFAR-100 (the paper tunes β by pair)."""
+
+    alpha: NonNegative = Field(1.0, description="weight of the target's part, TCKD")
+    beta: NonNegative = Field(8.0, description="weight of the part of the other classes, NCKD")
+    warmup_epochs: NonNegative = Field(20.0, description="epochs over which the weight rises linearly, as in the authors' code")
+
+
+class DKD(Method):
+    """T²·(α·TCKD + β·NCKD)."""
+
+    Options = DKDOptions
+    terms = ("tckd", "nckd")
+    needs = Needs(one_label=True)
+
+    def __init__(self, options: DKDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
+        student_BK, teacher_BK = self._options.logits(student, teacher)
+        given = self._options
+        return dkd_terms(student_BK, teacher_BK, batch.labels_B, given.temperature, alpha=given.alpha, beta=given.beta)
 
 
 def dkd_terms(
     student_BK: Tensor, teacher_BK: Tensor, labels_B: Tensor, temperature: float, *, alpha: float = 1.0, beta: float = 8.0
 ) -> dict[str, Tensor]:
-    """`tckd`: T²·α·TCKD and `nckd`: T²·β·NCKD of each sample, (B,), float32 or wider. K is at least 2.
-
-    α = 1 and β = 8 are what the authors publish as the default for CIFAR-100 (the paper tunes β by pair).
-    """
+    """`tckd`: T²·α·TCKD and `nckd`: T²·β·NCKD of each sample, (B,), float32 or wider. K is at least 2."""
     student_B2, student_BJ = _split(soften(student_BK, temperature), labels_B)
     teacher_B2, teacher_BJ = _split(soften(teacher_BK, temperature), labels_B)
     scale = temperature**2

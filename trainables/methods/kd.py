@@ -5,8 +5,33 @@ Shapes: B batch, K classes.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.logits import LogitOptions, divergence, soften
+
+
+class KDOptions(LogitOptions):
+    """RepDistiller's defaults for CIFAR-100: 0.1·CE + 0.9·KD at T = 4."""
+
+    weight: float = 0.9
+
+
+class KD(Method):
+    """T²·KL(softmax(teacher/T) ‖ softmax(student/T))."""
+
+    Options = KDOptions
+    terms = ("kl",)
+    task_weight = 0.1
+
+    def __init__(self, options: KDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`kl` of each sample, (B,)."""
+        student_BK, teacher_BK = self._options.logits(student, teacher)
+        return {"kl": soft_loss(student_BK, teacher_BK, self._options.temperature)}
 
 
 def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
@@ -16,15 +41,3 @@ def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Ten
     autocast too; exactly 0 where the logits are equal; finite wherever the difference of two logits is.
     """
     return temperature**2 * divergence(soften(student_BK, temperature), soften(teacher_BK, temperature))
-
-
-def soften(logits_BK: Tensor, temperature: float) -> Tensor:
-    """logits / T in at least float32: half precision would lose what a sum over classes needs, and overflow beyond 65504."""
-    return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32)) / temperature
-
-
-def divergence(student_BK: Tensor, teacher_BK: Tensor) -> Tensor:
-    """KL(softmax(teacher) ‖ softmax(student)) of each sample, (B,), from logits."""
-    student_log_BK = student_BK.log_softmax(dim=1)
-    teacher_log_BK = teacher_BK.log_softmax(dim=1)
-    return (teacher_log_BK.exp() * (teacher_log_BK - student_log_BK)).sum(dim=1)

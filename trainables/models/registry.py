@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODELS", "build_model", "check_forward", "check_model_name", "construct", "dry_forward", "library_options", "logits_and_aux",
+    "seeded",
 ]  # fmt: skip
 
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
@@ -51,7 +52,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
     """`build_model` without its forward checks."""
     found = check_model_name(name)
-    with _seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
+    with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
         try:
             model = _construct(found, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -174,7 +175,7 @@ def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...
 
 
 @contextmanager
-def _seeded(key: str) -> Iterator[None]:
+def seeded(key: str) -> Iterator[None]:
     """torch's CPU generator seeded from `key`, and put back afterwards. Other devices' generators are not touched."""
     import torch
 

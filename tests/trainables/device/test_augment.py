@@ -11,12 +11,12 @@ import torch
 from service.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import Inputs, TrainInputs
 from trainables.device.feed import DeviceBatch
 from trainables.errors import ExperimentError
 from trainables.inputs import normalizer
+from trainables.rank_pool import Ranks
 
 ALL: dict[str, Any] = {
     "randaugment": {"num_ops": 2, "magnitude": 9},
@@ -114,7 +114,7 @@ def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: 
         ),
         (["data.device_augment.cutmix=1", "data.last_batch=short"], "set data.last_batch to drop, or both to 0"),
         (
-            ["data.device_augment.mixup=0.2", "distill.method=dkd", "distill.method_weight=1"],
+            ["data.device_augment.mixup=0.2", "distill.method=dkd"],
             "distill.method: dkd needs images of one class each: set data.device_augment.mixup",
         ),
     ],

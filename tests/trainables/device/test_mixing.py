@@ -9,10 +9,11 @@ import torch
 from scipy import stats
 
 from tests.trainables.device.pictures import pictures
-from trainables.config import DistillConfig
+from tests.trainables.methods.calls import make, terms
 from trainables.device.augment import Inputs
 from trainables.device.draws import Draws
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
+from trainables.methods.pupil import Answer
 from trainables.step import losses, micro_batches
 
 COUNT = 64
@@ -86,17 +87,19 @@ def test_the_cross_entropy_of_a_mixed_image_is_that_of_its_soft_label() -> None:
     for row in range(4):
         soft[row, labels[row]] += mix.share_B[row]
         soft[row, mix.labels_B[row]] += 1 - mix.share_B[row]
-    ours = losses(student, ((0.3, aux),), teacher, labels, DistillConfig(), mix)
+    kd = terms(make("kd"), student, teacher, labels)
+    ours = losses(Answer(student, ((0.3, aux),), {"kd": kd}), labels, mix, {"task": 1.0, "kd": 0.9}).named
     task = sum(w * torch.nn.functional.cross_entropy(x, soft, reduction="none") for w, x in ((1.0, student), (0.3, aux)))
     assert torch.allclose(ours["task_loss"], task, rtol=1e-12)
-    assert torch.equal(ours["soft_loss"], losses(student, (), teacher, labels, DistillConfig())["soft_loss"])
+    assert torch.equal(ours["kd/kl"], kd["kl"])
 
 
 def test_micro_batches_keep_an_images_two_labels_and_share_together() -> None:
     mixed = Inputs(IMAGES, LABELS, Mix(LABELS ^ 1, LABELS / COUNT))
-    parts = micro_batches(mixed, 3)
-    assert [len(part.labels_B) for part, _ in parts] == [22, 21, 21]
-    for part, _ in parts:
+    parts = micro_batches(mixed, LABELS + 100, 3)
+    assert [len(part.labels_B) for part in parts] == [22, 21, 21]
+    for part in parts:
+        assert torch.equal(part.indices_B, part.labels_B + 100)
         assert part.mix is not None
         assert torch.equal(part.mix.labels_B, part.labels_B ^ 1)
         assert torch.equal(part.mix.share_B, part.labels_B / COUNT)

@@ -1,0 +1,93 @@
+"""Whether the methods of an experiment exist, can be told what they are told, and get what they need.
+
+Importing this costs no torch. A method is loaded, and torch with it, only where its options or its needs decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from service.mistakes import explain
+from trainables.errors import ExperimentError
+from trainables.methods import check_name, key_of, load
+
+if TYPE_CHECKING:
+    from service.experiment import Experiment
+
+
+def distills(experiment: Experiment) -> bool:
+    """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
+    return experiment.teacher is not None or experiment.distill.method != ("kd",)
+
+
+def check_distill(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
+    """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
+
+    Raises:
+        ExperimentError: one line a mistake.
+    """
+    distill = experiment.distill
+    names = {key_of(name): name for name in distill.method}
+    try:
+        for name in distill.method:
+            check_name(name)
+        for key, options in distill.options.items():
+            if key not in names:
+                check_name(key, f"distill.options.{key}")
+            check_options(names.get(key, key), options, where, sources)
+        if distills(experiment):
+            _check_needs(experiment)
+    except WrongOptionsError:
+        raise
+    except ExperimentError as error:
+        key = str(error).partition(":")[0]
+        source = next((source for name, source in sources.items() if name == key or name.startswith(f"{key}.")), where)
+        raise ExperimentError(f"{source}: {error}") from error
+
+
+class WrongOptionsError(ExperimentError):
+    """Its lines already say where each value came from."""
+
+
+def check_options(name: str, options: Mapping[str, object], where: str, sources: Mapping[str, str]) -> None:
+    """Refuse options that the method does not have, or values that they cannot take.
+
+    Raises:
+        WrongOptionsError: one line a mistake.
+        ExperimentError: the method cannot be loaded.
+    """
+    kind = load(name).Options
+    try:
+        kind.model_validate(options)
+    except ValidationError as error:
+        prefix = f"distill.options.{key_of(name)}"
+        below = {key.removeprefix(f"{prefix}."): source for key, source in sources.items() if key.startswith(f"{prefix}.")}
+        lines = explain(error, kind, where, below).splitlines()
+        raise WrongOptionsError("\n".join(line.replace(": ", f": {prefix}.", 1) for line in lines)) from error
+
+
+def _check_needs(experiment: Experiment) -> None:
+    distill, mixes, parts = experiment.distill, experiment.data.device_augment.mixes, experiment.optim.accumulate
+    if distill.task_weight == 0 and all(distill.options.get(key_of(name), {}).get("weight") == 0 for name in distill.method):
+        raise ExperimentError(
+            "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
+        )
+    if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
+        return
+    for name in distill.method:
+        needs = load(name).needs
+        if needs.teacher and experiment.teacher is None:
+            raise ExperimentError(f"distill.method: {name} needs a teacher: write teacher.model")
+        if needs.one_label and mixes:
+            raise ExperimentError(
+                f"distill.method: {name} needs images of one class each: set data.device_augment.mixup and"
+                " data.device_augment.cutmix to 0, or set distill.method to kd"
+            )
+        if needs.whole_batch and parts > 1:
+            raise ExperimentError(
+                f"distill.method: {name} compares the samples of a batch, which optim.accumulate {parts} parts:"
+                " set optim.accumulate to 1, or use more workers"
+            )

@@ -1,0 +1,65 @@
+"""A method by itself: built for shapes, called with tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainables.distributed import Group
+from trainables.gather import Gather
+from trainables.methods import load
+from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.registry import seeded
+
+
+def make(
+    name: str,
+    *,
+    student_shapes: tuple[tuple[int, ...], ...] = (),
+    teacher_shapes: tuple[tuple[int, ...], ...] = (),
+    student: nn.Module | None = None,
+    teacher: nn.Module | None = None,
+    num_classes: int = 5,
+    labels_M: Tensor | None = None,
+    group: Group | None = None,
+    seed: int = 0,
+    epochs: int = 10,
+    **options: Any,
+) -> Method:
+    """The method in float64, in training mode. Without models it is built for an empty one on either side."""
+    kind = load(name)
+    labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
+    sides = Side(student or nn.Identity(), student_shapes), Side(teacher or nn.Identity(), teacher_shapes)
+    setting = Setting(
+        *sides, num_classes=num_classes, labels_M=labels_M, image_size=8, seed=seed, epochs=epochs, group=group or Group()
+    )
+    with seeded(f"test/{name}/{seed}"):
+        return kind(kind.Options.model_validate(options), setting).double().train()
+
+
+def samples(
+    labels_B: Tensor,
+    *,
+    indices_B: Tensor | None = None,
+    images_BCHW: Tensor | None = None,
+    epoch: float = 0.0,
+    group: Group | None = None,
+) -> Samples:
+    """A batch with these labels; its indices are 0, 1, … where none are given, its images blank."""
+    rows = len(labels_B)
+    return Samples(
+        torch.zeros(rows, 3, 8, 8, dtype=torch.float64) if images_BCHW is None else images_BCHW,
+        labels_B,
+        torch.arange(rows) if indices_B is None else indices_B,
+        epoch,
+        Gather(rows, group or Group()),
+    )
+
+
+def terms(method: Method, student: Tensor | Seen, teacher: Tensor | Seen, labels_B: Tensor, **batch: Any) -> dict[str, Tensor]:
+    """What the method says; logits alone may stand for all that a model answered."""
+    both = (answer if isinstance(answer, Seen) else Seen(answer) for answer in (student, teacher))
+    found: dict[str, Tensor] = method(*both, samples(labels_B, **batch))
+    return found

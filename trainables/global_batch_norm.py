@@ -1,0 +1,105 @@
+"""Batch normalisation whose statistics are those of the global batch, whatever number of workers it lies on, on CPU and GPU.
+
+torch's SyncBatchNorm is for GPUs, and counts every rank's rows alike only where each has some. This one lets a rank have none.
+
+Shapes: B rows of this rank, C channels, then any further dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainables.distributed import Group
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1). In eval mode it is torch's own."""
+
+    def __init__(self, num_features: int, group: Group, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum)
+        self._group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, …) normalised; every rank calls it the same number of times. Running statistics move in training mode."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not self.training:
+            return super().forward(input)
+        axes = (0, *range(2, input.ndim))
+        view = (1, -1, *([1] * (input.ndim - 2)))
+        values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
+        sums = self._over_ranks(torch.cat([input.sum(axes), values]))
+        count = sums[-1]
+        mean_C = sums[:-1] / count
+        centred = input - mean_C.view(view)
+        var_C = self._over_ranks(centred.square().sum(axes)) / count
+        self._note(mean_C.detach(), var_C.detach(), count.detach())
+        scale_C = self.weight * torch.rsqrt(var_C + self.eps)
+        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view))
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        if self._group.world_size == 1:
+            return own
+        total: Tensor = _AllReduce.apply(own)  # type: ignore[no-untyped-call]
+        return total
+
+    @torch.no_grad()
+    def _note(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        unbiased_C = var_C * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum or 0.0)
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum or 0.0)
+        self.num_batches_tracked.add_(1)
+
+
+def convert(model: nn.Module, group: Group) -> nn.Module:
+    """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are."""
+    kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if kind := kinds.get(type(child)):
+                assert isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d)
+                made = kind(child.num_features, group, child.eps, child.momentum or 0.0)
+                made.load_state_dict(child.state_dict())
+                setattr(parent, name, made.to(next(child.parameters()).device, next(child.parameters()).dtype))
+    return model
+
+
+def normalizes_alone(model: nn.Module) -> bool:
+    """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
+
+
+class GlobalBatchNorm1d(GlobalBatchNorm):
+    """For (B, C) or (B, C, L)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim in (2, 3), tuple(input.shape)
+
+
+class GlobalBatchNorm2d(GlobalBatchNorm):
+    """For (B, C, H, W)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim == 4, tuple(input.shape)

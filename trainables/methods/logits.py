@@ -1,0 +1,52 @@
+"""What methods on logits share: temperature, divergence, and logit standardisation.
+
+Shapes: B batch, K classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import MethodOptions, Positive
+from trainables.methods.contract import Seen
+
+
+class LogitOptions(MethodOptions):
+    """Options of a method that reads softened logits."""
+
+    temperature: Positive = Field(4.0, description="T, by which logits are divided")
+    standardize: bool = Field(False, description="each sample's logits less their mean, by their deviation")
+
+    def logits(self, student: Seen, teacher: Seen) -> tuple[Tensor, Tensor]:
+        """Both models' logits (B, K), standardised where that is asked for."""
+        if not self.standardize:
+            return student.logits_BK, teacher.logits_BK
+        return standardized(student.logits_BK), standardized(teacher.logits_BK)
+
+
+def standardized(logits_BK: Tensor) -> Tensor:
+    """(z − mean(z)) / (std(z) + 1e-7) of each sample: Sun, Ren, Li, Wang and Cao 2024 (CVPR), algorithm 1.
+
+    "Logit Standardization in Knowledge Distillation". The deviation is torch's, with K − 1, and 1e-7 is added as in the authors'
+    code. Equal logits become 0, with finite gradients.
+    """
+    centred_BK = logits_BK - logits_BK.mean(1, keepdim=True)
+    variance_B1 = centred_BK.square().sum(1, keepdim=True) / max(logits_BK.shape[1] - 1, 1)
+    # The root's gradient at 0 is not finite: there, 1 takes the place of the variance, and the result is 0 all the same.
+    some_B1 = variance_B1 > 0
+    deviation_B1 = torch.where(some_B1, torch.where(some_B1, variance_B1, 1.0).sqrt(), 0.0)
+    return centred_BK / (deviation_B1 + 1e-7)
+
+
+def soften(logits_BK: Tensor, temperature: float) -> Tensor:
+    """logits / T in at least float32: half precision would lose what a sum over classes needs, and overflow beyond 65504."""
+    return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32)) / temperature
+
+
+def divergence(student_BK: Tensor, teacher_BK: Tensor) -> Tensor:
+    """KL(softmax(teacher) ‖ softmax(student)) of each sample, (B,), from logits."""
+    student_log_BK = student_BK.log_softmax(dim=1)
+    teacher_log_BK = teacher_BK.log_softmax(dim=1)
+    return (teacher_log_BK.exp() * (teacher_log_BK - student_log_BK)).sum(dim=1)

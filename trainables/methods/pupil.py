@@ -1,0 +1,214 @@
+"""The student together with what its methods add, as one module: one forward, one DDP, one set of gradients.
+
+Shapes: B samples of this rank, K classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainables.config import DistillConfig, MethodOptions
+from trainables.methods import key_of, load
+from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.registry import logits_and_aux, seeded
+from trainables.models.taps import Taps
+
+
+class Chosen(NamedTuple):
+    """A method of an experiment: what it is called, its class and its options."""
+
+    key: str
+    kind: type[Method]
+    options: MethodOptions
+
+    @property
+    def student_taps(self) -> tuple[str, ...]:
+        return self.kind.taps if self.options.student_taps is None else self.options.student_taps
+
+    @property
+    def teacher_taps(self) -> tuple[str, ...]:
+        return self.kind.taps if self.options.teacher_taps is None else self.options.teacher_taps
+
+
+def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
+    """The methods of `distill`, but for those whose weight is 0.
+
+    Raises:
+        ExperimentError: one of them cannot be loaded.
+        pydantic.ValidationError: options that a method does not have.
+    """
+    named = [(key_of(name), load(name)) for name in distill.method]
+    every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
+    return tuple(method for method in every if method.options.weight)
+
+
+def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
+    """The weight of the labels' cross-entropy: the user's, or else the largest of the methods' own."""
+    if distill.task_weight is not None:
+        return distill.task_weight
+    return max((method.kind.task_weight for method in chosen), default=1.0)
+
+
+class Reader:
+    """What several methods read of one model, each at taps of its own."""
+
+    def __init__(self, model: nn.Module, wanted: Mapping[str, Sequence[str]], *, name: str, image_size: int):
+        """`wanted`: method → its taps. Raises ModelError where the model has no such point."""
+        self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in wanted.items() if names}
+        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in wanted}
+
+    def reading(self) -> contextlib.ExitStack:
+        """A context in which the model's forward is read."""
+        stack = contextlib.ExitStack()
+        for taps in self._taps.values():
+            stack.enter_context(taps.reading())
+        return stack
+
+    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, Seen]:
+        """For each method what the last forward gave, in float32 or wider, its first `num_rows` rows; the model is let go of."""
+        logits_BK = widened(logits_BK[:num_rows])
+        found = {key: tuple(widened(tensor[:num_rows]) for tensor in taps.take()) for key, taps in self._taps.items()}
+        return {key: Seen(logits_BK, found.get(key, ())) for key in self.shapes}
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32, unless it is wider: sums of half-precision numbers are not exact enough for a loss."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the student says to a batch, and what its methods say to that."""
+
+    logits_BK: Tensor
+    """In float32 or wider."""
+    aux: tuple[tuple[float, Tensor], ...]
+    """Weight and logits (B, K) of each auxiliary head."""
+    terms: dict[str, dict[str, Tensor]]
+    """Method → its terms, see `Method`."""
+
+
+class Pupil(nn.Module):
+    """Student and methods. Called through DDP where there are several ranks: its forward is the only way to a gradient."""
+
+    def __init__(
+        self,
+        student: nn.Module,
+        methods: Mapping[str, Method] | None = None,
+        options: Mapping[str, MethodOptions] | None = None,
+        *,
+        reader: Reader | None = None,
+        task_weight: float = 1.0,
+        epochs: int = 1,
+    ) -> None:
+        super().__init__()
+        self.student = student
+        self.methods = nn.ModuleDict(dict(methods or {}))
+        self.task_weight = task_weight
+        self._options = dict(options or {})
+        self._reader, self._epochs = reader, epochs
+
+    def forward(self, images_BCHW: Tensor, batch: Samples | None = None, teacher: Mapping[str, Seen] | None = None) -> Answer:
+        """The answer to `images_BCHW`, cut to the samples of `batch`: a rank without any runs images that count for nothing.
+
+        `teacher`: method → what the teacher answered; None where there is no teacher, or no method.
+        """
+        if self._reader is None or batch is None:
+            logits_BK, aux = logits_and_aux(self.student(images_BCHW))
+            rows = len(logits_BK) if batch is None else len(batch.labels_B)
+            return Answer(widened(logits_BK[:rows]), _cut(aux, rows), {})
+        rows = len(batch.labels_B)
+        with self._reader.reading():
+            logits_BK, aux = logits_and_aux(self.student(images_BCHW))
+            seen = self._reader.take(logits_BK, rows)
+        with torch.autocast(images_BCHW.device.type, enabled=False):
+            terms = {
+                key: call(seen[key], teacher[key] if teacher else _detached(seen[key]), batch)
+                for key, call in self._calls(batch.epoch).items()
+            }
+        return Answer(widened(logits_BK[:rows]), _cut(aux, rows), terms)
+
+    @property
+    def methods_by_name(self) -> dict[str, Method]:
+        """The methods, in the order of the experiment."""
+        return {key: cast(Method, method) for key, method in self.methods.items()}
+
+    def _calls(self, epoch: float) -> dict[str, Callable[[Seen, Seen, Samples], dict[str, Tensor]]]:
+        """What each method is asked for: its loss, or before epoch 0 that of its warm-up stage."""
+        if epoch < 0:
+            return {key: method.warm_up for key, method in self.methods_by_name.items() if -epoch <= method.init_epochs}
+        return {key: method for key, method in self.methods_by_name.items() if method.terms}
+
+    def weights(self, epoch: float) -> dict[str, float]:
+        """The weight of the task and of each method when so many epochs have passed; in a warm-up stage 0 and 1."""
+        if epoch < 0:
+            return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
+        return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
+
+    def trains(self, epoch: float) -> list[nn.Parameter]:
+        """What a warm-up stage trains; empty from epoch 0 on, when DDP knows."""
+        if epoch >= 0:
+            return []
+        methods = [self.methods_by_name[key] for key in self._calls(epoch)]
+        return list(dict.fromkeys(p for method in methods for p in method.warm_up_parameters(self.student)))
+
+    @property
+    def init_epochs(self) -> int:
+        """The length of the longest warm-up stage."""
+        return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
+
+    def settle(self, settled: bool) -> None:
+        """Freeze what the warm-up stage alone trains, or let it be trained: DDP must not wait for it."""
+        for method in self.methods_by_name.values():
+            for parameter in method.settled_parameters():
+                parameter.requires_grad_(not settled)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the methods, see `Method.begin_epoch`."""
+        for method in self.methods_by_name.values():
+            method.begin_epoch(epoch, self.student)
+
+    @property
+    def term_names(self) -> tuple[str, ...]:
+        """`method/term` of every term, in order."""
+        methods = self.methods_by_name.items()
+        return tuple(dict.fromkeys(f"{key}/{term}" for key, m in methods for term in (*m.init_terms, *m.terms)))
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether one of the methods compares samples, or normalises over them."""
+        return any(method.compares_samples for method in self.methods_by_name.values())
+
+
+def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float, Tensor], ...]:
+    return tuple((weight, widened(aux_BK[:rows])) for weight, aux_BK in aux)
+
+
+def _detached(seen: Seen) -> Seen:
+    return Seen(seen.logits_BK.detach(), tuple(feature.detach() for feature in seen.features))
+
+
+def build_methods(
+    chosen: Sequence[Chosen], student: nn.Module, teacher: nn.Module | None, readers: tuple[Reader, Reader | None], **about: Any
+) -> dict[str, Method]:
+    """The methods for these models, on the CPU in float32; their first parameters are a function of method and seed alone.
+
+    `readers` are the student's and the teacher's; `about` is the rest of `Setting`.
+
+    Raises:
+        ExperimentError: a method does not fit the models.
+    """
+    student_reader, teacher_reader = readers
+    methods = {}
+    for key, kind, options in chosen:
+        other = Side(teacher, teacher_reader.shapes[key]) if teacher is not None and teacher_reader is not None else None
+        setting = Setting(student=Side(student, student_reader.shapes[key]), teacher=other, **about)
+        with seeded(f"method/{key}:{setting.seed}"):
+            methods[key] = kind(options, setting)
+    return methods
