@@ -35,7 +35,7 @@ class Case:
 
 
 CASES = (
-    Case("resnet20", 32, 32, ("stem", "stages", "pooled"), 1),
+    Case("resnet20", 32, 32, ("stem", "stages", "stages.preact", "pooled"), 1),
     Case("convnet_small", 8, 64, ("stages", "pooled"), 20),
     Case("resnet18", 32, 16, ("stages", "stages.preact", "pooled"), 1),
 )

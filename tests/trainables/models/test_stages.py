@@ -22,6 +22,13 @@ def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     ("name", "image_size", "stem", "stages"),
     [
         ("resnet8", 32, (16, 32, 32), ["layer1", "layer2", "layer3"]),
+        ("resnet8x4", 32, (32, 32, 32), ["layer1", "layer2", "layer3"]),
+        ("wrn_16_1", 32, (16, 32, 32), ["layer1", "layer2", "layer3"]),
+        ("vgg13_cifar", 32, (64, 32, 32), ["layer0", "layer1", "layer2", "layer4"]),  # layer3's maps are as small as layer4's
+        ("mobilenetv2_half_cifar", 32, (16, 16, 16), ["layer1", "layer2", "layer3", "layer4"]),
+        ("shufflenetv1_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
+        ("shufflenetv2_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
+        ("resnet50_cifar", 32, (64, 32, 32), ["layer1", "layer2", "layer3", "layer4"]),
         ("convnet_small", 8, (8, 8, 8), ["features.2", "features.6", "features"]),
         ("resnet18", 64, (64, 16, 16), ["layer1", "layer2", "layer3", "layer4"]),
         ("vgg11_bn", 32, (64, 32, 32), ["features.2", "features.6", "features.13", "features.20", "features.27"]),
@@ -95,6 +102,10 @@ def test_models_of_tokens_and_of_vectors_have_pooled_features_and_no_stages() ->
 @pytest.mark.parametrize(
     ("name", "stage1", "last"),
     [
+        ("resnet8", "layer1.0.relu2:in", "layer3.0.relu2:in"),
+        ("wrn_16_1", "layer2.0.bn1", "bn1"),
+        ("vgg8_cifar", "layer0.1", "layer4.1"),
+        ("shufflenetv1_cifar", "layer1.3.relu3:in", "layer3.3.relu3:in"),
         ("resnet18", "layer1.1.relu:in", "layer4.1.relu:in"),
         ("vgg11_bn", "features.1", "features.26"),
         ("convnet_small", "features.1", "features.9"),

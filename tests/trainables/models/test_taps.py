@@ -41,7 +41,9 @@ def results(name: str, image_size: int, taps: list[str], training: bool) -> list
 @pytest.mark.parametrize(
     ("name", "image_size", "taps"),
     [
-        ("resnet8", 32, ["stem", "stages", "pooled"]),
+        ("resnet8", 32, ["stem", "stages", "stages.preact", "pooled"]),
+        ("wrn_16_1", 32, ["stem", "stages", "stages.preact", "pooled"]),
+        ("shufflenetv2_cifar", 32, ["stages", "stages.preact", "pooled"]),
         ("convnet_large", 8, ["stem", "stages", "stages.preact", "pooled"]),
         ("mlp_large", 8, ["hidden.0", "hidden.1:in", "pooled"]),
         ("resnet18", 32, ["stem", "stages", "stages.preact", "pooled"]),
