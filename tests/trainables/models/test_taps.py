@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.trainables.ranks import Ranks
 from trainables.distributed import Group
 from trainables.errors import ModelError
 from trainables.models.registry import construct, logits_and_aux
 from trainables.models.taps import Taps, classifier, points
+from trainables.rank_pool import Ranks
 
 
 def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
