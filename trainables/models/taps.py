@@ -90,7 +90,10 @@ class _Slot:
 
 
 class Taps:
-    """Hooks on a model. Install them before DistributedDataParallel wraps it and before `model.compile()`."""
+    """Hooks on a model. Install them on the finished model (batch norms replaced, if they are to be), before it is compiled.
+
+    They read through DistributedDataParallel and through a compiled forward. Under `inference_mode` they give inference tensors.
+    """
 
     names: tuple[str, ...]
     """In the order asked for, `stages` and `stage-1` resolved."""
@@ -212,7 +215,8 @@ def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
         )
     if not numbered:
         return [asked.replace("stages", f"stage{number}") for number in range(1, count + 1)]
-    return [f"stage{count + 1 + int(numbered[1])}{numbered[2] or ''}"] if int(numbered[1]) < 0 else [asked]
+    number = int(numbered[1])
+    return [f"stage{count + 1 + number}{numbered[2] or ''}"] if -count <= number < 0 else [asked]
 
 
 def _there_are(sites: dict[str, Site]) -> str:
@@ -238,7 +242,7 @@ def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
     border = trace.last(path, "in" if side else "out")
     if border is None:
-        raise ModelError(f"model {name}: {tap} does not run when the model predicts; {_there_are(sites)}")
+        raise ModelError(f"model {name}: {tap} is not called in eval mode; {_there_are(sites)}")
     if border.value is None:
         raise ModelError(f"model {name}: {tap} is a {border.kind}, not a tensor; choose a module inside or outside of it")
     if not _by_sample(border.value):
@@ -259,11 +263,16 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
     while True:
         switched = False
         for training in (False, True):
-            trace = probe(model, image_size, training=training)
+            try:
+                trace = probe(model, image_size, training=training)
+            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+                if not training:
+                    raise
+                continue  # a teacher may be one that cannot be trained at this size
             for tap, border in taps.items():
                 read = trace.last(border.path, border.side)
                 if read is None or read.value is None:
-                    raise ModelError(f"model {name}: {tap} does not run when the model trains; choose another")
+                    raise ModelError(f"model {name}: {tap} is not called in training; choose another")
                 if not read.overwritten:
                     continue
                 culprits = [modules[path] for path in _changers(trace, read) if getattr(modules[path], "inplace", None) is True]
