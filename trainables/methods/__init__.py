@@ -22,6 +22,7 @@ METHODS: dict[str, str] = {
     "dkd": "trainables.methods.dkd:DKD",
     "kd": "trainables.methods.kd:KD",
     "nkd": "trainables.methods.nkd:NKD",
+    "ttm": "trainables.methods.ttm:TTM",
 }
 """Ours: name → `module:class`."""
 
