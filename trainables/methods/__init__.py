@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
     "kd": "trainables.methods.kd:KD",
+    "mlkd": "trainables.methods.mlkd:MLKD",
     "nkd": "trainables.methods.nkd:NKD",
     "ttm": "trainables.methods.ttm:TTM",
 }
