@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "kd": "trainables.methods.kd:KD",
     "mlkd": "trainables.methods.mlkd:MLKD",
     "nkd": "trainables.methods.nkd:NKD",
+    "sp": "trainables.methods.sp:SP",
     "ttm": "trainables.methods.ttm:TTM",
 }
 """Ours: name → `module:class`."""
