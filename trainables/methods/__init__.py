@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 METHODS: dict[str, str] = {
+    "cc": "trainables.methods.cc:CC",
     "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
     "kd": "trainables.methods.kd:KD",
