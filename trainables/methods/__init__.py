@@ -24,6 +24,7 @@ METHODS: dict[str, str] = {
     "kd": "trainables.methods.kd:KD",
     "mlkd": "trainables.methods.mlkd:MLKD",
     "nkd": "trainables.methods.nkd:NKD",
+    "pkt": "trainables.methods.pkt:PKT",
     "rkd": "trainables.methods.rkd:RKD",
     "sp": "trainables.methods.sp:SP",
     "ttm": "trainables.methods.ttm:TTM",
