@@ -21,6 +21,7 @@ METHODS: dict[str, str] = {
     "cc": "trainables.methods.cc:CC",
     "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
+    "irg": "trainables.methods.irg:IRG",
     "kd": "trainables.methods.kd:KD",
     "mlkd": "trainables.methods.mlkd:MLKD",
     "nkd": "trainables.methods.nkd:NKD",
