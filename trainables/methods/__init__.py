@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 METHODS: dict[str, str] = {
     "cc": "trainables.methods.cc:CC",
+    "crd": "trainables.methods.crd:CRD",
     "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
     "irg": "trainables.methods.irg:IRG",
