@@ -93,14 +93,14 @@ class CRD(Method):
         memories = self.memory_teacher, self.memory_student
         entries_BX = self.entries(batch.indices_B, batch.labels_B, math.floor(batch.epoch))
         with torch.no_grad():
-            scores = [self._scores(own_BE, memory_ME, entries_BX) for own_BE, memory_ME in zip(own, memories, strict=True)]
-            sums_B2 = torch.stack([scores_BX.exp().sum(1) for scores_BX in scores], dim=1)
+            found = [self._exponentials(own_BE, memory_ME, entries_BX) for own_BE, memory_ME in zip(own, memories, strict=True)]
+            sums_B2 = torch.stack([found_BX.sum(1) for found_BX in found], dim=1)
             all_NF = batch.everyone(torch.cat([own[0], own[1], sums_B2], dim=1).detach())
             indices_N = batch.everyone(batch.indices_B)
             normalizers_2 = self._normalizers(all_NF[:, -2:])
             rated = [
-                self._contrast(score_BX, z, memory_ME, entries_BX)
-                for score_BX, z, memory_ME in zip(scores, normalizers_2, memories, strict=True)
+                self._contrast(found_BX / z, memory_ME, entries_BX)
+                for found_BX, z, memory_ME in zip(found, normalizers_2, memories, strict=True)
             ]
             if self.training and len(indices_N):
                 self.normalizers_2.copy_(normalizers_2)
@@ -124,23 +124,22 @@ class CRD(Method):
         places_BK = places_BK + counts_B1 * (places_BK >= self._starts_C[labels_B][:, None])  # over those of the own class
         return torch.cat([indices_B[:, None], self._order_M[places_BK]], dim=1)
 
-    def _scores(self, own_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
-        """v·entry/τ, (B, X). All M products are made: that is less memory and less time than entries copied for each sample."""
-        return (own_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature
+    def _exponentials(self, own_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
+        """exp(v·entry/τ), (B, X). All M products are made: less memory and less time than entries copied for each sample."""
+        return ((own_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
 
     def _normalizers(self, sums_N2: Tensor) -> Tensor:
         """Z of student and teacher, (2,): those of the first batch, which this one may be."""
         first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self._options.negatives + 1), 1))
         return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
 
-    def _contrast(self, scores_BX: Tensor, normalizer: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
+    def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
         """L of each sample and its gradient by v, which is made here: the memory is another one when backward would read it."""
         c = self._options.negatives / len(memory_ME)
-        p_BX = scores_BX.exp() / normalizer
         h_BX = p_BX / (p_BX + c + _EPSILON)
         loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()
         slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self._options.temperature
-        slopes_BM = torch.zeros(len(scores_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
+        slopes_BM = torch.zeros(len(p_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
         return loss_B, slopes_BM.scatter_add_(1, entries_BX, slopes_BX) @ memory_ME
 
     def _update(self, memory_ME: Tensor, own_NE: Tensor, indices_N: Tensor) -> None:

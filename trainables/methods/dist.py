@@ -54,7 +54,8 @@ class DIST(Method):
 def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:
     """Pearson's correlation of each row of one with that of the other, (R,); 0 where a row is constant, with finite gradients."""
     a_RD, b_RD = _centred(a_RD), _centred(b_RD)
-    return (a_RD * b_RD).sum(1) / (torch.linalg.vector_norm(a_RD, dim=1) * torch.linalg.vector_norm(b_RD, dim=1) + 1e-8)
+    norms_R: Tensor = torch.linalg.vector_norm(a_RD, dim=1) * torch.linalg.vector_norm(b_RD, dim=1)
+    return (a_RD * b_RD).sum(1) / (norms_R + 1e-8)
 
 
 def _centred(rows_RD: Tensor) -> Tensor:

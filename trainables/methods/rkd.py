@@ -95,8 +95,7 @@ def angles_apart(student_ND: Tensor, teacher_ND: Tensor, *, part: int = _PART) -
 
 
 def _angles_apart(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
-    angles = [_cosines(at_AD, rows_ND) for at_AD, rows_ND in ((student_AD, student_ND), (teacher_AD, teacher_ND))]
-    return functional.smooth_l1_loss(*angles, reduction="sum")
+    return functional.smooth_l1_loss(_cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND), reduction="sum")
 
 
 def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:
