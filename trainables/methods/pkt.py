@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal
 
 _EPSILON = 1e-7
@@ -57,13 +58,16 @@ class PKT(Method):
 
 
 def neighbours(rows_ND: Tensor, *, own: bool) -> Tensor:
-    """p_{j|i} of row i and column j, (N, N); `own`: with j = i. Equal probabilities for a row of zeros."""
+    """p_{j|i} of row i and column j, (N, N), with j = i in the way of RepDistiller, or without. Equal for a row of zeros."""
+    if not own:
+        kernel_NN = _kernel(unit(rows_ND)) * off_diagonal(rows_ND)
+        return kernel_NN / kernel_NN.sum(1, keepdim=True).clamp(min=_EPSILON)
     norms_N1 = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)
     unit_ND = rows_ND / (norms_N1 + _EPSILON)
-    unit_ND = torch.where(
-        norms_N1 > 0, unit_ND, unit_ND.detach()
-    )  # a row of zeros has no direction to learn, rather than 1e7 of it
-    kernel_NN = (unit_ND @ unit_ND.T + 1) / 2
-    if not own:
-        kernel_NN = kernel_NN * off_diagonal(rows_ND)
-    return kernel_NN / kernel_NN.sum(1, keepdim=True).clamp(min=_EPSILON)
+    # A row of zeros has no direction to learn, rather than 1e7 of it.
+    kernel_NN = _kernel(torch.where(norms_N1 > 0, unit_ND, unit_ND.detach()))
+    return kernel_NN / kernel_NN.sum(1, keepdim=True)
+
+
+def _kernel(unit_ND: Tensor) -> Tensor:
+    return (unit_ND @ unit_ND.T + 1) / 2

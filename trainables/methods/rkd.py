@@ -57,13 +57,13 @@ class RKD(Method):
         """`distance` and `angle`, scalars, with their weights in them."""
         student_ND, teacher_ND = (all_rows(seen, batch) for seen in (student, teacher))
         rows = len(student_ND)
-        pairs, triples = rows**2, rows**3
-        if self._options.variant == "paper":
+        pairs, triples, distinct = rows**2, rows**3, self._options.variant == "paper"
+        if distinct:
             pairs, triples = rows * (rows - 1), rows * (rows - 1) * (rows - 2)
         distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
         return {
             "distance": self._options.distance * distances / max(pairs, 1),
-            "angle": self._options.angle * angles_apart(student_ND, teacher_ND) / max(triples, 1),
+            "angle": self._options.angle * angles_apart(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
         }
 
 
@@ -77,25 +77,31 @@ def distances_by_mean(rows_ND: Tensor) -> Tensor:
     return distances_NN / mean.clamp(min=1e-6)
 
 
-def angles_apart(student_ND: Tensor, teacher_ND: Tensor, *, part: int = _PART) -> Tensor:
-    """Σ over triples of huber(cosine of the student's angle, the teacher's), a scalar. `part`: numbers that are held at once."""
+def angles_apart(student_ND: Tensor, teacher_ND: Tensor, *, distinct: bool = False, part: int = _PART) -> Tensor:
+    """Σ over triples (`distinct`: of three samples) of huber(cosine of the student's angle, the teacher's), a scalar.
+
+    `part`: how many numbers are held at once.
+    """
     rows, widest = len(student_ND), max(student_ND.shape[1], teacher_ND.shape[1])
     size = max(part // max(rows * (rows + widest), 1), 1)
     if rows <= size:
-        return _angles_apart(student_ND, teacher_ND, student_ND, teacher_ND)
+        return _angles_apart(student_ND, teacher_ND, student_ND, teacher_ND, distinct)
     leaf_ND = student_ND.detach().requires_grad_()
     total, gradient_ND = student_ND.new_zeros(()), torch.zeros_like(student_ND)
     with torch.enable_grad():
         for first in range(0, rows, size):
             at = slice(first, first + size)
-            apart = _angles_apart(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND)
+            apart = _angles_apart(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND, distinct)
             gradient_ND += torch.autograd.grad(apart, leaf_ND)[0]
             total += apart.detach()
     return with_gradient(total, gradient_ND, student_ND)
 
 
-def _angles_apart(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
-    return functional.smooth_l1_loss(_cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND), reduction="sum")
+def _angles_apart(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor, distinct: bool) -> Tensor:
+    angles_ANN, wanted_ANN = _cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND)
+    if distinct:
+        angles_ANN, wanted_ANN = angles_ANN * off_diagonal(student_ND), wanted_ANN * off_diagonal(student_ND)
+    return functional.smooth_l1_loss(angles_ANN, wanted_ANN, reduction="sum")
 
 
 def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:
