@@ -127,15 +127,14 @@ def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
 @pytest.mark.parametrize("variant", ["paper", "repdistiller"])
 def test_pkt_compares_the_probabilities_of_neighbours(variant: str) -> None:
     method, student, teacher, (s,), (t,) = both(Case("pkt", {"variant": variant}, **ROWS))
-    own = variant == "repdistiller"
+    own, eps = (True, 1e-7) if variant == "repdistiller" else (False, 0.0)
 
     def probabilities(x: np.ndarray) -> np.ndarray:
-        norms = [np.linalg.norm(a) + 1e-7 for a in x]
+        norms = [np.linalg.norm(a) + eps for a in x]
         k = [[(x[i] @ x[j] / norms[i] / norms[j] + 1) / 2 * (own or i != j) for j in range(4)] for i in range(4)]
         return np.array([np.array(row) / sum(row) for row in k])
 
     p, q = probabilities(t), probabilities(s)
-    eps = 1e-7 if own else 0.0
     terms = [p[i, j] * math.log((p[i, j] + eps) / (q[i, j] + eps)) for i in range(4) for j in range(4) if own or i != j]
     expected = math.fsum(terms) / (16 if own else 1)
     assert batch_mean(method, student, teacher).item() == pytest.approx(expected, rel=1e-9)
