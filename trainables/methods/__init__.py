@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 METHODS: dict[str, str] = {
+    "cc": "trainables.methods.cc:CC",
+    "crd": "trainables.methods.crd:CRD",
+    "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
+    "irg": "trainables.methods.irg:IRG",
     "kd": "trainables.methods.kd:KD",
+    "mlkd": "trainables.methods.mlkd:MLKD",
+    "nkd": "trainables.methods.nkd:NKD",
+    "pkt": "trainables.methods.pkt:PKT",
+    "rkd": "trainables.methods.rkd:RKD",
+    "sp": "trainables.methods.sp:SP",
+    "ttm": "trainables.methods.ttm:TTM",
 }
 """Ours: name → `module:class`."""
 
