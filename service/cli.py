@@ -285,6 +285,21 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
         click.echo(f"every checksum of {len(index.files())} files is right")
 
 
+@cli.command()
+@click.argument("model")
+@click.option("--image-size", type=click.IntRange(min=1), help="Pixels a side; default: 32 for our models, 224 for the others.")
+@click.option("--num-classes", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
+def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> None:
+    """Points of a model that a distillation method can read: their names and shapes."""
+    from service.progress import output
+    from service.report.points import points_table
+    from trainables.models.names import check_model_name
+
+    size = image_size or (32 if check_model_name(model).library == "ours" else 224)
+    output().print(points_table(model, size, num_classes, every))
+
+
 @cli.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""

@@ -20,15 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "MODELS",
-    "build_model",
-    "check_forward",
-    "check_model_name",
-    "construct",
-    "library_options",
-    "logits_and_aux",
+    "MODELS", "build_model", "check_forward", "check_model_name", "construct", "dry_forward", "library_options", "logits_and_aux",
     "seeded",
-]
+]  # fmt: skip
 
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
@@ -124,6 +118,16 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
 
 
 def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[int, ...]:
+    return tuple(logits_and_aux(dry_forward(model, image_size, training=training))[0].shape)
+
+
+def dry_forward(
+    model: nn.Module, image_size: int, *, training: bool, batch_size: int = 2, frozen: tuple[type[nn.Module], ...] = ()
+) -> Any:
+    """What `model` answers to blank images, on the CPU or for a large model on the meta device.
+
+    Neither parameters, batch statistics, modes nor generators move. Modules of the `frozen` classes stay in eval mode.
+    """
     import torch
     from torch.func import functional_call
 
@@ -131,15 +135,18 @@ def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[in
     work = image_size**2 * sum(tensor.numel() for tensor in tensors.values())
     device = "cpu" if work <= CALCULATED else "meta"
     shadow = {key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items()}
-    images_BCHW = torch.zeros(2, 3, image_size, image_size, device=device, dtype=next(model.parameters()).dtype)
+    images_BCHW = torch.zeros(batch_size, 3, image_size, image_size, device=device, dtype=next(model.parameters()).dtype)
     modes = [(module, module.training) for module in model.modules()]
     try:
+        model.train(training)
+        for module, _ in modes:
+            if isinstance(module, frozen):
+                module.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            logits_BK, _ = logits_and_aux(functional_call(model.train(training), shadow, (images_BCHW,)))
+            return functional_call(model, shadow, (images_BCHW,))
     finally:
         for module, mode in modes:
             module.training = mode
-    return tuple(logits_BK.shape)
 
 
 def _takes(model: nn.Module, image_size: int, training: bool) -> bool:

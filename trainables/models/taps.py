@@ -1,43 +1,291 @@
-"""Named points of a model whose activations a method reads."""
+"""Taps: named points of a model whose values a method reads, on any model of ours, torchvision's or timm's.
+
+Names: `stem`; `stage1`, `stage2`, …, `stage-1` the last; `stages`, all of them; `stage1.preact`, …, `stages.preact`; `pooled`,
+what the final linear layer reads, (B, D); or a module's dotted path, its output, and with `:in` its input. `stages.py` says what
+a stage is. The names of stages go before equal ones of modules (torchvision's ShuffleNetV2 has a `stage2`).
+
+A tap is a hook that keeps a reference to a tensor that the forward makes anyway: outputs and gradients are bit-equal to those of
+the model without. A module called several times in a forward gives the value of its last call.
+
+Shapes: B batch, C channels, H W pixels, D features.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from trainables.errors import ModelError
+from trainables.models.probe import BATCH, Border, Trace, nothing_in_place, probe
+from trainables.models.stages import Site, stage_sites
+
+STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a tap can be: its best name, other names of the same value, and the shape of one sample's."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def points(model: nn.Module, image_size: int, *, every: bool = False) -> list[Point]:
+    """The stem, stages, pre-activations and pooled features; with `every` the output of every module as well.
+
+    Neither parameters, batch statistics, modes nor generators move.
+    """
+    trace, sites = _survey(model, image_size)
+    named: dict[tuple[Border, ...], list[str]] = {}
+    for name, site in sites.items():
+        named.setdefault(site.borders, []).append(name)
+    found = [
+        Point(first, (*rest, *(alias for alias in sites[first].names if not STAGE.fullmatch(alias))), sites[first].shape)
+        for names in named.values()
+        for first, *rest in [sorted(names, key="stem".__eq__)]
+    ]
+    if every:
+        paths = [border.path for border in trace.borders if border.side == "out" and border.path]
+        last = [trace.last(path, "out") for path in dict.fromkeys(paths)]
+        found += [
+            Point(border.path, (), tuple(border.value.shape[1:]))
+            for border in last
+            if border is not None and border.value is not None and _by_sample(border.value)
+        ]
+    return found
+
+
+def classifier(model: nn.Module) -> nn.Linear:
+    """The final linear layer: what timm's `get_classifier` names, otherwise the last module that has parameters of its own.
+
+    Raises:
+        ModelError: that is no linear layer.
+    """
+    if callable(own := getattr(model, "get_classifier", None)):
+        last = own()
+    else:
+        last = next((m for m in reversed(list(model.modules())) if next(m.parameters(recurse=False), None) is not None), None)
+    if isinstance(last, nn.Linear):
+        return last
+    raise ModelError(
+        f"{type(model).__name__} ends with {type(last).__name__}, not with a linear layer: choose a model that does, "
+        "or a method that needs none"
+    )
+
+
+@dataclass
+class _Slot:
+    """What one hook keeps."""
+
+    channels_last: bool
+    open: bool = False
+    tensor: Tensor | None = None
 
 
 class Taps:
-    """Reads the outputs of named modules while a model runs."""
+    """Hooks on a model. Install them before DistributedDataParallel wraps it and before `model.compile()`."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], *, name: str, image_size: int):
-        self.names = tuple(names)
-        self._kept: dict[str, Tensor] = {}
-        self._on = False
-        for path in self.names:
-            model.get_submodule(path).register_forward_hook(lambda _m, _i, out, path=path: self._keep(path, out))  # type: ignore[misc]
-        was = model.training
-        with torch.no_grad(), self.reading():
-            model.eval()(torch.zeros(2, 3, image_size, image_size, dtype=next(model.parameters()).dtype))
-        model.train(was)
-        self.shapes = tuple(tuple(feature.shape[1:]) for feature in self.take())
+    names: tuple[str, ...]
+    """In the order asked for, `stages` and `stage-1` resolved."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Per sample: (C, H, W), (D,) or what else the module gives."""
 
-    def _keep(self, path: str, output: Any) -> None:
-        if self._on:
-            self._kept[path] = output
+    def __init__(self, model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> None:
+        """`name` is the model's, for messages. An in-place activation right behind a tap is switched to work out of place.
 
-    @contextlib.contextmanager
+        That is for good: what another tap reads may rest on it, and the results are the same bits.
+
+        Raises:
+            ModelError: no such tap, with the nearest that exist; it is no tensor of samples, or overwritten after it is read.
+        """
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise RuntimeError("taps go in before model.compile(): a compiled forward does not look for new hooks")
+        self._handles: list[Any] = []
+        self._slots: list[_Slot] = []
+        self.names, self.shapes = (), ()
+        if not names:
+            return
+        trace, sites = _survey(model, image_size)
+        self.names = tuple(one for asked in names for one in _expand(asked, sites, name))
+        found = [_find(one, model, trace, sites, name) for one in self.names]
+        self.shapes = tuple(site.shape for site in found)
+        _keep_whole(model, image_size, {one: site.borders[0] for one, site in zip(self.names, found, strict=True)}, name)
+        for site in found:
+            slot, border = _Slot(site.channels_last), site.borders[0]
+            module = model.get_submodule(border.path)
+            if border.side == "out":
+                self._handles.append(module.register_forward_hook(_output_hook(slot)))
+            else:
+                self._handles.append(module.register_forward_pre_hook(_input_hook(slot)))
+            self._slots.append(slot)
+
+    @contextmanager
     def reading(self) -> Iterator[None]:
-        self._on = True
+        """Forwards in here are read, all others are not; what is not taken by its end is forgotten."""
+        for slot in self._slots:
+            slot.open = True
         try:
             yield
         finally:
-            self._on = False
+            for slot in self._slots:
+                slot.open, slot.tensor = False, None
 
     def take(self) -> tuple[Tensor, ...]:
-        taken = tuple(self._kept[path] for path in self.names)
-        self._kept = {}
-        return taken
+        """What the last forward in `reading()` gave, in the order of `names`, and forgets it.
+
+        Raises:
+            RuntimeError: no forward ran, or a tapped module did not run in it.
+        """
+        kept = [slot.tensor for slot in self._slots]
+        if missing := [name for name, tensor in zip(self.names, kept, strict=True) if tensor is None]:
+            raise RuntimeError(f"taps {', '.join(missing)} saw no forward since reading began or since they were taken")
+        for slot in self._slots:
+            slot.tensor = None
+        return tuple(
+            tensor.permute(0, 3, 1, 2) if slot.channels_last else tensor
+            for slot, tensor in zip(self._slots, kept, strict=True)
+            if tensor is not None
+        )
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._slots.clear()
+        self.names, self.shapes = (), ()
+
+
+def _output_hook(slot: _Slot) -> Callable[..., None]:
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if slot.open:
+            slot.tensor = output
+
+    return keep
+
+
+def _input_hook(slot: _Slot) -> Callable[..., None]:
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if slot.open:
+            slot.tensor = args[0]
+
+    return keep
+
+
+def _survey(model: nn.Module, image_size: int) -> tuple[Trace, dict[str, Site]]:
+    """One forward, and what has a name of its own in it."""
+    with nothing_in_place(model):
+        trace = probe(model, image_size, training=False)
+    sites = stage_sites(model, trace)
+    try:
+        last = classifier(model)
+    except ModelError:
+        return trace, sites
+    path = next(path for path, module in model.named_modules() if module is last)
+    border = trace.last(path, "in")
+    if border is not None and border.value is not None and border.value.ndim == 2:
+        sites["pooled"] = Site((border,))
+    return trace, sites
+
+
+def _by_sample(value: Tensor) -> bool:
+    return value.ndim > 1 and value.shape[0] == BATCH
+
+
+def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
+    """`stages`, `stages.preact` and `stage-1` as numbered stages; any other name as it is."""
+    numbered = STAGE.fullmatch(asked)
+    if not numbered and asked not in ("stages", "stages.preact"):
+        return [asked]
+    count = sum(1 for site in sites if STAGE.fullmatch(site) and not site.endswith(".preact"))
+    if not count:
+        raise ModelError(
+            f"model {name} has no {asked}: it makes no maps that shrink stage by stage; {_there_are(sites)}, or any module's "
+            f"path: `distill taps {name} --all`"
+        )
+    if not numbered:
+        return [asked.replace("stages", f"stage{number}") for number in range(1, count + 1)]
+    return [f"stage{count + 1 + int(numbered[1])}{numbered[2] or ''}"] if int(numbered[1]) < 0 else [asked]
+
+
+def _there_are(sites: dict[str, Site]) -> str:
+    return f"there are {', '.join(sites)}" if sites else "there are only modules"
+
+
+def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name: str) -> Site:
+    """Where to read the tap of this name."""
+    if tap in sites:
+        return sites[tap]
+    if tap.endswith(".preact") and tap.removesuffix(".preact") in sites:
+        raise ModelError(
+            f"model {name} has no {tap} that can be read: that activation is a function between modules, which no hook sees; "
+            f"{_there_are(sites)}"
+        )
+    if tap == "pooled":
+        raise ModelError(f"model {name} has no pooled: it does not end with a linear layer on (B, D); {_there_are(sites)}")
+    path, _, side = tap.partition(":")
+    modules = dict(model.named_modules())
+    if not path or path not in modules or side not in ("", "in"):
+        near = difflib.get_close_matches(tap, [*sites, *modules], n=3)
+        nearest = f"the nearest are {' or '.join(near)}" if near else _there_are(sites)
+        raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
+    border = trace.last(path, "in" if side else "out")
+    if border is None:
+        raise ModelError(f"model {name}: {tap} does not run when the model predicts; {_there_are(sites)}")
+    if border.value is None:
+        raise ModelError(f"model {name}: {tap} is a {border.kind}, not a tensor; choose a module inside or outside of it")
+    if not _by_sample(border.value):
+        shape = tuple(border.value.shape)
+        raise ModelError(
+            f"model {name}: {tap} has shape {shape} for {BATCH} images, so its rows are no samples; choose a module outside of it"
+        )
+    return Site((border,))
+
+
+def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name: str) -> None:
+    """See that no tapped tensor is changed in place after it is read, in training or eval mode.
+
+    Raises:
+        ModelError: it is, and not by a module that can be told to work out of place.
+    """
+    modules = dict(model.named_modules())
+    while True:
+        switched = False
+        for training in (False, True):
+            trace = probe(model, image_size, training=training)
+            for tap, border in taps.items():
+                read = trace.last(border.path, border.side)
+                if read is None or read.value is None:
+                    raise ModelError(f"model {name}: {tap} does not run when the model trains; choose another")
+                if not read.overwritten:
+                    continue
+                culprits = [modules[path] for path in _changers(trace, read) if getattr(modules[path], "inplace", None) is True]
+                if not culprits:
+                    raise ModelError(
+                        f"model {name}: {tap} is overwritten in place after it is read; choose the module that comes next, "
+                        "or one outside of it"
+                    )
+                for module in culprits:
+                    module.inplace = False  # type: ignore[assignment]
+                switched = True
+        if not switched:
+            return
+
+
+def _changers(trace: Trace, read: Border) -> list[str]:
+    """Modules that are given the same memory from then on."""
+    assert read.value is not None
+    memory = read.value.untyped_storage()._cdata
+    begins = next(place for place, border in enumerate(trace.borders) if border is read)
+    return [
+        border.path
+        for border in trace.borders[begins:]
+        if border.side == "in" and border.value is not None and border.value.untyped_storage()._cdata == memory
+    ]

@@ -1,0 +1,23 @@
+"""What `distill taps` shows: the points of a model that a method can read."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+
+def points_table(model: str, image_size: int, num_classes: int, every: bool) -> Table:
+    """Names, other names and shape of one sample's value; `every`: of all modules.
+
+    Raises:
+        ModelError: no such model, or it does not take images of this size.
+    """
+    from trainables.models.registry import build_model
+    from trainables.models.taps import points
+
+    built = build_model(model, num_classes=num_classes, image_size=image_size, seed=0)
+    table = Table(title=f"taps of {model} at {image_size}×{image_size}", title_justify="left")
+    for column in ("name", "aliases", "shape per sample"):
+        table.add_column(column, justify="right" if column.startswith("shape") else "left")
+    for point in points(built, image_size, every=every):
+        table.add_row(point.name, ", ".join(point.aliases), "×".join(map(str, point.shape)))
+    return table
