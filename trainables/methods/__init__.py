@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 METHODS: dict[str, str] = {
     "dkd": "trainables.methods.dkd:DKD",
+    "fitnet": "trainables.methods.fitnet:FitNet",
     "kd": "trainables.methods.kd:KD",
 }
 """Ours: name → `module:class`."""
