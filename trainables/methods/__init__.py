@@ -22,6 +22,7 @@ METHODS: dict[str, str] = {
     "dkd": "trainables.methods.dkd:DKD",
     "fitnet": "trainables.methods.fitnet:FitNet",
     "kd": "trainables.methods.kd:KD",
+    "nst": "trainables.methods.nst:NST",
 }
 """Ours: name → `module:class`."""
 
