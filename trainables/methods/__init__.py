@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "fitnet": "trainables.methods.fitnet:FitNet",
     "kd": "trainables.methods.kd:KD",
     "nst": "trainables.methods.nst:NST",
+    "vid": "trainables.methods.vid:VID",
 }
 """Ours: name → `module:class`."""
 

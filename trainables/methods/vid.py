@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainables.config import MethodOptions, NonNegative, Number
+from trainables.config import MethodOptions, Number
 from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
 from trainables.methods.features import Shape, paired_maps, pooled_alike
 
@@ -77,4 +77,5 @@ class _Normal(nn.Module):
     def forward(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
         """−log q of each of the teacher's values, without the constant, (B, C, H, W)."""
         variance_C11 = (functional.softplus(self.raw_variance_C) + _LEAST_VARIANCE)[:, None, None]
-        return (teacher_BCHW - self.mean(student_BCHW)).square() / (2 * variance_C11) + 0.5 * variance_C11.log()
+        apart_BCHW: Tensor = teacher_BCHW - self.mean(student_BCHW)
+        return apart_BCHW.square() / (2 * variance_C11) + 0.5 * variance_C11.log()
