@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 METHODS: dict[str, str] = {
+    "ab": "trainables.methods.ab:AB",
     "at": "trainables.methods.at:AT",
     "dkd": "trainables.methods.dkd:DKD",
     "fitnet": "trainables.methods.fitnet:FitNet",

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Positive
 from trainables.methods.contract import Method, Samples, Seen, Setting
-from trainables.methods.features import ConvReg, paired_maps
-from trainables.models.taps import classifier
+from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
 
 class ABOptions(MethodOptions):
@@ -82,9 +81,3 @@ class AB(Method):
 def beyond_the_boundary(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
     """How far each value of the student is from the teacher's side of 0 and the margin; 0 where it is there."""
     return torch.where(teacher > 0, (margin - student).clamp(min=0), (student + margin).clamp(min=0))
-
-
-def body_parameters(student: nn.Module) -> list[nn.Parameter]:
-    """All parameters of a model but those of its final linear layer, which no loss on maps moves."""
-    last = {id(parameter) for parameter in classifier(student).parameters()}
-    return [parameter for parameter in student.parameters() if id(parameter) not in last]
