@@ -22,6 +22,7 @@ METHODS: dict[str, str] = {
     "at": "trainables.methods.at:AT",
     "dkd": "trainables.methods.dkd:DKD",
     "fitnet": "trainables.methods.fitnet:FitNet",
+    "fsp": "trainables.methods.fsp:FSP",
     "kd": "trainables.methods.kd:KD",
     "nst": "trainables.methods.nst:NST",
     "vid": "trainables.methods.vid:VID",

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import Count, MethodOptions
-from trainables.methods.ab import body_parameters
 from trainables.methods.contract import Method, Samples, Seen, Setting
-from trainables.methods.features import equal_channels, paired_maps, pooled_alike
+from trainables.methods.features import body_parameters, equal_channels, paired_maps, pooled_alike
 
 
 class FSPOptions(MethodOptions):
