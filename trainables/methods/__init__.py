@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "dkd": "trainables.methods.dkd:DKD",
     "fitnet": "trainables.methods.fitnet:FitNet",
     "fsp": "trainables.methods.fsp:FSP",
+    "ft": "trainables.methods.ft:FT",
     "kd": "trainables.methods.kd:KD",
     "nst": "trainables.methods.nst:NST",
     "vid": "trainables.methods.vid:VID",

@@ -11,6 +11,7 @@ Shapes: B batch, C channels, H W positions, E values of a normed factor.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -89,7 +90,7 @@ class FT(Method):
 def _stack(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], *channels: int, group: Group | None = None) -> nn.Sequential:
     """3 × 3 convolutions from each number of channels to the next, each with a leaky ReLU; with `group` batch norms between."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(channels, channels[1:], strict=False):
+    for inputs, outputs in pairwise(channels):
         norm = [GlobalBatchNorm2d(outputs, group)] if group is not None else []
         layers += [kind(inputs, outputs, 3, padding=1), *norm, nn.LeakyReLU(0.1)]
     return nn.Sequential(*layers)
