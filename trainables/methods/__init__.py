@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "fsp": "trainables.methods.fsp:FSP",
     "ft": "trainables.methods.ft:FT",
     "kd": "trainables.methods.kd:KD",
+    "kdsvd": "trainables.methods.kdsvd:KDSVD",
     "nst": "trainables.methods.nst:NST",
     "vid": "trainables.methods.vid:VID",
 }
