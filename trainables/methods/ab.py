@@ -12,7 +12,7 @@ Shapes: B batch, C channels, H W positions.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -38,7 +38,7 @@ class AB(Method):
 
     Options = ABOptions
     terms = ()
-    init_terms: ClassVar[tuple[str, ...]] = ("boundary",)
+    init_terms = ("boundary",)
     taps = ("stages.preact",)
 
     def __init__(self, options: ABOptions, setting: Setting) -> None:
@@ -55,6 +55,11 @@ class AB(Method):
         """No terms: the method ends before training."""
         return {}
 
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
+
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
@@ -67,10 +72,6 @@ class AB(Method):
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The student's without its classifier's, and the connectors'."""
         return body_parameters(student) + list(self.parameters())
-
-    def frozen_after_warm_up(self) -> list[nn.Parameter]:
-        """The connectors': nothing reads them in training."""
-        return list(self.parameters())
 
     def _weights(self) -> list[float]:
         if self._options.variant == "paper":

@@ -14,7 +14,7 @@ Shapes: B batch, C channels (I of the earlier map, J of the later), H W position
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class FSP(Method):
 
     Options = FSPOptions
     terms = ()
-    init_terms: ClassVar[tuple[str, ...]] = ("flow",)
+    init_terms = ("flow",)
     taps = ("stem", "stages")
 
     def __init__(self, options: FSPOptions, setting: Setting) -> None:
@@ -50,6 +50,11 @@ class FSP(Method):
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """No terms: the method ends before training."""
         return {}
+
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
@@ -63,10 +68,6 @@ class FSP(Method):
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The student's without its classifier's."""
         return body_parameters(student)
-
-    def frozen_after_warm_up(self) -> list[nn.Parameter]:
-        """None: the method has no parameters."""
-        return []
 
 
 def flow(earlier_BCHW: Tensor, later_BCHW: Tensor, *, maximum: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ Shapes: B batch, C channels, H W positions, E values of a normed factor.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -42,7 +42,7 @@ class FT(Method):
 
     Options = FTOptions
     terms = ("factor",)
-    init_terms: ClassVar[tuple[str, ...]] = ("reconstruction",)
+    init_terms = ("reconstruction",)
     taps = ("stage-1",)
 
     def __init__(self, options: FTOptions, setting: Setting) -> None:
@@ -68,6 +68,11 @@ class FT(Method):
             total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
         return {"factor": total_B}
 
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
+
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`reconstruction` of each sample, (B,). The student has no part in it."""
         total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))
@@ -79,7 +84,7 @@ class FT(Method):
         """The paraphraser's, and of what rebuilds the map from its factor."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
-    def frozen_after_warm_up(self) -> list[nn.Parameter]:
+    def settled_parameters(self) -> list[nn.Parameter]:
         """The same: in training only the translator learns, with the student."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
