@@ -1,5 +1,5 @@
 """Activation boundaries: Heo, Lee, Yun and Choi 2019 (AAAI), "Knowledge Transfer via Distillation of Activation Boundaries Formed
-by Hidden Neurons", equation 5.
+by Hidden Neurons": the differentiable loss with a margin.
 
 Before a ReLU only a value's sign says whether a neuron is active. Each of the student's values s is pulled across the teacher's
 side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. It starts the student

@@ -1,5 +1,5 @@
 """Factor transfer: Kim, Park and Kwak 2018 (NeurIPS), "Paraphrasing Complex Network: Network Compression via Factor Transfer",
-equations 1 to 4.
+equations 1 and 4.
 
 In a stage before training a paraphraser learns to rebuild the teacher's last map from fewer channels, the teacher's factor (mean
 squared error). Then it is frozen, and a translator, trained with the student, turns the student's map into a factor like it:

@@ -2,7 +2,7 @@
 
 Each channel of a map, as a vector over positions of norm 1, is a sample of where neurons are active; the loss is the squared
 maximum mean discrepancy of the student's and the teacher's channels, with the kernel that the paper found best and RepDistiller
-and mdistiller use, k(x, y) = (x·y)² (equation 5, section 4.2):
+and mdistiller use, k(x, y) = (x·y)²:
 
     mean over i, j of k(s_i, s_j) + k(t_i, t_j) − 2·k(s_i, t_j)
 
