@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
-from tests.trainables.ranks import Ranks
+from trainables.rank_pool import Ranks
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.methods import load
