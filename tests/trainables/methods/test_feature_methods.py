@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
-from trainables.rank_pool import Ranks
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.methods import load
@@ -24,6 +23,7 @@ from trainables.methods.fsp import flow
 from trainables.methods.kdsvd import right_singular
 from trainables.methods.nst import squared_mmd
 from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
 
 Shapes = tuple[tuple[int, ...], ...]
 Maps = tuple[Tensor, ...]
