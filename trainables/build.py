@@ -28,12 +28,12 @@ from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
-from trainables.optim import build_optimizer
 from trainables.rundir import StageDir
 from trainables.step import Learner
 from trainables.teacher import Teacher
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
+from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
 
 
@@ -111,32 +111,38 @@ def build(
         for module in (model, *([teacher.model] if teacher is not None else [])):
             module.compile()
     stage = StageDir(Path(config.output_dir))
-    optimizer = build_optimizer(pupil, config.optim)
+    updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
+    if updates.several and pupil.init_epochs:
+        raise ExperimentError(
+            f"distill.method: {', '.join(config.distill.method if config.distill else ())} has a warm-up stage, which has one"
+            " optimizer: leave out optim.losses, and set optim.name to sgd or adamw"
+        )
+    pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
         "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
-    state = TrainState(model, pupil.methods, optimizer, scaler, Progress(), about)
+    state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
     seed_rank(config.seed, group.rank)
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
-    student = wrap(pupil, group)
+    student = pupil if updates.several else wrap(pupil, group)
     learner = Learner(
         pupil=pupil,
         student=student,
         teacher=teacher,
-        optimizer=optimizer,
+        updates=updates,
         scaler=scaler,
         group=group,
         prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
         steps_per_epoch=train_loader.steps_per_epoch,
+        init_epochs=pupil.init_epochs,
         accumulate=config.optim.accumulate,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        noise=watch(student, group, config.optim.accumulate),
+        noise=None if updates.several else watch(student, group, config.optim.accumulate),
         hosts=hosts_group(group) if pupil.needs_whole_batch else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.

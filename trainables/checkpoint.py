@@ -1,13 +1,14 @@
 """Save and load a TrainState as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
 
-Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`, `optim.<parameter index>.<state>`,
-`rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler, metrics, what the model is) is JSON in the header under
-`raydistill`.
+Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
+`optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,
+metrics, what the model is) is JSON in the header under `raydistill`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from trainables.errors import CheckpointError
 from trainables.models.header import META_KEY
 from trainables.rundir import replacing
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -56,7 +57,7 @@ class TrainState:
     model: nn.Module
     methods: nn.ModuleDict
     """What the distillation methods train and remember beside the model."""
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
     about: dict[str, Any]
@@ -82,14 +83,17 @@ def save(path: Path, state: TrainState, group: Group) -> None:
         return
     tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
-    optim = state.optimizer.state_dict()
-    plain: dict[str, dict[str, Any]] = {}
-    for index, slots in optim["state"].items():
-        for slot, value in slots.items():
-            if isinstance(value, Tensor):
-                tensors[f"optim.{index}.{slot}"] = value
-            else:
-                plain.setdefault(str(index), {})[slot] = value
+    optimizers = []
+    for number, optimizer in enumerate(state.optimizers):
+        optim = optimizer.state_dict()
+        plain: dict[str, dict[str, Any]] = {}
+        for index, slots in optim["state"].items():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim.{number}.{index}.{slot}"] = value
+                else:
+                    plain.setdefault(str(index), {})[slot] = value
+        optimizers.append({"type": type(optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain})
     for rank, states in enumerate(rngs):
         tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
     meta = {
@@ -97,7 +101,7 @@ def save(path: Path, state: TrainState, group: Group) -> None:
         **state.about,
         "progress": vars(state.progress),
         "world_size": group.world_size,
-        "optimizer": {"type": type(state.optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain},
+        "optimizers": optimizers,
         "scaler": state.scaler.state_dict(),
     }
     write_tensors(path, tensors, meta)
@@ -156,8 +160,15 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
             f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"
         )
-    if meta["optimizer"]["type"] != type(state.optimizer).__name__:
-        raise CheckpointError(f"checkpoint {path} was written by {meta['optimizer']['type']}: resume with the same optim.name")
+    if meta["format"] != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
+        )
+    theirs, ours = [each["type"] for each in meta["optimizers"]], [type(optimizer).__name__ for optimizer in state.optimizers]
+    if theirs != ours:
+        raise CheckpointError(
+            f"checkpoint {path} was written by {' and '.join(theirs)}: resume with the same optim.name and optim.losses"
+        )
     try:
         state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
@@ -169,7 +180,8 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
             f"checkpoint {path} was written with another distill.method or other options of it "
             f"({str(error).splitlines()[-1].strip()}): resume with the same, or choose another --out"
         ) from error
-    _restore_optimizer(state.optimizer, tensors, meta["optimizer"])
+    for number, optimizer in enumerate(state.optimizers):
+        _restore_optimizer(optimizer, tensors, meta["optimizers"][number], f"optim.{number}.")
     state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
     state.progress = Progress(**meta["progress"])
     state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
@@ -179,12 +191,12 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
             torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any], prefix: str) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     slots: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
     for name, tensor in tensors.items():
-        if name.startswith("optim."):
-            _, index, slot = name.split(".", 2)
+        if name.startswith(prefix):
+            index, slot = name.removeprefix(prefix).split(".", 1)
             if tensor.shape == parameters[int(index)].shape:
                 # The parameter's own memory format, so that a fused update stays fused.
                 tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)

@@ -197,10 +197,32 @@ class DistillConfig(Section):
         return method
 
 
+class LossOptimConfig(Section):
+    """An optimizer for one loss, where it differs from the section around it."""
+
+    name: Literal["sgd", "adamw"] | None = None
+    lr: Positive | None = None
+    schedule: Literal["constant", "step", "cosine"] | None = None
+    milestones: tuple[Count, ...] | None = None
+    gamma: Annotated[Number, Field(gt=0, le=1)] | None = None
+    warmup_epochs: NonNegative | None = None
+    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    nesterov: bool | None = None
+    weight_decay: NonNegative | None = None
+
+
 class OptimConfig(Section):
     """Optimizer, schedule and length of training."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
+    name: Literal["sgd", "adamw", "dot"] = Field(
+        "sgd", description="dot: the Distillation-Oriented Trainer, SGD with a momentum for the task and one for the methods"
+    )
+    losses: dict[str, LossOptimConfig] = Field(
+        {}, description="`task` or a method → an optimizer of its own, as what differs from this section"
+    )
+    delta: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
+    )
     epochs: Count = 10
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_scaling: Literal["none", "linear"] = Field(
@@ -219,6 +241,22 @@ class OptimConfig(Section):
         1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to tell the noise_scale"
     )
     clip_grad_norm: Positive | None = None
+
+    @model_validator(mode="after")
+    def _dot_is_sgd(self) -> Self:
+        if self.name == "dot":
+            if self.nesterov or self.losses:
+                raise ValueError("name dot has two momenta of its own: set nesterov to false, and leave out losses")
+            if self.momentum + self.delta >= 1 or self.momentum < self.delta:
+                raise ValueError(
+                    f"name dot: momentum {self.momentum:g} ± delta {self.delta:g} must lie in 0 … 1: write a smaller delta"
+                )
+        return self
+
+    def for_loss(self, key: str) -> OptimConfig:
+        """The section as it is for one loss."""
+        own = self.losses.get(key, LossOptimConfig()).model_dump(exclude_none=True)
+        return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})
 
 
 class ScaleConfig(Section):

@@ -18,7 +18,6 @@ from trainables.distributed import all_reduce_sum, check_replicas, gather_object
 from trainables.errors import DataError, TrainingError
 from trainables.evaluate import evaluate
 from trainables.one_image import image_costs
-from trainables.optim import learning_rate, peak_learning_rate, set_learning_rate
 from trainables.phases import PHASES
 from trainables.rundir import headline
 from trainables.step import train_step
@@ -37,17 +36,24 @@ def run(job: Job) -> dict[str, float]:
     job.report(
         "start", progress.step, progress.epoch,
         {"steps_per_epoch": job.train_loader.steps_per_epoch, "samples_per_epoch": job.train_loader.samples_per_epoch,
-         "epochs": config.optim.epochs, "num_workers": job.group.world_size,
+         "epochs": num_epochs(job), "num_workers": job.group.world_size,
          "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
     if config.train.max_steps is not None:
         return run_timing(job)
     if job.learner.noise is None and job.group.is_main:
-        log.info("%s: no noise_scale: one worker compares micro-batches, and optim.accumulate is 1", config.stage)
-    while progress.epoch < config.optim.epochs and not is_over(job):
+        several = "losses have optimizers of their own"
+        why = several if job.learner.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
+        log.info("%s: no noise_scale: %s", config.stage, why)
+    while progress.epoch < num_epochs(job) and not is_over(job):
         train_epoch(job)
         finish_epoch(job)
     return summarize(job)
+
+
+def num_epochs(job: Job) -> int:
+    """Epochs in all, with those of a warm-up stage."""
+    return job.learner.init_epochs + job.config.optim.epochs
 
 
 def is_over(job: Job) -> bool:
@@ -74,17 +80,18 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     """The rest of the current epoch; of a timing run, up to the step `stop_at` or to where that is enough: True there."""
     config, progress, learner, timer = job.config, job.state.progress, job.learner, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
-    peak = peak_learning_rate(config.optim, config.data.global_batch_size)
+    init_steps = learner.init_epochs * steps_per_epoch
     learner.student.train()
+    learner.pupil.settle(progress.epoch >= learner.init_epochs)
     if not progress.position:
-        learner.pupil.begin_epoch(progress.epoch)
+        begin_epoch(job)
     batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
     job.throughput.begin(progress.step)
     timer.start()
     try:
         for batch in batches:
             timer.mark("data")
-            set_learning_rate(learner.optimizer, learning_rate(progress.step, steps_per_epoch, config.optim, peak))
+            learner.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
             with one_sample_explained(job):
                 train_step(learner, batch, progress.step, timer)
             timer.stop()
@@ -109,6 +116,16 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     finally:
         batches.close()
     return False
+
+
+def begin_epoch(job: Job) -> None:
+    """Before an epoch's first step. After a warm-up stage the optimizer begins anew, and so does what was best."""
+    learner, progress = job.learner, job.state.progress
+    if learner.init_epochs and progress.epoch == learner.init_epochs:
+        for optimizer in job.state.optimizers:
+            optimizer.state.clear()
+        progress.best_top1_pct, progress.best_epoch = -1.0, -1
+    learner.pupil.begin_epoch(progress.epoch - learner.init_epochs)
 
 
 def is_enough(job: Job, enough: Callable[[Sequence[float]], bool]) -> bool:
@@ -148,7 +165,7 @@ def log_step(job: Job, in_epoch: int) -> None:
     check_replicas(learner.pupil, group, progress.step)
     progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
     metrics = means(learner.names, totals) | (job.noise.add(window) if window else {})
-    lr = learner.optimizer.param_groups[0]["lr"]
+    lr = learner.updates.updates[0].optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
                {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip
@@ -243,7 +260,7 @@ def finish_epoch(job: Job) -> None:
     if group.is_main:
         log.info(
             "%s epoch %d/%d: val Acc@1 %.2f  Acc@5 %.2f  loss %.4f  (%d images, %.1f s)%s", config.stage, progress.epoch,
-            config.optim.epochs, val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
+            num_epochs(job), val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
             "  best" if best else "",
         )  # fmt: skip
         if progress.reached:

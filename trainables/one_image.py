@@ -49,16 +49,15 @@ def _least_s(learner: Learner, image_size: int, num_images: int) -> float:
     labels_B = torch.zeros(num_images, dtype=torch.int64, device=device)
     learned = [parameter for parameter in learner.pupil.parameters() if parameter.requires_grad]
     alone = Samples(images_BCHW, labels_B, labels_B, 0.0, Gather(num_images, Group(device=device)))
-    weights = learner.pupil.weights(0.0)
+    weights, one = learner.pupil.weights(0.0), torch.ones((), device=device)
 
     def once() -> float:
         began_s = time.perf_counter()
         with learner.autocast():
             taught = learner.teacher(images_BCHW, num_images) if learner.teacher is not None else None
             answer = learner.pupil(images_BCHW, alone, taught)
-        loss = losses(answer, labels_B, None, learner.pupil.task_weight, weights)
-        total = loss.per_sample_B.sum() if loss.whole is None else loss.per_sample_B.sum() + loss.whole
-        torch.autograd.grad(total, learned, allow_unused=True)
+        loss = losses(answer, labels_B, None, weights)
+        torch.autograd.grad(loss.total(one), learned, allow_unused=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 from trainables.config import OptimConfig
 
 
-def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """All trainable parameters with their weight decay.
+def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> list[dict[str, Any]]:
+    """The trainable ones of these parameters with their weight decay.
 
     Without `decay_norm_and_bias` every parameter of at most one dimension (norm scales and shifts, biases) has none, as in
     Goyal et al. 2017 and He et al. 2019, "Bag of Tricks".
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     if optim.decay_norm_and_bias:
         return [{"params": trainable, "weight_decay": optim.weight_decay}]
     return [
@@ -27,10 +28,10 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     ]
 
 
-def build_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer of `optim.name`; its learning rate is set anew before each step from `learning_rate`."""
-    groups = parameter_groups(model, optim)
-    fused = any(p.is_cuda for p in model.parameters()) or None
+    groups = parameter_groups(parameters, optim)
+    fused = any(p.is_cuda for group in groups for p in group["params"]) or None
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
     return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)

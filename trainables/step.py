@@ -7,8 +7,9 @@ so that a gradient weighs samples, not ranks or micro-batches; a loss of the glo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -27,6 +28,7 @@ from trainables.methods.contract import Samples
 from trainables.methods.pupil import Answer, Pupil
 from trainables.noise_scale import GradientNoise, num_parts
 from trainables.teacher import Teacher
+from trainables.updates import Updates
 
 
 class Marks(Protocol):
@@ -44,14 +46,15 @@ class Learner:
     student: nn.Module
     """`pupil`, under DDP where there are several ranks: what a step calls."""
     teacher: Teacher | None
-    optimizer: torch.optim.Optimizer
+    updates: Updates
     scaler: torch.amp.GradScaler
     group: Group
     prepare: Callable[[DeviceBatch], Inputs]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     steps_per_epoch: int
+    init_epochs: int = 0
+    """Epochs of a warm-up stage, which come before epoch 0 of the methods."""
     accumulate: int = 1
-    clip_grad_norm: float | None = None
     noise: GradientNoise | None = None
     hosts: dist.ProcessGroup | None = None
     """See `trainables.gather.hosts_group`."""
@@ -70,17 +73,30 @@ class Learner:
 
 
 class Losses(NamedTuple):
-    """The loss of a batch in its two parts, and what it is made of."""
+    """The losses of a batch, and what they are made of."""
 
-    per_sample_B: Tensor
-    whole: Tensor | None
-    """Of the terms that are of the global batch; None where there are none."""
+    weighted: dict[str, list[Tensor]]
+    """`task` or a method → its weighted terms, each (B,), of samples, or a scalar, of the global batch."""
     named: dict[str, Tensor]
-    """Each (B,) or a scalar: `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
+    """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
+
+        `weight` is what a sample's loss counts, see `GlobalCount.weight`.
+        """
+        terms = [term for key, terms in self.weighted.items() if keys is None or key in keys for term in terms]
+        samples, wholes = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
+        parts = [_sum(samples).sum() * weight.to(samples[0].dtype)] if samples else []
+        return _sum([*parts, *wholes])
 
 
-def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, task_weight: float, weights: dict[str, float]) -> Losses:
-    """task_weight·CE + Σ over methods of weight·Σ terms.
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
+
+
+def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+    """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
@@ -88,18 +104,14 @@ def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, task_weight: float
     task_B = cross_entropy(answer.logits_BK, labels_B, mix)
     for weight, aux_BK in answer.aux:
         task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
-    per_sample_B, named = task_weight * task_B, {"task_loss": task_B}
-    whole, distill = None, torch.zeros((), dtype=task_B.dtype, device=task_B.device)
-    for key, terms in answer.terms.items():
-        for name, term in terms.items():
-            named[f"{key}/{name}"] = term
-            weighted = weights[key] * term
-            distill = distill + weighted.detach()
-            if term.ndim:
-                per_sample_B = per_sample_B + weighted
-            else:
-                whole = weighted if whole is None else whole + weighted
-    return Losses(per_sample_B, whole, named | ({"distill_loss": distill} if answer.terms else {}))
+    weighted = {"task": [weights["task"] * task_B]}
+    weighted |= {key: [weights[key] * term for term in terms.values()] for key, terms in answer.terms.items()}
+    named = {f"{key}/{name}": term for key, terms in answer.terms.items() for name, term in terms.items()}
+    with torch.no_grad():
+        named["loss"] = _sum([term for terms in weighted.values() for term in terms])
+        if answer.terms:
+            named["distill_loss"] = _sum([term for key in answer.terms for term in weighted[key]])
+    return Losses(weighted, {**named, "task_loss": task_B})
 
 
 def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
@@ -137,9 +149,12 @@ def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int) -> list[Pa
 
 def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
-    student, group = learner.student, learner.group
+    group = learner.group
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
+    epoch = step / learner.steps_per_epoch - learner.init_epochs
+    weights, only = learner.pupil.weights(epoch), learner.pupil.trains(epoch)
+    student = learner.pupil if only else learner.student  # a warm-up stage does not reach all that DDP would wait for
     batch.wait()
     timer.mark("h2d")
     parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate)
@@ -149,30 +164,21 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
         with learner.autocast():
             taught = learner.teacher(part.images_BCHW, rows) if learner.teacher is not None else None
         timer.mark("teacher")
-        epoch = step / learner.steps_per_epoch
         samples = Samples(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, learner.hosts))
         synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)
         with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
             with learner.autocast():
                 answer: Answer = student(part.images_BCHW, samples, taught)
-            loss = losses(answer, part.labels_B, part.mix, learner.pupil.task_weight, learner.pupil.weights(epoch))
+            loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
-            total = loss.per_sample_B.sum() * count.weight().to(loss.per_sample_B.dtype)
-            if loss.whole is not None:
-                total = total + loss.whole
-            learner.scaler.scale(total).backward()
-        if learner.noise is not None:
+            learner.updates.backward(loss, count.weight(), learner.scaler, only)
+        if learner.noise is not None and not only:
             learner.noise.end_part(rows)
         timer.mark("backward")
         add_sums(learner, answer.logits_BK, part.labels_B, loss, step)
-    if learner.noise is not None:
+    if learner.noise is not None and not only:
         learner.noise.end_step(count, learner.scaler)
-    if learner.clip_grad_norm is not None:
-        learner.scaler.unscale_(learner.optimizer)
-        nn.utils.clip_grad_norm_(student.parameters(), learner.clip_grad_norm)
-    learner.scaler.step(learner.optimizer)
-    learner.scaler.update()
-    learner.optimizer.zero_grad(set_to_none=True)
+    learner.updates.step(learner.scaler, only)
     timer.mark("optimizer")
 
 
@@ -184,8 +190,7 @@ def add_sums(learner: Learner, student_BK: Tensor, labels_B: Tensor, loss: Losse
     """
     first, first_five = correct_counts(student_BK, labels_B)
     rows = len(labels_B)
-    whole = loss.per_sample_B if loss.whole is None else loss.per_sample_B + loss.whole
-    named = {name: term.sum() if term.ndim else term * rows for name, term in {**loss.named, "loss": whole}.items()}
+    named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
     values = {"images": torch.full_like(first, rows), "top1": first, "top5": first_five, **named}
     zero = learner.sums.new_zeros(())
     learner.sums += torch.stack([values[name].double() if name in values else zero for name in learner.names])

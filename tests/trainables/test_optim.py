@@ -41,9 +41,9 @@ def test_linear_scaling_multiplies_by_the_batch_over_the_base_batch() -> None:
 
 def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
-    decayed, spared = parameter_groups(model, OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
+    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
     assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
     assert len(spared["params"]) == 4
-    (everything,) = parameter_groups(model, OptimConfig(weight_decay=0.01))
+    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01))
     assert len(everything["params"]) == 6

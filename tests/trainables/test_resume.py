@@ -101,7 +101,7 @@ def small_state() -> TrainState:
     optimizer.step()
     about = {"model": "tiny", "num_classes": 4, "image_size": 1, "classes": list("abcd")}
     progress = Progress(epoch=2, position=7, step=9, skipped={10: "a/10.png (not an image)", 2: "a/2.png (not an image)"})
-    return TrainState(model, nn.ModuleDict(), optimizer, torch.amp.GradScaler("cpu", enabled=False), progress, about)
+    return TrainState(model, nn.ModuleDict(), [optimizer], torch.amp.GradScaler("cpu", enabled=False), progress, about)
 
 
 def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
     assert equal(state.model.state_dict(), other.model.state_dict())
     assert other.progress == state.progress
     assert torch.equal(torch.rand(3), expected)
-    theirs, ours = (s.optimizer.state_dict()["state"] for s in (other, state))
+    theirs, ours = (s.optimizers[0].state_dict()["state"] for s in (other, state))
     assert all(torch.equal(theirs[i][slot], ours[i][slot]) for i in ours for slot in ours[i])
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     path, state = tmp_path / "last.safetensors", small_state()
     checkpoint.save(path, state, Group())
     before = path.read_bytes()
-    broken = TrainState(state.model, state.methods, state.optimizer, state.scaler, state.progress, {"unserialisable": object()})
+    broken = TrainState(state.model, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()})
     with pytest.raises(TypeError):
         checkpoint.save(path, broken, Group())
     with pytest.raises(CheckpointError, match="the previous one still stands"):

@@ -45,34 +45,34 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
     return 3 * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
+LABELS, ONE = torch.tensor([0, 1, 2, 3, 4, 0]), torch.ones((), dtype=torch.float64)
 
 
 def test_the_loss_is_the_formula_per_sample() -> None:
     student, teacher = draw(1, 6, 5), draw(2, 6, 5)
     said = {"kd": terms(make("kd", temperature=2.5), student, teacher, LABELS)}
-    loss = losses(Answer(student, (), said), LABELS, None, 0.4, {"kd": 0.8})
+    loss = losses(Answer(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
     expected = reference(student.tolist(), teacher.tolist(), LABELS.tolist(), 0.4, 0.8, 2.5)
-    assert loss.per_sample_B.tolist() == pytest.approx(expected, rel=1e-12)
-    assert loss.whole is None
-    assert set(loss.named) == {"task_loss", "distill_loss", "kd/kl"}
+    assert loss.named["loss"].tolist() == pytest.approx(expected, rel=1e-12)
+    assert float(loss.total(ONE / 6)) == pytest.approx(sum(expected) / 6, rel=1e-12)
+    assert set(loss.named) == {"loss", "task_loss", "distill_loss", "kd/kl"}
 
 
 def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
     student = draw(2, 6, 5)
-    loss = losses(Answer(student, (), said), LABELS, None, 1.0, {"a": 2.0, "b": 0.5})
-    assert torch.allclose(loss.per_sample_B, loss.named["task_loss"] + 2 * said["a"]["x"])
-    assert loss.whole is not None
-    assert float(loss.whole) == 15.0
+    loss = losses(Answer(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
+    assert float(loss.total(ONE, frozenset({"a"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
+    assert float(loss.total(ONE, frozenset({"b"}))) == 1.0
+    assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
     assert torch.allclose(loss.named["distill_loss"], 2 * said["a"]["x"] + 15)
     assert {"a/x", "a/y", "b/z"} < set(loss.named)
 
 
 def test_auxiliary_heads_belong_to_the_task() -> None:
     student, aux = draw(1, 6, 5), draw(2, 6, 5)
-    plain = losses(Answer(student, (), {}), LABELS, None, 1.0, {}).per_sample_B
-    with_aux = losses(Answer(student, ((0.4, aux),), {}), LABELS, None, 1.0, {}).per_sample_B
+    plain = losses(Answer(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    with_aux = losses(Answer(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
     assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, LABELS, reduction="none"))
 
 

@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 METHODS: dict[str, str] = {
+    "ab": "trainables.methods.ab:AB",
+    "at": "trainables.methods.at:AT",
     "dkd": "trainables.methods.dkd:DKD",
+    "fitnet": "trainables.methods.fitnet:FitNet",
+    "fsp": "trainables.methods.fsp:FSP",
+    "ft": "trainables.methods.ft:FT",
     "kd": "trainables.methods.kd:KD",
+    "kdsvd": "trainables.methods.kdsvd:KDSVD",
+    "nst": "trainables.methods.nst:NST",
+    "vid": "trainables.methods.vid:VID",
 }
 """Ours: name → `module:class`."""
 

@@ -43,7 +43,7 @@ class Samples:
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
     epoch: float
-    """How many epochs have passed, with the part of this one. Below 0: the warm-up stage that `Needs.init_epochs` asks for."""
+    """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
     everyone: Gather
     """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones."""
 
@@ -101,6 +101,8 @@ class Method(nn.Module):
     """Names of the terms, known before anything is computed."""
     taps: ClassVar[tuple[str, ...]] = ()
     """Where it reads student and teacher, unless `student_taps` or `teacher_taps` say otherwise; see `trainables.models.taps`."""
+    init_terms: ClassVar[tuple[str, ...]] = ()
+    """Names of the terms of the warm-up stage; empty: there is none."""
     needs: ClassVar[Needs] = Needs()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy beside it, where the user gives none."""
@@ -112,6 +114,23 @@ class Method(nn.Module):
             ExperimentError: the models do not fit the method; one line.
         """
         super().__init__()
+
+    @property
+    def init_epochs(self) -> int:
+        """The length of the warm-up stage before the first epoch."""
+        return 0
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`."""
+        raise NotImplementedError
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """What the warm-up stage trains: by default the method's own parameters. `student` is the bare one."""
+        return list(self.parameters())
+
+    def settled_parameters(self) -> list[nn.Parameter]:
+        """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""
+        return [] if self.terms else list(self.parameters())
 
     @property
     def compares_samples(self) -> bool:

@@ -6,7 +6,7 @@ Shapes: B samples of this rank, K classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -126,32 +126,64 @@ class Pupil(nn.Module):
         rows = len(batch.labels_B)
         with self._reader.reading():
             logits_BK, aux = logits_and_aux(self.student(images_BCHW))
-        seen = self._reader.take(logits_BK, rows)
+            seen = self._reader.take(logits_BK, rows)
         with torch.autocast(images_BCHW.device.type, enabled=False):
             terms = {
-                key: cast(Method, method)(seen[key], teacher[key] if teacher else _detached(seen[key]), batch)
-                for key, method in self.methods.items()
+                key: call(seen[key], teacher[key] if teacher else _detached(seen[key]), batch)
+                for key, call in self._calls(batch.epoch).items()
             }
         return Answer(widened(logits_BK[:rows]), _cut(aux, rows), terms)
 
+    @property
+    def methods_by_name(self) -> dict[str, Method]:
+        """The methods, in the order of the experiment."""
+        return {key: cast(Method, method) for key, method in self.methods.items()}
+
+    def _calls(self, epoch: float) -> dict[str, Callable[[Seen, Seen, Samples], dict[str, Tensor]]]:
+        """What each method is asked for: its loss, or before epoch 0 that of its warm-up stage."""
+        if epoch < 0:
+            return {key: method.warm_up for key, method in self.methods_by_name.items() if -epoch <= method.init_epochs}
+        return {key: method for key, method in self.methods_by_name.items() if method.terms}
+
     def weights(self, epoch: float) -> dict[str, float]:
-        """The weight of each method when so many epochs have passed."""
-        return {key: options.weight_at(epoch, self._epochs) for key, options in self._options.items()}
+        """The weight of the task and of each method when so many epochs have passed; in a warm-up stage 0 and 1."""
+        if epoch < 0:
+            return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
+        return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
+
+    def trains(self, epoch: float) -> list[nn.Parameter]:
+        """What a warm-up stage trains; empty from epoch 0 on, when DDP knows."""
+        if epoch >= 0:
+            return []
+        methods = [self.methods_by_name[key] for key in self._calls(epoch)]
+        return list(dict.fromkeys(p for method in methods for p in method.warm_up_parameters(self.student)))
+
+    @property
+    def init_epochs(self) -> int:
+        """The length of the longest warm-up stage."""
+        return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
+
+    def settle(self, settled: bool) -> None:
+        """Freeze what the warm-up stage alone trains, or let it be trained: DDP must not wait for it."""
+        for method in self.methods_by_name.values():
+            for parameter in method.settled_parameters():
+                parameter.requires_grad_(not settled)
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell the methods, see `Method.begin_epoch`."""
-        for method in self.methods.values():
-            cast(Method, method).begin_epoch(epoch, self.student)
+        for method in self.methods_by_name.values():
+            method.begin_epoch(epoch, self.student)
 
     @property
     def term_names(self) -> tuple[str, ...]:
         """`method/term` of every term, in order."""
-        return tuple(f"{key}/{term}" for key, method in self.methods.items() for term in cast(Method, method).terms)
+        methods = self.methods_by_name.items()
+        return tuple(dict.fromkeys(f"{key}/{term}" for key, m in methods for term in (*m.init_terms, *m.terms)))
 
     @property
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
-        return any(cast(Method, method).compares_samples for method in self.methods.values())
+        return any(method.compares_samples for method in self.methods_by_name.values())
 
 
 def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float, Tensor], ...]:

@@ -1,0 +1,78 @@
+"""Methods as a user writes them, in a file of their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainables.config import MethodOptions, Natural
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+
+
+class SecondHead(Method):
+    """A linear head of its own on a tapped feature, which has to tell the class after the right one."""
+
+    terms = ("next",)
+    taps = ("hidden.0",)
+    needs = Needs(teacher=False)
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.head = nn.Linear(setting.student.shapes[0][0], setting.num_classes)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        logits_BK = self.head(student.features[0])
+        return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
+
+
+class Alike(Method):
+    """The distances of all samples of the global batch should be the teacher's; remembers how many it has seen."""
+
+    terms = ("gram",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.register_buffer("seen_M", torch.zeros(len(setting.labels_M)))
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        mine_ND, theirs_ND = batch.everyone(student.logits_BK), batch.everyone(teacher.logits_BK)
+        if self.training:
+            assert isinstance(self.seen_M, Tensor)
+            self.seen_M[batch.everyone(batch.indices_B)] += 1
+        return {"gram": (mine_ND @ mine_ND.T - theirs_ND @ theirs_ND.T).square().mean()}
+
+
+class PreparedOptions(MethodOptions):
+    init_epochs: Natural = 2
+
+
+class Prepared(Method):
+    """Learns to encode the teacher's logits in a stage before the training, then has the student imitate the code."""
+
+    Options = PreparedOptions
+    terms = ("code",)
+    init_terms = ("kept",)
+
+    def __init__(self, options: PreparedOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.encoder, self.decoder = nn.Linear(setting.num_classes, 4), nn.Linear(4, setting.num_classes)
+        self.translator = nn.Linear(setting.num_classes, 4)
+        self._options = options
+
+    @property
+    def init_epochs(self) -> int:
+        return self._options.init_epochs
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        return self.settled_parameters()
+
+    def settled_parameters(self) -> list[nn.Parameter]:
+        return [*self.encoder.parameters(), *self.decoder.parameters()]
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"kept": (self.decoder(self.encoder(teacher.logits_BK)) - teacher.logits_BK).square().mean(1)}
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"code": (self.translator(student.logits_BK) - self.encoder(teacher.logits_BK)).square().mean(1)}

@@ -1,0 +1,164 @@
+"""Several losses, several optimizers, one forward: against the same calculated by hand, in float64, on 1 and 2 workers."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.methods import mine
+from tests.trainables.ranks import Ranks
+from trainables import loop
+from trainables.build import build
+from trainables.config import OptimConfig, TrainConfig
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.optim import learning_rate
+
+SECOND = f"{mine.__file__}:SecondHead"
+HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
+
+
+def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
+    """Parameters of student and methods after the job."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        loop.run(job)
+        return {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
+
+
+class Heavy:
+    """SGD with momentum and weight decay, written down."""
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
+        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2)
+        self.steps, self.velocity = steps, dict[str, Tensor]()
+
+    def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What it adds to each parameter that its loss reaches."""
+        lr = learning_rate(step, self.steps, self.optim, self.optim.lr)
+        for name, gradient in gradients.items():
+            d = gradient + self.optim.weight_decay * values[name]
+            self.velocity[name] = self.optim.momentum * self.velocity[name] + d if name in self.velocity else d
+        return {name: -lr * self.velocity[name] for name in gradients}
+
+
+def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Tensor]:
+    """Two forwards for two losses, the gradients of both at the same parameters, the changes added up."""
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        values = {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
+        prepare, step = job.learner.prepare, 0
+        for epoch in range(settings.optim.epochs):
+            for batch in job.train_loader.epoch(epoch):
+                images = prepare(batch).images_BCHW.clone()  # type: ignore[arg-type]
+                labels = batch.labels_B.clone()
+                changes = []
+                for key, optimizer in optimizers.items():
+                    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+                    hidden = images.flatten(1) @ leaves["student.hidden.0.weight"].T + leaves["student.hidden.0.bias"]
+                    if key == "task":
+                        logits = hidden.relu() @ leaves["student.head.weight"].T + leaves["student.head.bias"]
+                        loss = 0.7 * F.cross_entropy(logits, labels)
+                    else:
+                        head = "methods.SecondHead.head"
+                        logits = hidden @ leaves[f"{head}.weight"].T + leaves[f"{head}.bias"]
+                        loss = 0.4 * F.cross_entropy(logits, (labels + 1) % 10)
+                    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                    gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+                    changes.append(optimizer.change(step, values, gradients))
+                values = {
+                    name: value + sum((change[name] for change in changes if name in change), torch.zeros_like(value))
+                    for name, value in values.items()
+                }
+                step += 1
+        return values
+
+
+def two_heads(output: Path, **optim: Any) -> TrainConfig:
+    tuned = {"epochs": 2, "nesterov": False, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, **optim}
+    return config(output, teacher=None, distill=HEADS, optim=tuned)
+
+
+def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"SecondHead": {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}}
+    expected = by_hand(
+        two_heads(tmp_path / "hand", losses=own), {"task": Heavy(0.05, 0.9, 1e-3, 15), "next": Heavy(0.2, 0.5, 0.01, 15)}
+    )
+    for n in (1, 2):
+        ours = ranks.run(n, trained, two_heads(tmp_path / str(n), losses=own))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
+    expected = by_hand(two_heads(tmp_path / "hand"), {"task": Heavy(0.05, 0.85, 1e-3, 15), "next": DotsOther(0.05, 15)})
+    for n in (1, 2):
+        ours = ranks.run(n, trained, two_heads(tmp_path / str(n), name="dot", delta=0.05))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+class DotsOther(Heavy):
+    """More momentum on what both losses reach, without weight decay; the methods' own parameters as usual."""
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.95, 0.0, steps)
+        self.plain = Heavy(lr, 0.9, 1e-3, steps)
+
+    def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: g for name, g in gradients.items() if name.startswith("methods.")}
+        shared = {name: g for name, g in gradients.items() if name not in own}
+        return super().change(step, values, shared) | self.plain.change(step, values, own)
+
+
+def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"task": {"momentum": 0.5}}
+    whole = ranks.run(1, trained, two_heads(tmp_path / "whole", losses=own))[0]
+    for n in (1, 2):
+        parts = ranks.run(n, trained, two_heads(tmp_path / f"parts{n}", losses=own, accumulate=3))[0]
+        assert relative_difference(whole, parts) < 1e-9
+
+
+def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"task": {"momentum": 0.5}, "SecondHead": {"name": "adamw", "lr": 0.01}}
+    whole = ranks.run(2, train, two_heads(tmp_path / "whole", losses=own))[0]
+    settings = two_heads(tmp_path / "cut", losses=own)
+    assert ranks.run(2, train, settings, 6)[0]["died"]
+    resumed = ranks.run(2, train, settings)[0]
+    assert relative_difference(whole["state"], resumed["state"]) == 0.0
+
+
+def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    settings = two_heads(tmp_path, losses={"kd": {"lr": 0.1}})
+    with pytest.raises(ExperimentError, match=r"optim.losses: there is no loss 'kd' here: write one of SecondHead, task"):
+        ranks.run(1, train, settings)
+
+
+def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {}}
+    states = {}
+    for n in (1, 2):
+        settings = config(tmp_path / str(n), teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
+        states[n] = ranks.run(n, stages, settings)[0]
+    before, warm, after = states[1]
+    moved = {name for name in before if not torch.equal(before[name], warm[name])}
+    assert moved == {f"methods.Prepared.{part}.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")}
+    moved = {name for name in before if not torch.equal(warm[name], after[name])}
+    assert moved == {name for name in before if "encoder" not in name and "decoder" not in name}
+    assert relative_difference(after, states[2][2]) < 1e-9
+
+
+def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
+    """Parameters before the job, after its warm-up stage, and at its end."""
+    found = []
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        for epochs in (0, 2, 1):
+            for _ in range(epochs):
+                loop.train_epoch(job)
+                loop.finish_epoch(job)
+            found.append({name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()})
+    return found

@@ -1,0 +1,187 @@
+"""From losses to new parameters: one optimizer for all losses, or several, each with the gradients of its own.
+
+With several optimizers, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer is given the gradients
+of its losses alone, all taken at the same parameters, and what they do to a parameter that they share is added up. No DDP: its
+buckets hold one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after its backward.
+
+Memory beside one optimizer's: for each further optimizer its state and its gradients, and for the shared parameters two copies
+while they are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from trainables.config import OptimConfig
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate, set_learning_rate
+
+
+class Total(Protocol):
+    """The losses of a batch, see `trainables.step.Losses`."""
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer, whose losses it lowers, and its schedule."""
+
+    losses: frozenset[str]
+    """`task` and names of methods."""
+    optimizer: torch.optim.Optimizer
+    optim: OptimConfig
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class Updates:
+    """The optimizers of a job. A step is `backward` for each micro-batch, then `step`."""
+
+    def __init__(self, updates: Sequence[Update], group: Group, clip_grad_norm: float | None = None):
+        """With several optimizers, `clip_grad_norm` bounds the gradient of each one's losses."""
+        self.updates = tuple(updates)
+        self._group, self._clip = group, clip_grad_norm
+        self._collected: list[list[Tensor | None]] = []
+
+    @property
+    def several(self) -> bool:
+        """Whether losses have optimizers of their own; the model then runs without DDP."""
+        return len(self.updates) > 1
+
+    def set_learning_rates(self, step: int, steps_per_epoch: int, global_batch_size: int) -> None:
+        """For the step with this index; those before 0 belong to a warm-up stage and go at the full rate."""
+        for update in self.updates:
+            peak = peak_learning_rate(update.optim, global_batch_size)
+            lr = learning_rate(step, steps_per_epoch, update.optim, peak) if step >= 0 else peak
+            set_learning_rate(update.optimizer, lr)
+
+    def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: Sequence[nn.Parameter] = ()) -> None:
+        """Add the gradients of a micro-batch. `only`: those of these parameters and no others, of all losses together."""
+        if only:
+            self._collect([torch.autograd.grad(scaler.scale(loss.total(weight)), only, allow_unused=True)])
+        elif not self.several:
+            scaler.scale(loss.total(weight)).backward()  # type: ignore[no-untyped-call]
+        else:
+            last = self.updates[-1]
+            self._collect([
+                torch.autograd.grad(
+                    scaler.scale(loss.total(weight, update.losses)), update.parameters, retain_graph=update is not last,
+                    allow_unused=True,
+                )
+                for update in self.updates
+            ])  # fmt: skip
+
+    def step(self, scaler: torch.amp.GradScaler, only: Sequence[nn.Parameter] = ()) -> None:
+        """Change the parameters, and forget the gradients."""
+        if only:
+            _put(only, average(self._collected[0], self._group))
+            self._advance(self.updates[0], scaler)
+        elif not self.several:
+            self._advance(self.updates[0], scaler)
+        else:
+            self._step_each(scaler)
+        self._collected = []
+        scaler.update()
+
+    def _collect(self, found: Sequence[Sequence[Tensor | None]]) -> None:
+        if not self._collected:
+            self._collected = [list(gradients) for gradients in found]
+            return
+        for mine, gradients in zip(self._collected, found, strict=True):
+            for place, gradient in enumerate(gradients):
+                old = mine[place]
+                mine[place] = gradient if old is None else old if gradient is None else old + gradient
+
+    def _advance(self, update: Update, scaler: torch.amp.GradScaler) -> None:
+        if self._clip is not None:
+            scaler.unscale_(update.optimizer)
+            nn.utils.clip_grad_norm_(update.parameters, self._clip)
+        scaler.step(update.optimizer)
+        update.optimizer.zero_grad(set_to_none=True)
+
+    def _step_each(self, scaler: torch.amp.GradScaler) -> None:
+        """Every optimizer starts from the same parameters, also where its update depends on them, as weight decay does."""
+        shared = [parameter.detach() for parameter in _shared(self.updates)]
+        began = [parameter.clone() for parameter in shared]
+        moved = [torch.zeros_like(parameter) for parameter in began]
+        for update, gradients in zip(self.updates, self._collected, strict=True):
+            _put(update.parameters, average(gradients, self._group))
+            self._advance(update, scaler)
+            torch._foreach_add_(moved, torch._foreach_sub(shared, began))
+            torch._foreach_copy_(shared, began)
+        torch._foreach_add_(shared, moved)
+
+
+def build_updates(student: nn.Module, methods: Mapping[str, nn.Module], optim: OptimConfig) -> tuple[Update, ...]:
+    """One optimizer for everything, or several as `optim.losses` or `optim.name: dot` say.
+
+    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters.
+
+    DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
+    gradient goes at μ − Δ and the methods' at μ + Δ. As in the authors' code weight decay is the task's, and what the methods
+    alone reach has μ and weight decay as usual.
+
+    Raises:
+        ExperimentError: `optim.losses` names a loss that there is none of.
+    """
+    ours, theirs = list(student.parameters()), [p for method in methods.values() for p in method.parameters()]
+    every = frozenset({"task", *methods})
+    if optim.name == "dot" and methods:
+        task = optim.model_copy(update={"name": "sgd", "momentum": optim.momentum - optim.delta})
+        taught = task.model_copy(update={"momentum": optim.momentum + optim.delta, "weight_decay": 0.0})
+        both = build_optimizer(ours, taught)
+        for group in parameter_groups(theirs, optim):
+            if group["params"]:
+                both.add_param_group({**group, "momentum": optim.momentum})
+        return Update(frozenset({"task"}), build_optimizer(ours, task), task), Update(every - {"task"}, both, taught)
+    if unknown := sorted(set(optim.losses) - every):
+        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(every))}")
+    updates = []
+    for key in optim.losses:
+        own = optim.for_loss(key)
+        reached = ours if key == "task" else [*ours, *methods[key].parameters()]
+        updates.append(Update(frozenset({key}), build_optimizer(reached, own), own))
+    if rest := every - set(optim.losses):
+        others = [p for key, method in methods.items() if key in rest for p in method.parameters()]
+        plain = optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
+        updates.append(Update(rest, build_optimizer([*ours, *others], plain), plain))
+    return tuple(updates)
+
+
+def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
+    """Each gradient's mean over ranks, in one all-reduce; what no loss reaches stays None, as on every rank."""
+    if group.world_size == 1:
+        return list(gradients)
+    some = [gradient for gradient in gradients if gradient is not None]
+    if not some:
+        return list(gradients)
+    flat = _flatten_dense_tensors(some)
+    dist.all_reduce(flat)
+    flat /= group.world_size
+    means = iter(_unflatten_dense_tensors(flat, some))
+    return [None if gradient is None else next(means) for gradient in gradients]
+
+
+def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _shared(updates: Sequence[Update]) -> list[nn.Parameter]:
+    """The parameters that more than one optimizer changes."""
+    seen: dict[nn.Parameter, int] = {}
+    for update in updates:
+        for parameter in update.parameters:
+            seen[parameter] = seen.get(parameter, 0) + 1
+    return [parameter for parameter, count in seen.items() if count > 1]
