@@ -27,6 +27,7 @@ METHODS: dict[str, str] = {
     "kd": "trainables.methods.kd:KD",
     "kdsvd": "trainables.methods.kdsvd:KDSVD",
     "nst": "trainables.methods.nst:NST",
+    "ofd": "trainables.methods.ofd:OFD",
     "vid": "trainables.methods.vid:VID",
 }
 """Ours: name → `module:class`."""
