@@ -28,6 +28,7 @@ METHODS: dict[str, str] = {
     "kdsvd": "trainables.methods.kdsvd:KDSVD",
     "nst": "trainables.methods.nst:NST",
     "ofd": "trainables.methods.ofd:OFD",
+    "reviewkd": "trainables.methods.reviewkd:ReviewKD",
     "vid": "trainables.methods.vid:VID",
 }
 """Ours: name → `module:class`."""
