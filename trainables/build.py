@@ -203,7 +203,7 @@ def build_pupil(
         teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     methods = build_methods(
         chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
-        seed=config.seed, epochs=config.optim.epochs, group=group,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,

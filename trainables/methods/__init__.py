@@ -29,6 +29,7 @@ METHODS: dict[str, str] = {
     "nst": "trainables.methods.nst:NST",
     "ofd": "trainables.methods.ofd:OFD",
     "reviewkd": "trainables.methods.reviewkd:ReviewKD",
+    "semckd": "trainables.methods.semckd:SemCKD",
     "srrl": "trainables.methods.srrl:SRRL",
     "vid": "trainables.methods.vid:VID",
 }

@@ -82,6 +82,8 @@ class Setting:
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""
     image_size: int
+    global_batch_size: int
+    """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
     group: Group
