@@ -23,6 +23,7 @@ from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
+from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
 from trainables.models.registry import build_model
@@ -101,8 +102,8 @@ def build(
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
     model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
-    if config.scale.sync_batch_norm:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
     pupil, teacher = build_pupil(config, group, model, classes, train_loader.labels_M)
     pupil.methods.to(device, dtype)
     if teacher is not None:
@@ -141,6 +142,7 @@ def build(
         autocast=autocast(config.precision, device),
         steps_per_epoch=train_loader.steps_per_epoch,
         init_epochs=pupil.init_epochs,
+        blanks=2 if normalizes_alone(model) else 0,
         accumulate=config.optim.accumulate,
         noise=None if updates.several else watch(student, group, config.optim.accumulate),
         hosts=hosts_group(group) if pupil.needs_whole_batch else None,

@@ -73,6 +73,24 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.num_batches_tracked.add_(1)
 
 
+def convert(model: nn.Module, group: Group) -> nn.Module:
+    """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are."""
+    kinds = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if kind := kinds.get(type(child)):
+                assert isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d)
+                made = kind(child.num_features, group, child.eps, child.momentum or 0.0)
+                made.load_state_dict(child.state_dict())
+                setattr(parent, name, made.to(next(child.parameters()).device, next(child.parameters()).dtype))
+    return model
+
+
+def normalizes_alone(model: nn.Module) -> bool:
+    """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
+
+
 class GlobalBatchNorm1d(GlobalBatchNorm):
     """For (B, C) or (B, C, L)."""
 

@@ -54,6 +54,8 @@ class Learner:
     steps_per_epoch: int
     init_epochs: int = 0
     """Epochs of a warm-up stage, which come before epoch 0 of the methods."""
+    blanks: int = 2
+    """Images that a rank without samples runs instead."""
     accumulate: int = 1
     noise: GradientNoise | None = None
     hosts: dist.ProcessGroup | None = None
@@ -132,15 +134,16 @@ class Part(NamedTuple):
     mix: Mix | None
 
 
-def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int) -> list[Part]:
+def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: int = 2) -> list[Part]:
     """The batch in at most `accumulate` parts.
 
-    A rank without samples still has to take part in DDP's all-reduce: it runs two blank images without labels (two,
-    since batch norm refuses one; its statistics are overwritten by rank 0's, which always holds the larger share).
+    A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
+    single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, which always holds the
+    larger share.
     """
     images_BCHW, labels_B, mix = inputs
     if len(labels_B) == 0:
-        return [Part(images_BCHW.new_zeros((2, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
+        return [Part(images_BCHW.new_zeros((blanks, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
     parts = min(accumulate, len(labels_B))
     mixes = [None] * parts if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(parts) for t in mix), strict=True)]
     split = zip(*(t.tensor_split(parts) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
@@ -157,7 +160,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
     student = learner.pupil if only else learner.student  # a warm-up stage does not reach all that DDP would wait for
     batch.wait()
     timer.mark("h2d")
-    parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate)
+    parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
     timer.mark("augment")
     for part in parts:
         rows = len(part.labels_B)
