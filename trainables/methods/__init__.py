@@ -30,6 +30,7 @@ METHODS: dict[str, str] = {
     "ofd": "trainables.methods.ofd:OFD",
     "reviewkd": "trainables.methods.reviewkd:ReviewKD",
     "semckd": "trainables.methods.semckd:SemCKD",
+    "simkd": "trainables.methods.simkd:SimKD",
     "srrl": "trainables.methods.srrl:SRRL",
     "vid": "trainables.methods.vid:VID",
 }

@@ -1,4 +1,4 @@
-"""Methods that fuse, project or attend: ofd, reviewkd, srrl, semckd."""
+"""Methods that fuse, project or attend: ofd, reviewkd, simkd, srrl, semckd."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def teacher_model() -> nn.Module:
 KINDS: dict[str, dict[str, Any]] = {
     "ofd": {"student_shapes": STUDENT, "teacher_shapes": TEACHER},
     "reviewkd": {"student_shapes": (*STUDENT, (6,)), "teacher_shapes": (*TEACHER, (32,))},
+    "simkd": {"student_shapes": ((32, 2, 2),), "teacher_shapes": ((32, 2, 2),)},
     "srrl": {"student_shapes": (STUDENT[-1],), "teacher_shapes": ((32,),)},
     "semckd": {"student_shapes": STUDENT[1:], "teacher_shapes": TEACHER},
 }
@@ -219,6 +220,7 @@ def test_srrl_may_read_the_pooled_vector() -> None:
         ("srrl", {"student_shapes": STUDENT}, "srrl.student_taps: srrl reads one map"),
         ("semckd", {"student_shapes": ((4,),)}, "semckd.student_taps: semckd reads maps"),
         ("reviewkd", {"student_shapes": STUDENT}, "3 maps, the teacher 4"),
+        ("simkd", {"student_shapes": ((16, 2, 2),)}, "not 16 of the student with 32 of the teacher"),
         ("ofd", {"student_shapes": STUDENT[:2]}, "2 maps, the teacher 3"),
     ],
 )
@@ -226,6 +228,13 @@ def test_models_that_do_not_fit_are_refused_in_one_line(name: str, changed: dict
     with pytest.raises(ExperimentError, match=says) as caught:
         made(name, **changed)
     assert "\n" not in str(caught.value)
+
+
+def test_simkd_is_the_mean_square_at_the_smaller_size() -> None:
+    student, teacher = seen(((32, 4, 4),), 3), seen(((32, 2, 2),), 4)
+    pooled = student.features[0].reshape(ROWS, 32, 2, 2, 2, 2).mean((3, 5))
+    found = made("simkd", student_shapes=((32, 4, 4),))(student, teacher, samples(LABELS))["feature"]
+    torch.testing.assert_close(found, (pooled - teacher.features[0]).square().mean((1, 2, 3)))
 
 
 def test_semckd_is_the_attended_mean_of_all_pairs_of_layers() -> None:
