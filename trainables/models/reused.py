@@ -58,9 +58,9 @@ class ReusedClassifier(nn.Module):
         with self._taps.reading():
             self.trunk(images_BCHW)
             (map_BCHW,) = self._taps.take()
-        size = tuple(min(own, theirs) for own, theirs in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
-        if size != tuple(map_BCHW.shape[2:]):
-            map_BCHW = functional.adaptive_avg_pool2d(map_BCHW, size)
+        height, width = (min(own, theirs) for own, theirs in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
+        if map_BCHW.shape[2:] != (height, width):
+            map_BCHW = functional.adaptive_avg_pool2d(map_BCHW, (height, width))
         projected_BDHW = self.projector(map_BCHW)
         logits_BK: Tensor = self.classifier(projected_BDHW.mean((2, 3)))
         return logits_BK
