@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -228,9 +228,7 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=next(model.buffers(), None) is not None,
-    )
+    # Said only where it is not the default: newer versions of torch give the option another name.
+    buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
+    ids = [group.device] if group.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)

@@ -75,7 +75,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 def convert(model: nn.Module, group: Group) -> nn.Module:
     """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are."""
-    kinds = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+    kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if kind := kinds.get(type(child)):

@@ -197,7 +197,6 @@ def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(ref
 def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert refuse("train", "digits", *sets("scale.use_gpu=true")).endswith("set scale.use_gpu to false")
-    assert "scale.sync_batch_norm works on GPUs only" in refuse("train", "digits", *sets("scale.sync_batch_norm=true"))
     said = refuse("train", "digits", *sets("data.decoder=gpu", "data.augment=crop_flip"))
     assert said == "data.decoder: gpu works on GPUs only, and there are none: write auto"
 

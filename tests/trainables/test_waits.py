@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.faults.injected import slow_all_reduce, slow_rank
 from tests.trainables.jobs import config, no_telemetry, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
+from trainables.rank_pool import Ranks
 from trainables.waits import AllreduceWait
 
 EXTRA_MS = 60
