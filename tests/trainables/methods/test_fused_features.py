@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tests.trainables.methods.calls import make, samples
-from tests.trainables.ranks import Ranks
+from tests.trainables.methods.references import features as reference
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
+from trainables.global_batch_norm import GlobalBatchNorm
 from trainables.methods.contract import Method, Seen
-from trainables.methods.features import unit
-from trainables.methods.ofd import OFD, margins, partial_distance
+from trainables.methods.ofd import margins, partial_distance
 from trainables.methods.reviewkd import hierarchical_context_loss
 from trainables.models.norms import norms_before
 from trainables.models.registry import build_model
+from trainables.models.reused import ReusedClassifier
+from trainables.rank_pool import Ranks
 
 STUDENT = ((3, 8, 8), (4, 4, 4), (6, 2, 2))
 TEACHER = ((8, 8, 8), (16, 4, 4), (32, 2, 2))
@@ -108,18 +111,6 @@ def test_the_partial_distance_asks_only_for_what_the_relu_lets_through_and_for_n
     assert distance(-0.5, -0.5) == distance(-4.0, -0.5) == distance(-4.0, -5.0) == 0.0
 
 
-def test_ofd_adds_stages_with_weights_that_double() -> None:
-    method, (student, teacher) = made("ofd").eval(), answers("ofd")
-    assert isinstance(method, OFD)
-    norms = [module for module in teacher_model().modules() if isinstance(module, nn.BatchNorm2d)]
-    expected = torch.zeros(ROWS, dtype=torch.float64)
-    for place, (norm, own, theirs) in enumerate(zip(norms, student.features, teacher.features, strict=True)):
-        connected = method._connectors[place](own)
-        expected += 2.0 ** (place - 2) * partial_distance(connected, theirs, margins(norm.weight, norm.bias))
-    terms = method(student, teacher, samples(LABELS))
-    torch.testing.assert_close(terms["partial"], expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize(
     ("model", "paths"),
     [
@@ -171,42 +162,6 @@ def test_review_knowledge_goes_from_deep_to_shallow() -> None:
     assert [bool(gradient.abs().sum() > 0) for gradient in gradients] == [False, False, False, True]
 
 
-def test_reviewkd_follows_the_figure() -> None:
-    method, (student, teacher) = made("reviewkd").eval(), answers("reviewkd")
-    expected, passed = torch.zeros(ROWS, dtype=torch.float64), None
-    state = dict(method.named_parameters())
-
-    def convolved(x: Tensor, level: int, part: str) -> Tensor:
-        weight = state[f"_fusions.{level}.{part}.0.weight"]
-        return functional.conv2d(x, weight, padding=weight.shape[-1] // 2) / math.sqrt(1 + 1e-5)
-
-    for level in (3, 2, 1, 0):
-        own, theirs = student.features[level], teacher.features[level]
-        if level == 3:
-            own, theirs = own[:, :, None, None], theirs[:, :, None, None]
-        x = convolved(own, level, "narrow")
-        if passed is not None:
-            wide = passed.repeat_interleave(2, 2).repeat_interleave(2, 3)
-            gates = functional.conv2d(
-                torch.cat([x, wide], 1), state[f"_fusions.{level}.attention.weight"], state[f"_fusions.{level}.attention.bias"]
-            ).sigmoid()
-            x = gates[:, 0:1] * x + gates[:, 1:2] * wide
-        passed = x
-        expected += hierarchical_context_loss(convolved(x, level, "widen"), theirs)
-    torch.testing.assert_close(method(student, teacher, samples(LABELS))["review"], expected, rtol=1e-10, atol=0)
-
-
-def test_srrl_compares_features_and_what_the_teachers_classifier_makes_of_them() -> None:
-    model, (student, teacher) = teacher_model(), answers("srrl")
-    method = made("srrl", teacher=model, regression_weight=2.0)
-    terms = method(student, teacher, samples(LABELS))
-    own = method._connector(student.features[0]).mean((2, 3))  # type: ignore[operator]
-    torch.testing.assert_close(terms["feature"], (own - teacher.features[0]).square().mean(1))
-    logits = own @ model.head.weight.T + model.head.bias  # type: ignore[operator, union-attr]
-    torch.testing.assert_close(terms["regression"], 2 * (logits - teacher.logits_BK).square().mean(1))
-    assert not any("head" in name or "classifier" in name for name in method.state_dict())
-
-
 def test_srrl_may_read_the_pooled_vector() -> None:
     method = made("srrl", student_shapes=((6,),))
     student, (_, teacher) = seen(((6,),), 5), answers("srrl")
@@ -230,35 +185,89 @@ def test_models_that_do_not_fit_are_refused_in_one_line(name: str, changed: dict
     assert "\n" not in str(caught.value)
 
 
-def test_simkd_is_the_mean_square_at_the_smaller_size() -> None:
-    student, teacher = seen(((32, 4, 4),), 3), seen(((32, 2, 2),), 4)
-    pooled = student.features[0].reshape(ROWS, 32, 2, 2, 2, 2).mean((3, 5))
-    found = made("simkd", student_shapes=((32, 4, 4),))(student, teacher, samples(LABELS))["feature"]
-    torch.testing.assert_close(found, (pooled - teacher.features[0]).square().mean((1, 2, 3)))
+# The independent references
 
 
-def test_semckd_is_the_attended_mean_of_all_pairs_of_layers() -> None:
-    method, (student, teacher) = made("semckd", global_batch_size=ROWS + 2, temperature=0.5), answers("semckd")
-    expected = 0.0
-    found = method(student, teacher, samples(LABELS))["calibrated"]
+def array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()
 
-    def embedded(mlps: Any, features: tuple[Tensor, ...]) -> list[Tensor]:
-        made = []
-        for mlp, feature in zip(mlps, features, strict=True):
-            flat = feature.reshape(ROWS, -1)
-            rows = torch.cat([flat @ flat.T, torch.zeros(ROWS, 2, dtype=torch.float64)], 1)
-            made.append(unit(mlp(rows)))
-        return made
 
-    queries, keys = embedded(method._queries, student.features), embedded(method._keys, teacher.features)
-    for place, own in enumerate(student.features):
-        energies = torch.stack([(queries[place] * key).sum(1) / 0.5 for key in keys], 1)
-        for other, theirs in enumerate(teacher.features):
-            size = min(own.shape[2], theirs.shape[2])
-            a, b = (functional.adaptive_avg_pool2d(x, size) for x in (own, theirs))
-            distance = (method._regressors[place][other](a) - b).square().mean((1, 2, 3))  # type: ignore[index, operator]
-            expected += (energies.softmax(1)[:, other] * distance).sum().item() / (ROWS * len(student.features))
-    assert found.item() == pytest.approx(expected, rel=1e-12)
+def layers(modules: Iterable[nn.Module]) -> list[reference.Layer]:
+    """Convolutions, each with the batch norm that follows it."""
+    found: list[reference.Layer] = []
+    for module in modules:
+        if isinstance(module, nn.Conv2d):
+            found.append(reference.Layer(array(module.weight)))
+        elif isinstance(module, GlobalBatchNorm):
+            found[-1] = found[-1]._replace(norm=(array(module.weight), array(module.bias)))
+    return found
+
+
+def referred(name: str, method: Any, student: Seen, teacher: Seen) -> list[np.ndarray]:
+    """What the reference of this name says of each term, per sample."""
+    own, theirs = ([array(feature) for feature in answer.features] for answer in (student, teacher))
+    model = teacher_model()
+    if name == "ofd":
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        cuts = [reference.ofd_margin(array(norm.weight), array(norm.bias)) for norm in norms]
+        return [reference.ofd(own, theirs, [layers(connector)[0] for connector in method._connectors], cuts)]
+    if name == "reviewkd":
+        fusions = []
+        for fusion in method._fusions:
+            attention = () if fusion.attention is None else (array(fusion.attention.weight), array(fusion.attention.bias))
+            fusions.append(reference.Fusion(*layers(fusion.narrow), *layers(fusion.widen), *attention))
+        own, theirs = ([x if x.ndim == 4 else x[:, :, None, None] for x in maps] for maps in (own, theirs))
+        return [reference.reviewkd(own, theirs, fusions)]
+    head = (array(model.head.weight), array(model.head.bias))  # type: ignore[arg-type]
+    if name == "srrl":
+        (connector,) = layers(method._connector)
+        variant = "official" if own[0].ndim == 4 else "simkd"
+        return list(reference.srrl(own[0], theirs[0], array(teacher.logits_BK), connector, head, variant))
+    if name == "simkd":
+        return [reference.simkd(own[0], theirs[0], [], head)[0]]
+    embeds = [
+        [reference.Embed(*(array(parameter) for parameter in mlp.parameters())) for mlp in mlps]
+        for mlps in (method._queries, method._keys)
+    ]
+    projections = [[layers(regressor) for regressor in row] for row in method._regressors]
+    return [reference.semckd(own, theirs, *embeds, projections, soft=1.0).mean()]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 1])
+@pytest.mark.parametrize("larger", [0, 1, -1])
+@pytest.mark.parametrize("name", [*KINDS, "pooled srrl"])
+def test_terms_are_those_of_the_reference(name: str, larger: int, rows: int) -> None:
+    shapes = KINDS[name.split()[-1]]["student_shapes"] if " " not in name else ((6,),)
+    shapes = tuple((shape[0], *(max(pixels + larger, 1) for pixels in shape[1:])) for shape in shapes)
+    name = name.split()[-1]
+    method = made(name, student_shapes=shapes, global_batch_size=ROWS + 2)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
+    student, teacher = seen(shapes, 3, rows), seen(KINDS[name]["teacher_shapes"], 4, rows)
+    found = method(student, teacher, samples(LABELS[:rows]))
+    for term, expected in zip(method.terms, referred(name, method, student, teacher), strict=True):
+        np.testing.assert_allclose(array(found[term]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 2, 4])
+def test_a_reused_classifier_projects_and_predicts_as_the_reference(size: int) -> None:
+    """Of the maps that a student has, with the projector's batch norms in training mode."""
+    model = build_model("convnet_small+convnet_small", num_classes=CLASSES, image_size=8, seed=0).double()
+    assert isinstance(model, ReusedClassifier)
+    model.reuse(teacher_model(), 8)
+    images = torch.randn(ROWS, 3, 4 * size, 4 * size, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    features = model.trunk.features.train()(images)  # type: ignore[operator, union-attr]
+    target = seen(((32, 2, 2),), 4).features[0]
+    parts = [reference.Layer(array(m.weight), None, (array(n.weight), array(n.bias))) for m, n in projected(model)]
+    head = (array(model.classifier.weight), array(model.classifier.bias))
+    _, logits = reference.simkd(array(features), array(target), parts, head)
+    np.testing.assert_allclose(array(model.train()(images)), logits, rtol=1e-9, atol=1e-12)
+
+
+def projected(model: ReusedClassifier) -> Iterable[tuple[Any, Any]]:
+    modules = list(model.projector)
+    return zip(modules[0::3], modules[1::3], strict=True)
 
 
 # What holds for all of them

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tests.trainables.jobs import config, equal, train, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables.config import TrainConfig
 from trainables.errors import ModelError
 from trainables.models.header import read_header
@@ -18,6 +17,7 @@ from trainables.models.registry import build_model
 from trainables.models.reused import ReusedClassifier
 from trainables.models.taps import classifier
 from trainables.models.weights import load_teacher
+from trainables.rank_pool import Ranks
 from trainables.rundir import StageDir
 
 JOINED = "convnet_small+convnet_large"
