@@ -25,8 +25,9 @@ from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
 from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
-from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
+from trainables.methods.pupil import Pupil, Reader, build_methods, choose, student_name, task_weight
 from trainables.models.registry import build_model
+from trainables.models.reused import ReusedClassifier
 from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
@@ -100,7 +101,8 @@ def build(
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
-    model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
+    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
@@ -121,7 +123,7 @@ def build(
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
-        "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
+        "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
     state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
@@ -197,6 +199,8 @@ def build_pupil(
         model = load_teacher(
             given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=config.seed
         )
+    if model is not None and isinstance(student, ReusedClassifier):
+        student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     teacher = None
     teacher_reader = None
@@ -205,7 +209,7 @@ def build_pupil(
         teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     methods = build_methods(
         chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
-        seed=config.seed, epochs=config.optim.epochs, group=group,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainables.config import DistillConfig, MethodOptions
+from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.names import JOIN
 from trainables.models.registry import logits_and_aux, seeded
 from trainables.models.taps import Taps
 
@@ -53,6 +54,14 @@ def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
     if distill.task_weight is not None:
         return distill.task_weight
     return max((method.kind.task_weight for method in chosen), default=1.0)
+
+
+def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[Chosen]) -> str:
+    """The model that is trained: `student`, or where a method reuses the teacher's classifier, the two joined."""
+    if teacher is None or not any(method.kind.needs.reuses_classifier for method in chosen):
+        return student
+    joined = f"{JOIN}{teacher.model}"
+    return student if student.endswith(joined) else student + joined
 
 
 class Reader:
