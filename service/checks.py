@@ -112,13 +112,13 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
-    from trainables.methods.pupil import choose
+    from trainables.methods.pupil import choose, student_name
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
-    names = [experiment.student.model] if student else []
+    names = [student_name(experiment.student.model, teacher, choose(distill))] if student else []
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
     elif teacher is not None and teacher.weights and choose(distill):

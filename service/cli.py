@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -310,6 +311,36 @@ def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> N
 
     size = image_size or (32 if check_model_name(model).library == "ours" else 224)
     output().print(points_table(model, size, num_classes, every))
+
+
+@cli.command("check-method")
+@click.argument("name")
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="One of the method's options; may be repeated.")
+@click.option("--student", default="resnet8", show_default=True)
+@click.option("--teacher", default="resnet14", show_default=True)
+@click.option("--image-size", type=click.IntRange(min=1), default=16, show_default=True, help="Pixels a side.")
+def check_method(name: str, options: tuple[str, ...], student: str, teacher: str, image_size: int) -> None:
+    """Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS.
+
+    \b
+    Example:  distill check-method mine.py:Margin --option weight=2
+    """
+    from service.distilling import check_options
+    from service.experiment import parse_override
+    from trainables.check_method import Case, check
+    from trainables.errors import ExperimentError
+    from trainables.rank_pool import Ranks
+
+    given = dict(parse_override(option, "--option") for option in options)
+    check_options(name, given, "--option", {})
+    num_broken = 0
+    with contextlib.closing(Ranks()) as ranks:
+        for title, problem in check(Case(name, given, student, teacher, image_size), ranks.run):
+            click.secho("failed" if problem else "    ok", fg="red" if problem else "green", nl=False)
+            click.echo(f"  {title}" + (f": {problem}" if problem else ""))
+            num_broken += bool(problem)
+    if num_broken:
+        raise ExperimentError(f"{name} does not keep the contract of a method in {num_broken} of the points above")
 
 
 @cli.command("recipes")

@@ -104,8 +104,6 @@ class Experiment(Section):
             raise ValueError(
                 "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
             )
-        if self.scale.sync_batch_norm and self.scale.use_gpu is False:
-            raise ValueError("scale.sync_batch_norm works on GPUs only: set scale.use_gpu or leave it out")
         if self.data.decodes_on_device and self.scale.use_gpu is False:
             raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self
@@ -175,16 +173,17 @@ def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(validate(tree, where, sources), sources)
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """The dotted key and the value of one `--set`.
+def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
+    """The dotted key and the value of one `--set`, or of another option like it.
 
     Raises:
         ExperimentError: not KEY=VALUE.
     """
     key, equals, value = text.partition("=")
     if not equals or not value or not all(key.split(".")):
-        raise ExperimentError(f"--set {text}: write --set key=value, such as --set data.global_batch_size=256")
-    return key, strict_yaml.parse(value, f"--set {text}")
+        such = "data.global_batch_size=256" if option == "--set" else "weight=2"
+        raise ExperimentError(f"{option} {text}: write {option} key=value, such as {option} {such}")
+    return key, strict_yaml.parse(value, f"{option} {text}")
 
 
 def read_resolved(path: Path) -> Resolved:

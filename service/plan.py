@@ -53,8 +53,6 @@ class Plan:
 
     def refusal(self, cluster: Cluster) -> str | None:
         """Why the empty cluster could never carry this out, and what to change; None where it can."""
-        if self.experiment.scale.sync_batch_norm and not self.use_gpu:
-            return "scale.sync_batch_norm works on GPUs only, and there are none: leave it out"
         if self.experiment.data.decodes_on_device and not self.use_gpu:
             return f"data.decoder: {self.experiment.data.decoder} works on GPUs only, and there are none: write auto"
         if refusal := cluster.refusal(self.need()):

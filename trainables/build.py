@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,9 @@ from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
 from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
-from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
+from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, student_name, task_weight
 from trainables.models.registry import build_model
+from trainables.models.reused import ReusedClassifier
 from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
@@ -105,7 +106,8 @@ def build(
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype, layout = numbers(config)
-    model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
+    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
@@ -123,7 +125,7 @@ def build(
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
-        "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
+        "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
     state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
@@ -205,14 +207,20 @@ def build_pupil(
     kept = taught and given is not None and given.cache is not None
     if kept:
         check_reads_logits(chosen)
+        if isinstance(student, ReusedClassifier):
+            raise ExperimentError(
+                f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
+            )
     model = load_network(config, classes) if taught and not kept else None
+    if model is not None and isinstance(student, ReusedClassifier):
+        student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     teacher_reader = None
     if model is not None and given is not None:
         teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
     methods = build_methods(
         chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
-        seed=config.seed, epochs=config.optim.epochs, group=group,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     teacher: Answers | None = None
     if model is not None and teacher_reader is not None:
@@ -275,9 +283,7 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=next(model.buffers(), None) is not None,
-    )
+    # Said only where it is not the default: newer versions of torch give the option another name.
+    buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
+    ids = [group.device] if group.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)

@@ -284,7 +284,7 @@ class ScaleConfig(Section):
     num_workers: Count = Field(1, description="Ray Train workers: the world size")
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
     cpus_per_worker: Count = Field(1, description="compute threads of one worker, beside its loader workers")
-    sync_batch_norm: bool = Field(False, description="batch statistics over all workers (GPU only)")
+    sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
 
 

@@ -48,7 +48,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         view = (1, -1, *([1] * (input.ndim - 2)))
         values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
         sums = self._over_ranks(torch.cat([input.sum(axes), values]))
-        count = sums[-1]
+        count = sums[-1].clamp(min=1)  # no rank may have a row
         mean_C = sums[:-1] / count
         centred = input - mean_C.view(view)
         var_C = self._over_ranks(centred.square().sum(axes)) / count
@@ -75,7 +75,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 def convert(model: nn.Module, group: Group) -> nn.Module:
     """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are."""
-    kinds = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+    kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if kind := kinds.get(type(child)):

@@ -25,8 +25,8 @@ from scipy.stats import kendalltau, spearmanr
 
 from service.search.accuracy import Learning, Prediction, Training
 from tests.trainables.jobs import train
-from tests.trainables.ranks import Ranks
 from trainables.config import TrainConfig
+from trainables.rank_pool import Ranks
 
 WORKERS = 2
 PROBE_STEPS = 30

@@ -16,7 +16,7 @@ from rich.table import Table
 from service.doctor.telling import tell
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, carry_out, healthy
-from tests.trainables.ranks import Ranks
+from trainables.rank_pool import Ranks
 
 
 def main() -> None:

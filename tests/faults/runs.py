@@ -14,11 +14,11 @@ from service.places import begin, reopen
 from tests.faults.injected import FAULTS
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
+from trainables.rank_pool import Ranks
 from trainables.rundir import RunDir, StageDir, write_json
 
 SIZE, CLASSES = 32, 4

@@ -9,7 +9,7 @@ import pytest
 from service.doctor.telling import HEALTHY, tell
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, carry_out, healthy
-from tests.trainables.ranks import Ranks
+from trainables.rank_pool import Ranks
 
 
 @pytest.mark.slow

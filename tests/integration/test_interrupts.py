@@ -12,8 +12,8 @@ from service.experiment import load
 from service.tracking.spool import Spool
 from tests.integration.conftest import Distill, records, result, wait_until
 from tests.trainables.jobs import equal, train
-from tests.trainables.ranks import Ranks
 from trainables import checkpoint
+from trainables.rank_pool import Ranks
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,6 @@ import torch
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import photo
 from tests.trainables.jobs import write_teacher
-from tests.trainables.ranks import Ranks
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
 from trainables.data.loader import Loader
@@ -25,6 +24,7 @@ from trainables.data.source import open_source
 from trainables.distributed import Group
 from trainables.evaluate import correct_counts, evaluate, evaluate_checkpoint
 from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
 
 
 class FirstOf:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from service.experiment import load
 from tests.trainables.jobs import config, train
-from tests.trainables.ranks import Ranks
 from trainables.config import TrainConfig
+from trainables.rank_pool import Ranks
 
 LONG: dict[str, Any] = {"teacher": None, "model": "mlp_small", "precision": "fp32", "optim": {"epochs": 6, "lr": 0.05}}
 

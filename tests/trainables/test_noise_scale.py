@@ -21,7 +21,6 @@ from tests.trainables.jobs import (
     train,
     write_teacher,
 )
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.build import build
 from trainables.config import TrainConfig
@@ -30,6 +29,7 @@ from trainables.device.feed import on_device
 from trainables.distributed import GlobalCount, Group, all_reduce_sum
 from trainables.models.registry import build_model
 from trainables.noise_scale import KEEP, SUMS, GradientNoise, NoiseHistory
+from trainables.rank_pool import Ranks
 from trainables.step import train_step
 
 SHORT = {"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32, "image_size": 8}

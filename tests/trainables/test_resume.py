@@ -11,13 +11,13 @@ from PIL import Image
 from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
 from trainables.data.order import sample_at
 from trainables.distributed import Group
 from trainables.errors import CheckpointError, DataError
 from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
 
 
 def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:

@@ -11,7 +11,6 @@ import torch
 from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
 from tests.trainables.methods.calls import make, terms
-from tests.trainables.ranks import Ranks
 from trainables.build import build
 from trainables.device.augment import Inputs
 from trainables.device.feed import on_device
@@ -19,6 +18,7 @@ from trainables.distributed import Group
 from trainables.errors import TrainingError
 from trainables.methods.pupil import Answer, Pupil
 from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
 from trainables.step import losses, micro_batches, train_step
 
 

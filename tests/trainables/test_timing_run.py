@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainables.jobs import Recorded, config, no_telemetry
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
+from trainables.rank_pool import Ranks
 
 TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
 

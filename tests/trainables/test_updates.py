@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import mine
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.build import build
 from trainables.config import OptimConfig, TrainConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.optim import learning_rate
+from trainables.rank_pool import Ranks
 
 SECOND = f"{mine.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainables.config import DistillConfig, MethodOptions
+from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.names import JOIN
 from trainables.models.registry import logits_and_aux, seeded
 from trainables.models.taps import Taps
 
@@ -57,7 +58,11 @@ def check_reads_logits(chosen: Sequence[Chosen]) -> None:
     """
     for method in chosen:
         needs = method.kind.needs
-        more = {"features": method.teacher_taps, "gradients": needs.teacher_gradient, "network": needs.teacher_model}
+        more = {
+            "features": method.teacher_taps,
+            "gradients": needs.teacher_gradient,
+            "network": needs.teacher_model or needs.reuses_classifier,
+        }
         if needs.teacher and (what := next((name for name, needed in more.items() if needed), None)):
             raise ExperimentError(
                 f"teacher.cache: it keeps a teacher's logits, and {method.key} needs its {what}: set teacher.cache to null, or "
@@ -70,6 +75,14 @@ def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
     if distill.task_weight is not None:
         return distill.task_weight
     return max((method.kind.task_weight for method in chosen), default=1.0)
+
+
+def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[Chosen]) -> str:
+    """The model that is trained: `student`, or where a method reuses the teacher's classifier, the two joined."""
+    if teacher is None or not any(method.kind.needs.reuses_classifier for method in chosen):
+        return student
+    joined = f"{JOIN}{teacher.model}"
+    return student if student.endswith(joined) else student + joined
 
 
 class Reader:

@@ -25,10 +25,27 @@ MODELS: dict[str, str] = {
     "resnet110": "trainables.models.cifar.resnet:resnet110",
     "resnet8x4": "trainables.models.cifar.resnet:resnet8x4",
     "resnet32x4": "trainables.models.cifar.resnet:resnet32x4",
+    "wrn_16_1": "trainables.models.cifar.wrn:wrn_16_1",
+    "wrn_16_2": "trainables.models.cifar.wrn:wrn_16_2",
+    "wrn_40_1": "trainables.models.cifar.wrn:wrn_40_1",
+    "wrn_40_2": "trainables.models.cifar.wrn:wrn_40_2",
+    # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
+    # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
+    "resnet50_cifar": "trainables.models.cifar.resnet50:resnet50_cifar",
+    "vgg8_cifar": "trainables.models.cifar.vgg:vgg8_cifar",
+    "vgg11_cifar": "trainables.models.cifar.vgg:vgg11_cifar",
+    "vgg13_cifar": "trainables.models.cifar.vgg:vgg13_cifar",
+    "vgg16_cifar": "trainables.models.cifar.vgg:vgg16_cifar",
+    "vgg19_cifar": "trainables.models.cifar.vgg:vgg19_cifar",
+    "mobilenetv2_half_cifar": "trainables.models.cifar.mobilenetv2:mobilenetv2_half_cifar",
+    "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:shufflenetv1_cifar",
+    "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:shufflenetv2_cifar",
 }
-"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module."""
+"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. Hyphens for underscores are understood."""
 
 TIMM_PREFIX = "timm/"
+JOIN = "+"
+"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
 """How torchvision and timm both enter a model in their registries."""
 
@@ -36,26 +53,35 @@ REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", 
 class ModelName(NamedTuple):
     """Whose model a name means, and what it is called there."""
 
-    library: Literal["ours", "torchvision", "timm"]
+    library: Literal["ours", "torchvision", "timm", "joined"]
     name: str
 
 
 def check_model_name(name: str) -> ModelName:
-    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone. Imports no torch.
+    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone; `A+B` two.
+
+    Imports no torch.
 
     Raises:
         ModelError: no such model (with the nearest name that exists), or timm is not installed.
     """
+    if JOIN in name:
+        for part in name.split(JOIN):
+            check_model_name(part)
+        return ModelName("joined", name)
     if name.startswith(TIMM_PREFIX):
         return ModelName("timm", _timm_name(name))
-    if name in MODELS:
-        return ModelName("ours", name)
+    if name.replace("-", "_") in MODELS:
+        return ModelName("ours", name.replace("-", "_"))
     if name in library_models("torchvision"):
         return ModelName("torchvision", name)
     if name in library_models("timm"):
         return ModelName("timm", name)
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
-    near = difflib.get_close_matches(name.lower(), known, n=1)
+    lower = name.lower()
+    # What a name of ours begins with is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
+    begun = [ours for ours in MODELS if lower and ours.startswith(lower)]
+    near = [lower] if lower in known else begun or difflib.get_close_matches(lower, known, n=1)
     instead = (
         f"did you mean {near[0]}?"
         if near

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import pickle
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,12 @@ from trainables.errors import CheckpointError, ModelError
 from trainables.models.header import Header, locate, read_header
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct, library_options, one_line
+from trainables.models.unpickle import SAVE_AGAIN, unpickled
 
 WRAPPERS = ("state_dict", "model")
 """Keys under which training scripts keep the parameters beside the rest of a checkpoint."""
-NAME_PREFIXES = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before every parameter's name."""
+NAME_PREFIXES = ("module.", "_orig_mod.", "student.")
+"""What DDP, torch.compile and mdistiller's training without a teacher put before every parameter's name."""
 AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
 """Heads that only training uses: a teacher does without."""
 
@@ -153,7 +152,7 @@ def _check_published_classes(name: str, weights: str, theirs: int, ours: int) ->
 def _read_state(path: Path, name: str, num_classes: int, classes: Sequence[str]) -> dict[str, Tensor]:
     """Parameters and buffers by their names in the model."""
     if path.suffix != ".safetensors":
-        return _plain_state(_unpickle(path), path)
+        return _plain_state(unpickled(path), path)
     header = read_header(path)
     try:
         tensors = load_file(path)
@@ -182,20 +181,6 @@ def _check_header(header: Header, path: Path, name: str, num_classes: int, class
             )
 
 
-def _unpickle(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        blocked = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
-        raise CheckpointError(
-            f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
-            " save it again with torch.save(model.state_dict(), path)"
-        ) from None
-    except (EOFError, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
-
-
 def _plain_state(loaded: Any, path: Path) -> dict[str, Tensor]:
     """A state dict out of its wrappers, without what DDP and torch.compile put before its names."""
     for wrapper in WRAPPERS:
@@ -203,23 +188,33 @@ def _plain_state(loaded: Any, path: Path) -> dict[str, Tensor]:
             loaded = loaded[wrapper]
             break
     if not isinstance(loaded, Mapping) or not loaded:
-        raise CheckpointError(f"{path} holds no state dict: save it again with torch.save(model.state_dict(), path)")
+        raise CheckpointError(f"{path} holds no state dict: {SAVE_AGAIN}")
     state = dict(loaded)
     for key, value in state.items():
         if not isinstance(value, Tensor):
-            instead = "save it again with torch.save(model.state_dict(), path)"
-            raise CheckpointError(f"{path} holds {key!r}, of type {type(value).__name__}, where a tensor was expected: {instead}")
+            raise CheckpointError(
+                f"{path} holds {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
+            )
     for prefix in NAME_PREFIXES:
         if all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
+    if any(key.startswith("student.") for key in state) and any(key.startswith("teacher.") for key in state):
+        raise CheckpointError(
+            f"{path} holds a student with its teacher, as mdistiller saves them: give student_best or student_latest beside it"
+        )
     return state
 
 
 def _fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str, num_classes: int) -> None:
-    """Copy `state` into `model`; every name and shape must agree, auxiliary heads apart."""
+    """Copy `state` into `model`; every name and shape must agree, auxiliary heads apart.
+
+    A model of ours whose names are not the published ones says so in `PUBLISHED_NAMES` and takes either. Torch before 0.4.1, of
+    the time of the first published teachers, did not count a BatchNorm's batches; nothing reads the count in evaluation.
+    """
+    published: Mapping[str, str] = getattr(type(model), "PUBLISHED_NAMES", {})
     wanted = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(AUX_PREFIXES)}
-    given = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_PREFIXES)}
-    missing = [key for key in wanted if key not in given]
+    given = {_renamed(key, published): tensor for key, tensor in state.items() if not key.startswith(AUX_PREFIXES)}
+    missing = [key for key in wanted if key not in given and not key.endswith(".num_batches_tracked")]
     unexpected = [key for key in given if key not in wanted]
     other = [key for key in wanted if key in given and wanted[key].shape != given[key].shape]
     heads = [key for key in other if wanted[key].shape[:1] == (num_classes,) and wanted[key].shape[1:] == given[key].shape[1:]]
@@ -238,3 +233,9 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str, 
 
 def _first(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
+
+
+def _renamed(key: str, parts: Mapping[str, str]) -> str:
+    for theirs, ours in parts.items():
+        key = key.replace(theirs, ours)
+    return key

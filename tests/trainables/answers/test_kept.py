@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables import loop
 from trainables.answers.kept import KeptTeacher
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import DataError, ExperimentError
+from trainables.rank_pool import Ranks
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
 

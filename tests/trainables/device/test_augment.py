@@ -11,12 +11,12 @@ import torch
 from service.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from tests.trainables.ranks import Ranks
 from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import Inputs, TrainInputs
 from trainables.device.feed import DeviceBatch
 from trainables.errors import ExperimentError
 from trainables.inputs import normalizer
+from trainables.rank_pool import Ranks
 
 ALL: dict[str, Any] = {
     "randaugment": {"num_ops": 2, "magnitude": 9},

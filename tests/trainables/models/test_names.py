@@ -25,9 +25,16 @@ def test_no_name_of_ours_is_torchvisions() -> None:
 def test_a_name_is_ours_before_torchvisions_before_timms() -> None:
     pytest.importorskip("timm")
     assert check_model_name("resnet20") == ModelName("ours", "resnet20")
+    assert check_model_name("vgg13_cifar") == ModelName("ours", "vgg13_cifar")
+    assert check_model_name("vgg13") == ModelName("torchvision", "vgg13")
     assert check_model_name("resnet18") == ModelName("torchvision", "resnet18")
     assert check_model_name("timm/resnet18") == ModelName("timm", "resnet18")
     assert check_model_name("efficientvit_b0") == check_model_name("timm/efficientvit_b0") == ModelName("timm", "efficientvit_b0")
+
+
+def test_the_hyphens_of_papers_are_understood() -> None:
+    assert check_model_name("wrn-40-2") == ModelName("ours", "wrn_40_2")
+    assert check_model_name("resnet50-cifar") == ModelName("ours", "resnet50_cifar")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,11 @@ def test_a_name_is_ours_before_torchvisions_before_timms() -> None:
     [
         ("resnt18", "did you mean resnet18?"),
         ("ResNet50", "did you mean resnet50?"),
+        ("vgg8", "did you mean vgg8_cifar?"),
+        ("ShuffleV1", "did you mean shufflenetv1_cifar?"),
+        ("ShuffleNetV2", "did you mean shufflenetv2_cifar?"),
+        ("MobileNetV2", "did you mean mobilenetv2_half_cifar?"),
+        ("mobile_half", "did you mean mobilenetv2_half_cifar?"),
         ("convnet_smal", "did you mean convnet_small?"),
         ("faster_rcnn", "there is no model 'faster_rcnn'"),
         ("timm/resnet18d_", "did you mean timm/resnet18d?"),

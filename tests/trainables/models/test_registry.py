@@ -71,6 +71,31 @@ def test_timms_models_get_a_head_of_the_right_size() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "alexnet",
+        "densenet121",
+        "efficientnet_b0",
+        "mnasnet0_5",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "regnet_y_400mf",
+        "shufflenet_v2_x0_5",
+    ],
+)
+def test_families_of_torchvisions_go_by_their_names(name: str) -> None:
+    assert build_model(name, num_classes=3, image_size=64, seed=0).training
+
+
+@pytest.mark.parametrize(
+    "name", ["ghostnet_050", "lcnet_035", "mobilevit_xxs", "repvgg_a0", "visformer_tiny", "xcit_nano_12_p16_224"]
+)
+def test_families_that_only_timm_has_go_by_their_names(name: str) -> None:
+    pytest.importorskip("timm")
+    assert build_model(name, num_classes=3, image_size=64, seed=0).training
+
+
+@pytest.mark.parametrize(
     ("name", "image_size", "says"),
     [
         ("vgg11", 31, "does not take images of 31×31"),

@@ -111,6 +111,30 @@ def test_plain_state_dicts_load_from_every_kind_of_file_and_wrapping(tmp_path: P
     assert read_header(tmp_path / "plain.safetensors") is None
 
 
+def test_what_mdistiller_saves_loads_where_it_is_of_one_model(tmp_path: Path) -> None:
+    state = convnet().state_dict()
+    alone = {f"module.student.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 240, "model": alone, "best_acc": torch.tensor([70.0])}, tmp_path / "best")
+    assert_same(load(tmp_path / "best"), convnet())
+    both = alone | {f"module.teacher.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 240, "model": both}, tmp_path / "best")
+    assert "give student_best or student_latest beside it" in refusal(tmp_path / "best")
+
+
+def test_a_batch_norm_that_did_not_count_its_batches_loads(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in convnet().state_dict().items() if not name.endswith("num_batches_tracked")}
+    assert len(state) < len(convnet().state_dict())
+    torch.save({"model": state}, tmp_path / "teacher.pth")
+    assert_same(load(tmp_path / "teacher.pth"), convnet())
+
+
+def test_our_own_names_load_as_the_published_ones_do(tmp_path: Path) -> None:
+    for name in ("wrn_16_1", "vgg8_cifar", "mobilenetv2_half_cifar"):
+        model = build_model(name, num_classes=4, image_size=32, seed=3)
+        torch.save(model.state_dict(), tmp_path / "teacher.pth")
+        assert_same(load(tmp_path / "teacher.pth", name, image_size=32), model)
+
+
 def test_a_pickle_that_holds_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[Any, ...]:

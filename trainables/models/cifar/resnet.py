@@ -6,6 +6,8 @@ runs pad with zeros, option A, which has 2,752 parameters less. B is what RepDis
 distillation papers compare: parameter names and shapes are the same as there. The `x4` models are RepDistiller's too: a stem of
 32 and stages four times as wide.
 
+Every activation is a module of its own and none is in place, so that what goes into it can be read as well.
+
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
@@ -25,18 +27,20 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels_out)
+        self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels_out)
+        self.relu2 = nn.ReLU()
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels_out:
             shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(channels_out))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        out_BCHW = self.bn1(self.conv1(x_BCHW)).relu()
+        out_BCHW = self.relu1(self.bn1(self.conv1(x_BCHW)))
         out_BCHW = self.bn2(self.conv2(out_BCHW))
-        summed_BCHW: torch.Tensor = out_BCHW + self.downsample(x_BCHW)
-        return summed_BCHW.relu()
+        activated_BCHW: torch.Tensor = self.relu2(out_BCHW + self.downsample(x_BCHW))
+        return activated_BCHW
 
 
 class CifarResNet(nn.Module):
@@ -49,6 +53,7 @@ class CifarResNet(nn.Module):
             raise ValueError(f"depth {depth} is not 6n + 2 with n ≥ 1")
         self.conv1 = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
+        self.relu = nn.ReLU()
         self.layer1 = _stage(widths[0], widths[1], blocks_per_stage, stride=1)
         self.layer2 = _stage(widths[1], widths[2], blocks_per_stage, stride=2)
         self.layer3 = _stage(widths[2], widths[3], blocks_per_stage, stride=2)
@@ -60,7 +65,7 @@ class CifarResNet(nn.Module):
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
-        x_BCHW = self.bn1(self.conv1(images_BCHW)).relu()
+        x_BCHW = self.relu(self.bn1(self.conv1(images_BCHW)))
         x_BCHW = self.layer3(self.layer2(self.layer1(x_BCHW)))
         logits_BK: torch.Tensor = self.fc(self.avgpool(x_BCHW).flatten(1))
         return logits_BK

@@ -1,4 +1,4 @@
-"""A pool of processes that play the ranks of a job: real gloo groups of any size, without Ray and without a start per test."""
+"""A pool of processes that play the ranks of a job: real Gloo groups of any size, without Ray and with one start for many."""
 
 from __future__ import annotations
 

@@ -1,0 +1,104 @@
+import argparse
+import importlib
+import os
+import tarfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainables.errors import CheckpointError
+from trainables.models.unpickle import Unread, unpickled
+
+WEIGHTS = {"fc.weight": torch.arange(6.0).view(2, 3), "fc.bias": torch.ones(2)}
+
+
+def saved(path: Path, content: Any, **options: Any) -> Path:
+    torch.save(content, path, **options)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        unpickled(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def assert_weights(content: Any) -> None:
+    torch.testing.assert_close(dict(content), WEIGHTS, rtol=0, atol=0)
+
+
+def test_tensors_and_plain_values_are_read_in_todays_and_in_the_old_format(tmp_path: Path) -> None:
+    content = {"model": OrderedDict(WEIGHTS), "epoch": 240, "best_acc": torch.tensor([72.3]), "names": ["a"], "lr": 0.05}
+    for zipped in (True, False):  # torch before 1.6 wrote no zip files
+        read = unpickled(saved(tmp_path / "teacher.pth", content, _use_new_zipfile_serialization=zipped))
+        assert_weights(read["model"])
+        assert (read["epoch"], read["names"], read["lr"], read["best_acc"].item()) == (240, ["a"], 0.05, pytest.approx(72.3))
+
+
+@pytest.mark.parametrize(
+    "beside", [np.float64(72.3), np.float32(72.3), np.int64(3), np.bool_(True), argparse.Namespace(model="resnet56", lr=0.05)]
+)
+def test_what_training_scripts_keep_beside_the_parameters_is_left_unread(beside: Any, tmp_path: Path) -> None:
+    read = unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": beside}))
+    assert_weights(read["model"])
+    assert type(read["opt"]) is Unread
+    assert not vars(read["opt"])
+
+
+def test_a_numpy_value_of_a_numpy_before_2_is_left_unread_too(tmp_path: Path) -> None:
+    path = saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": np.float64(1)}, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    assert b"numpy.core.multiarray" in path.read_bytes()
+    assert type(unpickled(path)["acc"]) is Unread
+
+
+def test_numpy_itself_is_not_called(tmp_path: Path) -> None:
+    class Forged:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return np.dtype, ("no such dtype",)  # the real one would raise
+
+    read = unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": Forged()}))
+    assert_weights(read["model"])
+    assert type(read["acc"]) is Unread
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ((os.mkdir, ("exploded",)), "posix.mkdir"),
+        ((eval, ("open('exploded', 'w')",)), "eval"),
+        ((np.load, ("file.npy",)), "numpy.load"),
+        ((importlib.import_module, ("antigravity",)), "importlib.import_module"),
+    ],
+)
+def test_anything_else_is_refused_by_its_name_and_with_the_safe_way(
+    call: tuple[Any, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return call
+
+    monkeypatch.chdir(tmp_path)
+    says = refusal(saved(tmp_path / "bomb.pth", {"model": WEIGHTS, "opt": Bomb()}))
+    assert f"(it holds {name})" in says
+    assert "torch.save(model.state_dict(), path)" in says
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_no_class_is_trusted_once_a_file_has_been_read(tmp_path: Path) -> None:
+    before = set(torch.serialization.get_safe_globals())
+    unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": np.float64(1)}))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_an_archive_of_several_teachers_is_to_be_unpacked(tmp_path: Path) -> None:
+    """mdistiller's teachers come as cifar_teachers.tar, which torch takes for a format of its own."""
+    saved(tmp_path / "ckpt_epoch_240.pth", {"model": WEIGHTS})
+    with tarfile.open(tmp_path / "cifar_teachers.tar", "w") as archive:
+        archive.add(tmp_path / "ckpt_epoch_240.pth", "cifar_teachers/resnet56_vanilla/ckpt_epoch_240.pth")
+    assert "is a tar archive: unpack it" in refusal(tmp_path / "cifar_teachers.tar")

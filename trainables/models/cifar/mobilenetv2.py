@@ -1,0 +1,94 @@
+"""MobileNetV2 for CIFAR: Sandler et al. 2018, table 2, at half width, as RepDistiller (Tian et al. 2020) has it.
+
+Against the paper: the row of 24 channels has stride 1, so that 32-pixel images have maps of 16 pixels behind the stem, then 16,
+8, 4 and 2; the first row has an expansion convolution too, with a factor of 1; ReLU stands for ReLU6; widths are halved without
+rounding to multiples of 8; there is no dropout.
+
+Stages end where RepDistiller taps: with the table's second row (stage 1), third (2), fifth (3) and seventh (4). A bottleneck's
+output is linear, so that no activation ends a stage.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+
+class InvertedResidual(nn.Module):
+    """1×1 expansion, 3×3 depthwise, linear 1×1 projection; plus the input where the shape stays."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        hidden = channels_in * expansion
+        self.adds = stride == 1 and channels_in == channels_out
+        self.conv = nn.Sequential(
+            nn.Conv2d(channels_in, hidden, 1, bias=False),
+            nn.BatchNorm2d(hidden),
+            nn.ReLU(),
+            nn.Conv2d(hidden, hidden, 3, stride=stride, padding=1, groups=hidden, bias=False),
+            nn.BatchNorm2d(hidden),
+            nn.ReLU(),
+            nn.Conv2d(hidden, channels_out, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+        )
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        out_BCHW: torch.Tensor = self.conv(x_BCHW)
+        return x_BCHW + out_BCHW if self.adds else out_BCHW
+
+
+class CifarMobileNetV2(nn.Module):
+    """MobileNetV2 with `width` times the paper's channels, expansion 6; the last convolution keeps 1280."""
+
+    PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
+        "conv1.": "stem.",
+        "blocks.0.": "layer1.0.",
+        "blocks.1.": "layer1.1.",
+        "blocks.2.": "layer2.0.",
+        "blocks.3.": "layer3.0.",
+        "blocks.4.": "layer3.1.",
+        "blocks.5.": "layer4.0.",
+        "blocks.6.": "layer4.1.",
+        "conv2.": "head.",
+        "classifier.0.": "classifier.",
+    }
+    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+
+    def __init__(self, num_classes: int, *, width: float) -> None:
+        super().__init__()
+        stem, *rows = (int(channels * width) for channels in (32, 16, 24, 32, 64, 96, 160, 320))
+        self.stem = nn.Sequential(nn.Conv2d(3, stem, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(stem), nn.ReLU())
+        self.layer1 = nn.Sequential(_row(stem, rows[0], 1, stride=1, expansion=1), _row(rows[0], rows[1], 2, stride=1))
+        self.layer2 = nn.Sequential(_row(rows[1], rows[2], 3, stride=2))
+        self.layer3 = nn.Sequential(_row(rows[2], rows[3], 4, stride=2), _row(rows[3], rows[4], 3, stride=1))
+        self.layer4 = nn.Sequential(_row(rows[4], rows[5], 3, stride=2), _row(rows[5], rows[6], 1, stride=1))
+        self.head = nn.Sequential(nn.Conv2d(rows[6], 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU())
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(1280, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.normal_(self.classifier.weight, std=0.01)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        x_BCHW = self.layer2(self.layer1(self.stem(images_BCHW)))
+        x_BCHW = self.head(self.layer4(self.layer3(x_BCHW)))
+        logits_BK: torch.Tensor = self.classifier(self.avgpool(x_BCHW).flatten(1))
+        return logits_BK
+
+
+def _row(channels_in: int, channels_out: int, num_blocks: int, *, stride: int, expansion: int = 6) -> nn.Sequential:
+    """A row of the paper's table: the first of its blocks has the stride."""
+    first = InvertedResidual(channels_in, channels_out, stride, expansion)
+    return nn.Sequential(first, *(InvertedResidual(channels_out, channels_out, 1, expansion) for _ in range(num_blocks - 1)))
+
+
+def mobilenetv2_half_cifar(num_classes: int, image_size: int = 32) -> CifarMobileNetV2:
+    """Takes any `image_size`: the last map is averaged."""
+    return CifarMobileNetV2(num_classes, width=0.5)

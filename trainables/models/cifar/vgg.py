@@ -1,0 +1,87 @@
+"""VGGs for CIFAR: Simonyan and Zisserman 2014, table 1, with BatchNorm, as RepDistiller (Tian et al. 2020) has them.
+
+Five groups of 3×3 convolutions, each followed by BatchNorm and ReLU, then global average pooling and one linear layer in place
+of the paper's three. A max-pool stands before the second, third and fourth group, but, at 32 pixels, none before the fifth: maps
+have 32, 16, 8, 4 and again 4 pixels. From 64 pixels on there is one before the fifth too. vgg8 is RepDistiller's own, one
+convolution a group. Convolutions have biases, though BatchNorm follows; the published counts include them.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+WIDTHS = (64, 128, 256, 512, 512)
+CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+"""Depth → convolutions in each group. The depth counts the paper's three linear layers, where here is one."""
+
+
+class CifarVgg(nn.Module):
+    """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
+
+    PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
+    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+
+    def __init__(self, num_classes: int, *, depth: int, image_size: int) -> None:
+        super().__init__()
+        groups = CONVOLUTIONS[depth]
+        self.layer0 = _group(3, WIDTHS[0], groups[0])
+        self.pool1 = nn.MaxPool2d(2)
+        self.layer1 = _group(WIDTHS[0], WIDTHS[1], groups[1])
+        self.pool2 = nn.MaxPool2d(2)
+        self.layer2 = _group(WIDTHS[1], WIDTHS[2], groups[2])
+        self.pool3 = nn.MaxPool2d(2)
+        self.layer3 = _group(WIDTHS[2], WIDTHS[3], groups[3])
+        self.pool4 = nn.MaxPool2d(2) if image_size >= 64 else nn.Identity()
+        self.layer4 = _group(WIDTHS[3], WIDTHS[4], groups[4])
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(WIDTHS[4], num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                assert module.bias is not None
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.classifier.weight, std=0.01)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        x_BCHW = self.layer0(images_BCHW)
+        x_BCHW = self.layer1(self.pool1(x_BCHW))
+        x_BCHW = self.layer2(self.pool2(x_BCHW))
+        x_BCHW = self.layer3(self.pool3(x_BCHW))
+        x_BCHW = self.layer4(self.pool4(x_BCHW))
+        logits_BK: torch.Tensor = self.classifier(self.avgpool(x_BCHW).flatten(1))
+        return logits_BK
+
+
+def _group(channels_in: int, channels_out: int, num_convolutions: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for number in range(num_convolutions):
+        convolution = nn.Conv2d(channels_in if number == 0 else channels_out, channels_out, 3, padding=1)
+        layers += [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def vgg8_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
+    return CifarVgg(num_classes, depth=8, image_size=image_size)
+
+
+def vgg11_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
+    return CifarVgg(num_classes, depth=11, image_size=image_size)
+
+
+def vgg13_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
+    return CifarVgg(num_classes, depth=13, image_size=image_size)
+
+
+def vgg16_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
+    return CifarVgg(num_classes, depth=16, image_size=image_size)
+
+
+def vgg19_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
+    return CifarVgg(num_classes, depth=19, image_size=image_size)

@@ -1,0 +1,98 @@
+"""Wide ResNets for CIFAR: Zagoruyko and Komodakis 2016, "Wide Residual Networks", table 1, without dropout.
+
+`wrn_D_K`: depth D = 6n + 4, a 3×3 stem of 16 channels, three stages of n pre-activation blocks on maps of 32, 16 and 8 pixels
+with 16·K, 32·K and 64·K channels, BatchNorm and ReLU, global average pooling, one linear layer. As in RepDistiller (Tian et al.
+2020), a block that changes the number of channels has a 1×1 convolution as its shortcut, which reads the activated input; with
+K = 1 the first stage has none.
+
+A block ends with its sum, so that a stage's output may be negative: that is the feature which RepDistiller gives to its methods.
+What it calls a stage's pre-activation lies behind the next BatchNorm, and goes into layer2.0.relu1, layer3.0.relu1 and relu.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+
+class PreActivationBlock(nn.Module):
+    """x + conv(relu(bn(conv(a)))) with a = relu(bn(x)), or conv1x1(a) in the place of x where the shape changes."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels_in)
+        self.relu1 = nn.ReLU()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels_out)
+        self.relu2 = nn.ReLU()
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        changes = stride != 1 or channels_in != channels_out
+        self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if changes else None
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        active_BCHW = self.relu1(self.bn1(x_BCHW))
+        out_BCHW: torch.Tensor = self.conv2(self.relu2(self.bn2(self.conv1(active_BCHW))))
+        return out_BCHW + (x_BCHW if self.shortcut is None else self.shortcut(active_BCHW))
+
+
+class CifarWideResNet(nn.Module):
+    """`depth` layers, the shortcuts' not counted; stages `widen` times as wide as 16, 32 and 64."""
+
+    PUBLISHED_NAMES: ClassVar[dict[str, str]] = {
+        "block1.layer.": "layer1.",
+        "block2.layer.": "layer2.",
+        "block3.layer.": "layer3.",
+        ".convShortcut.": ".shortcut.",
+    }
+    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+
+    def __init__(self, num_classes: int, *, depth: int, widen: int) -> None:
+        super().__init__()
+        blocks_per_stage, rest = divmod(depth - 4, 6)
+        if rest or blocks_per_stage < 1:
+            raise ValueError(f"depth {depth} is not 6n + 4 with n ≥ 1")
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.layer1 = _stage(16, 16 * widen, blocks_per_stage, stride=1)
+        self.layer2 = _stage(16 * widen, 32 * widen, blocks_per_stage, stride=2)
+        self.layer3 = _stage(32 * widen, 64 * widen, blocks_per_stage, stride=2)
+        self.bn1 = nn.BatchNorm2d(64 * widen)
+        self.relu = nn.ReLU()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(64 * widen, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        x_BCHW = self.layer3(self.layer2(self.layer1(self.conv1(images_BCHW))))
+        x_BCHW = self.relu(self.bn1(x_BCHW))
+        logits_BK: torch.Tensor = self.fc(self.avgpool(x_BCHW).flatten(1))
+        return logits_BK
+
+
+def _stage(channels_in: int, channels_out: int, num_blocks: int, *, stride: int) -> nn.Sequential:
+    first = PreActivationBlock(channels_in, channels_out, stride)
+    return nn.Sequential(first, *(PreActivationBlock(channels_out, channels_out, 1) for _ in range(num_blocks - 1)))
+
+
+def wrn_16_1(num_classes: int, image_size: int = 32) -> CifarWideResNet:
+    """Every builder here takes any `image_size`: the last map is averaged."""
+    return CifarWideResNet(num_classes, depth=16, widen=1)
+
+
+def wrn_16_2(num_classes: int, image_size: int = 32) -> CifarWideResNet:
+    return CifarWideResNet(num_classes, depth=16, widen=2)
+
+
+def wrn_40_1(num_classes: int, image_size: int = 32) -> CifarWideResNet:
+    return CifarWideResNet(num_classes, depth=40, widen=1)
+
+
+def wrn_40_2(num_classes: int, image_size: int = 32) -> CifarWideResNet:
+    return CifarWideResNet(num_classes, depth=40, widen=2)

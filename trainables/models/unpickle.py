@@ -1,0 +1,58 @@
+"""Files of torch.save, read without running anything of what is in them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainables.errors import CheckpointError
+from trainables.models.registry import one_line
+
+SAVE_AGAIN = "in the program that wrote it, save the parameters alone: torch.save(model.state_dict(), path)"
+
+
+class Unread:
+    """Stands where a file has a value that is neither tensor nor plain: nothing of it is kept, and none of its code runs."""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Unread:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        """What the file says of the value is dropped."""
+
+
+UNREAD = (
+    "argparse.Namespace",  # RepDistiller's `opt`, in its *_last.pth
+    "numpy._core.multiarray.scalar",  # an accuracy or a rate that numpy computed
+    "numpy.core.multiarray.scalar",  # the same before numpy 2
+    "numpy.dtype",
+)
+"""What scripts keep beside the parameters and a reader of parameters can do without. Unread stands for these: the real ones would
+have to be made from the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+
+
+def unpickled(path: Path) -> Any:
+    """The content of a file of torch.save: tensors and plain values, and `Unread` for those named in UNREAD.
+
+    Raises:
+        CheckpointError: the file holds anything else, which could run code, or is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals([(Unread, name) for name in UNREAD]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        blocked = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
+        raise CheckpointError(
+            f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
+            f" {SAVE_AGAIN}"
+        ) from None
+    except (EOFError, OSError, RuntimeError, ValueError) as error:
+        if path.is_file() and path.stat().st_size and tarfile.is_tarfile(path):
+            raise CheckpointError(f"{path} is a tar archive: unpack it and give the file of one model in it") from None
+        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
