@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class Layout:
     @property
     def row_bytes(self) -> int:
         """Bytes of an image, with its index."""
-        return 4 + sum(max(count, 1) * getattr(torch, kind).itemsize for kind, count in self.columns.values())
+        return 4 + sum(max(count, 1) * np.dtype(kind).itemsize for kind, count in self.columns.values())
 
     def encode(self, logits_BK: Tensor) -> dict[str, Tensor]:
         """The columns (B,) or (B, k) of these logits, on their device; nothing waits for it."""

@@ -67,7 +67,7 @@ def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int
     for key in sorted(key for key in state if not key.startswith(AUX_PREFIXES)):
         tensor = state[key].detach().contiguous()
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
