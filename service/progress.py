@@ -133,8 +133,8 @@ class Display:
         """Show what is new."""
         for followed in self._followed.values():
             lines = followed.log.lines()
-            if self._bars is None:
-                for line in lines:
+            for line in lines:
+                if self._bars is None or " teacher.cache: " in line:  # what takes room on a disk is said beside bars too
                     self.say(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 try:

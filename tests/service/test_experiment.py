@@ -390,3 +390,24 @@ def test_a_space_that_cannot_be_searched_is_refused(space: str, words: str) -> N
 def test_a_metric_is_maximised_unless_less_is_better() -> None:
     for metric, mode in (("images_per_s", "max"), ("epoch_s", "min"), ("val_loss", "min"), ("phase/data_ms", "min")):
         assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
+
+
+# A teacher's kept logits
+
+
+KEPT = "teacher.cache=/logits"
+
+
+def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
+    mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
+    assert "teacher.cache: it keeps the logits of each image" in mixed
+    features = refusal(KEPT, "distill.method=fitnet")
+    assert "teacher.cache: it keeps a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
+    assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert all("\n" not in text for text in (mixed, features))
+
+
+def test_methods_on_logits_may_read_a_cache() -> None:
+    experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
+    assert experiment.teacher is not None
+    assert experiment.teacher.cache_epochs == 2

@@ -137,6 +137,7 @@ def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[
         if not keeps(config):
             return store.folder.name, top_k
         store.folder.mkdir(parents=True, exist_ok=True)
+        store.tidy()
         missing_bytes, free = max(0, all_rows - rows) * row_bytes, free_bytes(store.folder)
         if missing_bytes > free:
             return DataError(

@@ -8,10 +8,12 @@ Shapes: N samples of the training split, B samples asked for, R rows of a part.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ log = logging.getLogger("raydistill")
 
 _ROW_BITS = 32
 _EPOCH = "epoch-"
+_LEFTOVER_S = 3600.0
 _NAME = re.compile(r"[0-9]+-[0-9a-f]{64}\.arrow")
 _ARROW = {"float32": pa.float32(), "float16": pa.float16(), "int16": pa.int16(), "int32": pa.int32()}
 Columns = dict[str, NDArray[Any]]
@@ -88,6 +91,13 @@ class Store:
         """What is there of an epoch now. A damaged part is named in the log and left out."""
         parts = [self._read(path) for path in sorted(_files(self._of(epoch)))]
         return Shelf([part for part in parts if part is not None], self.num_samples)
+
+    def tidy(self) -> None:
+        """Remove what kills have left of parts that were being written, an hour ago or more."""
+        for leftover in self.folder.glob(f"{_EPOCH}*/.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if leftover.stat().st_mtime < time.time() - _LEFTOVER_S:
+                    leftover.unlink()
 
     def size(self, num_epochs: int) -> tuple[int, int]:
         """Rows and bytes of the first `num_epochs` epochs, by the files' names: what overlaps counts twice."""

@@ -23,6 +23,7 @@ from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import DataError, ExperimentError
 from trainables.rank_pool import Ranks
+from trainables.teacher import Asked
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
 
@@ -193,3 +194,22 @@ def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> 
     with pytest.raises(ExperimentError, match=r"teacher.cache: it keeps a teacher's logits, and kd needs its features") as error:
         train(Group(), asked)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_on_a_gpu_nothing_waits_while_logits_are_read_or_kept(tmp_path: Path, top_k: int | None) -> None:
+    group, epochs = Group(device=torch.device("cuda")), []
+    for name in ("first", "second"):
+        asked = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
+        with contextlib.closing(build(asked, group, Recorded(), no_telemetry)) as job:
+            loop.run(job)  # whatever is lazy is there
+            assert job.learner.teacher is not None
+            images = torch.zeros(50, 3, 8, 8, device=group.device)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                taught = job.learner.teacher(images, 50, Asked(torch.arange(50), 0))["kd"].logits_BK
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            epochs.append(taught.cpu())
+    assert epochs[0].shape == (50, 10)
