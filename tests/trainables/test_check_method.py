@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.trainables.methods import mine
@@ -19,6 +21,13 @@ def problems(ranks: Ranks, name: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["kd", "Alike", "Prepared"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
+
+
+def test_the_method_that_readme_shows_keeps_the_contract(ranks: Ranks, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = [block for block in readme.split("```python\n")[1:] if "class Margin(Method)" in block]
+    (tmp_path / "mine.py").write_text(code.partition("```")[0])
+    assert [finding for finding in check(Case(f"{tmp_path}/mine.py:Margin", {}), ranks.run) if finding.problem] == []
 
 
 @pytest.mark.slow
