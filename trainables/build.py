@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
 
 log = logging.getLogger("raydistill")
+SIGNATURE = inspect.signature(DistributedDataParallel)
+"""torch 2.14 has given an option another name."""
 
 
 class Report(Protocol):
@@ -283,7 +286,8 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model
-    # Said only where it is not the default: newer versions of torch give the option another name.
-    buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
+    # Ranks need not agree on batch norm's statistics before an evaluation, which takes rank 0's, as a checkpoint does.
+    option = "forward_sync_buffers" if "forward_sync_buffers" in SIGNATURE.parameters else "broadcast_buffers"
+    unshared: dict[str, Any] = {option: False}
     ids = [group.device] if group.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unshared)

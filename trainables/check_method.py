@@ -169,7 +169,7 @@ def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answer
         method = 0.0
         if said.terms:
             only = loss.total(one, frozenset(said.terms))
-            student = list(learner.pupil.student.parameters())
+            student = [p for p in learner.pupil.student.parameters() if p.requires_grad]
             method = max(_largest(g) or 0.0 for g in torch.autograd.grad(only, student, allow_unused=True))
         (terms,) = said.terms.values() if said.terms else ({},)
         return Answered(

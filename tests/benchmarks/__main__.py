@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "teacher_cache")
+NAMES = (
+    "loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods", "teacher_cache",
+)  # fmt: skip
 ROUNDS = {
     "loop": 5,
     "startup": 5,
@@ -25,6 +27,7 @@ ROUNDS = {
     "noise": 5,
     "search": 1,
     "taps": 5,
+    "methods": 3,
     "teacher_cache": 3,
 }
 

@@ -2,14 +2,16 @@
 
 Time by blocks of steps that take turns, as processor time: nothing here waits for anything, and other work on the machine does
 not count. Memory is torch's own account of what its CPU allocator holds: the step's peak with taps beside the peak without them
-plus the kept tensors that the backward does not hold anyway.
+plus the kept tensors, which a method holds until the backward has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tests.benchmarks.process import answer_of
 from tests.benchmarks.rounds import Bar, Comparison
 from trainables.models.registry import construct
 from trainables.models.taps import Taps
+from trainables.worker import CPU_MALLOC
 
 
 @dataclass(frozen=True)
@@ -64,28 +68,42 @@ class Trained:
 
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
+    yield [line for number in range(len(CASES)) for line in compare(number, 2 if short else 24)]
+
+
+def compare(number: int, blocks: int) -> list[Comparison]:
+    """Both lines of a case are of the same rounds, each in a new process with the allocator that a worker on a CPU has."""
+    case = CASES[number]
+    peaks: dict[int, tuple[float, float]] = {}
+
+    def measure(round_number: int) -> tuple[float, float]:
+        found = answer_of(["-m", "tests.benchmarks.taps", str(number), str(blocks)], **CPU_MALLOC)
+        peaks[round_number] = found["peak_mib"], found["allowed_mib"]
+        return found["tapped_s"], found["bare_s"]
+
+    title = f"taps, {case.model} at {case.image_size} pixels, {', '.join(case.taps)}"
+    return [
+        Comparison(f"{title}: read / not read", "s/step", measure, Bar("≤", 1.01)),
+        Comparison(f"{title}: peak of a step / peak without taps + what is kept", "MiB", peaks.__getitem__, Bar("≤", 1.0)),
+    ]
+
+
+def main(number: int, blocks: int) -> None:
+    """One round of a case."""
     torch.set_num_threads(1)
-    lines = []
-    for case in CASES:
-        title = f"taps, {case.model} at {case.image_size} pixels, {', '.join(case.taps)}"
-        tapped, bare = Trained(case, case.taps), Trained(case, ())
-        lines += [
-            Comparison(
-                f"{title}: read / not read", "s/step",
-                lambda _, tapped=tapped, bare=bare, steps=case.steps: step_s(tapped, bare, steps, 2 if short else 24),
-                Bar("≤", 1.01),
-            ),
-            Comparison(
-                f"{title}: peak of a step / peak without taps + what is kept", "MiB",
-                lambda _, tapped=tapped, bare=bare: peaks_mib(tapped, bare), Bar("≤", 1.0),
-            ),
-        ]  # fmt: skip
-    yield lines
+    case = CASES[number]
+    tapped, bare = Trained(case, case.taps), Trained(case, ())
+    tapped_s, bare_s = step_s(tapped, bare, case.steps, blocks)
+    allowed = peak_bytes(bare) + kept_bytes(tapped)
+    found = {"tapped_s": tapped_s, "bare_s": bare_s, "peak_mib": peak_bytes(tapped) / 2**20, "allowed_mib": allowed / 2**20}
+    print(json.dumps(found))
 
 
 def step_s(tapped: Trained, bare: Trained, steps: int, blocks: int) -> tuple[float, float]:
     """The bare side's median over blocks, times the median ratio of a block to its neighbour; and that median."""
     taken: dict[Trained, list[float]] = {tapped: [], bare: []}
+    for side in (tapped, bare):
+        side.step()
     for number in range(blocks):
         for side in ((tapped, bare), (bare, tapped))[number % 2]:
             began = time.process_time()
@@ -94,11 +112,6 @@ def step_s(tapped: Trained, bare: Trained, steps: int, blocks: int) -> tuple[flo
             taken[side].append((time.process_time() - began) / steps)
     bare_s = statistics.median(taken[bare])
     return bare_s * statistics.median(ours / peer for ours, peer in zip(taken[tapped], taken[bare], strict=True)), bare_s
-
-
-def peaks_mib(tapped: Trained, bare: Trained) -> tuple[float, float]:
-    """Peak with taps; peak without, plus the bytes of what is kept."""
-    return peak_bytes(tapped) / 2**20, (peak_bytes(bare) + kept_bytes(tapped)) / 2**20
 
 
 def peak_bytes(side: Trained) -> int:
@@ -113,13 +126,10 @@ def peak_bytes(side: Trained) -> int:
 
 
 def kept_bytes(tapped: Trained) -> int:
-    """Of the kept tensors that the backward does not keep for itself."""
-    saved: set[int] = set()
+    """Of the kept tensors, which live through the backward."""
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tapped.step()}
+    return sum(memories.values())
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tapped.step()}
-    return sum(num_bytes for pointer, num_bytes in kept.items() if pointer not in saved)
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

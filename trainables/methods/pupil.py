@@ -20,6 +20,7 @@ from trainables.methods.contract import Method, Samples, Seen, Setting, Side
 from trainables.models.names import JOIN
 from trainables.models.registry import logits_and_aux, seeded
 from trainables.models.taps import Taps
+from trainables.updates import Only
 
 
 class Chosen(NamedTuple):
@@ -181,12 +182,13 @@ class Pupil(nn.Module):
             return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
 
-    def trains(self, epoch: float) -> list[nn.Parameter]:
-        """What a warm-up stage trains; empty from epoch 0 on, when DDP knows."""
+    def warms_up(self, epoch: float) -> Only | None:
+        """What a warm-up stage trains; None from epoch 0 on."""
         if epoch >= 0:
-            return []
-        methods = [self.methods_by_name[key] for key in self._calls(epoch)]
-        return list(dict.fromkeys(p for method in methods for p in method.warm_up_parameters(self.student)))
+            return None
+        keys = self._calls(epoch)
+        found = dict.fromkeys(p for key in keys for p in self.methods_by_name[key].warm_up_parameters(self.student))
+        return Only(list(found), frozenset(keys))
 
     @property
     def init_epochs(self) -> int:
