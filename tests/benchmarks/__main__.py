@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = (
-    "loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods", "teacher_cache",
+    "loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods",
+    "teacher_cache",
 )  # fmt: skip
 ROUNDS = {
     "loop": 5,
