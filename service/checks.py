@@ -10,10 +10,10 @@ import os
 from typing import Literal
 
 from service import cluster as clusters
-from service.experiment import Experiment, Resolved
+from service.experiment import Experiment, Resolved, read_resolved
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
-from trainables.config import DataConfig
+from trainables.config import DataConfig, TeacherConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.place.remote import is_remote
 from trainables.data.source import Source, check_placement, open_source
@@ -37,7 +37,7 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
         checked_uri(experiment.tracking.uri)
     searched = check_points(resolved) if kind == "sweep" else frozenset()
     teacher = experiment.teacher
-    trains_base = kind == "train" or (teacher is not None and teacher.weights is None)
+    trains_base = kind == "train" or bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
     if kind == "train":  # a point of a sweep that does not fit is a row, not an error
         check_room(experiment)
     if "data.path" in searched:
@@ -114,15 +114,17 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     """
     from trainables.methods.pupil import choose
     from trainables.models.registry import build_model
-    from trainables.models.weights import load_teacher
+    from trainables.several import load_network
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
-    names = [experiment.student.model] if student else []
+    names = [assistant.model for assistant in experiment.assistants] + ([experiment.student.model] if student else [])
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
-    elif teacher is not None and teacher.weights and choose(distill):
-        load_teacher(teacher.model, teacher.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+    if teacher is not None and choose(distill):
+        for each in (teacher, *teacher.others):
+            if each.weights is not None:
+                load_network(TeacherConfig(model=each.model, weights=each.weights), classes, size, seed)
     for name in dict.fromkeys(names):
         build_model(name, num_classes=len(classes), image_size=size, seed=seed)
 
@@ -135,9 +137,9 @@ def check_checkpoints(run_dir: RunDir) -> None:
     """
     stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
     needed = [(stage.last, stage.best, stage) for stage in stages if not stage.result.exists()]
-    teacher = run_dir.stage("teacher")
-    if teacher.result.exists():
-        needed.append((teacher.best, teacher.last, teacher))
+    for name in read_resolved(run_dir.experiment).experiment.preparation:
+        if (done := run_dir.stage(name)).result.exists():
+            needed.append((done.best, done.last, done))
     for path, other, stage in needed:
         try:
             if read_header(path) is None:

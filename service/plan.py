@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from service import cluster as clusters
 from service.cluster import Cluster
@@ -30,15 +29,20 @@ class Plan:
             wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
         return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
 
-    def assign(
-        self, stage: Literal["teacher", "student"], run_dir: RunDir, labels: dict[str, str], weights: str | None = None
-    ) -> Assignment:
+    def assign(self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None) -> Assignment:
         """One stage's order to the workers."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
+        teacher = config.teacher
+        if teacher is not None:
+            others = [other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others]
+            teacher = teacher.model_copy(update={"others": tuple(others)})
         return Assignment(
-            config.model_copy(update={"data": data, "loader_auto": auto}), self.use_gpu, self.loader_workers, run_dir.tune
+            config.model_copy(update={"data": data, "teacher": teacher, "loader_auto": auto}),
+            self.use_gpu,
+            self.loader_workers,
+            run_dir.tune,
         )
 
     def need(self) -> clusters.Need:

@@ -27,9 +27,9 @@ from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
 from trainables.models.registry import build_model
-from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
+from trainables.several import load_network, teacher_reader
 from trainables.step import Learner
 from trainables.teacher import Teacher
 from trainables.throughput import Throughput
@@ -194,17 +194,15 @@ def build_pupil(
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
     model = None
     if given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen):
-        model = load_teacher(
-            given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=config.seed
-        )
+        model = load_network(given, classes, size, config.seed)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     teacher = None
-    teacher_reader = None
+    of_teacher = None
     if model is not None and given is not None:
-        teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
-        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
+        of_teacher = teacher_reader(given, model, chosen, size)
+        teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     methods = build_methods(
-        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
+        chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=labels_M, image_size=size,
         seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     pupil = Pupil(
@@ -226,5 +224,8 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
         return model
     # Said only where it is not the default: newer versions of torch give the option another name.
     buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
+    # The same on all ranks already, and maybe large: a memory of all training samples must not be sent in every step.
+    memory = [f"methods.{name}" for name, _ in model.methods.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, memory)
     ids = [group.device] if group.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)

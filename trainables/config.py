@@ -143,12 +143,35 @@ class ModelConfig(Section):
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
 
 
+class OtherTeacherConfig(ModelConfig):
+    """A further model that is imitated; it has been trained before."""
+
+    weights: str = Field(min_length=1, description="as teacher.weights")
+    share: Positive = Field(1.0, description="how much its answer counts beside the other teachers'")
+
+
 class TeacherConfig(ModelConfig):
     """The model that is imitated."""
 
     weights: str | None = Field(
         None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
     )
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    share: Positive = Field(1.0, description="how much its answer counts beside those of `others`")
+    others: tuple[OtherTeacherConfig, ...] = Field(
+        (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
+    )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those of this teacher and the others, as parts of 1."""
+        shares = (self.share, *(other.share for other in self.others))
+        return tuple(share / math.fsum(shares) for share in shares)
+
+
+class AssistantConfig(ModelConfig):
+    """A model between teacher and student: it learns from the one before it and teaches the one after it."""
+
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
 
 
@@ -300,7 +323,7 @@ class TrainingConfig(Section):
 class TrainConfig(Section):
     """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
-    stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
+    stage: str = Field("student", description="name of this stage in records: `teacher`, `assistant1` …, `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")

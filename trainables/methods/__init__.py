@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 METHODS: dict[str, str] = {
     "dkd": "trainables.methods.dkd:DKD",
+    "dml": "trainables.methods.dml:DML",
     "kd": "trainables.methods.kd:KD",
+    "pskd": "trainables.methods.pskd:PSKD",
 }
 """Ours: name → `module:class`."""
 
