@@ -112,13 +112,14 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
-    from trainables.methods.pupil import choose
+    from trainables.methods.pupil import choose, student_name
     from trainables.models.registry import build_model
     from trainables.several import load_network
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
-    names = [assistant.model for assistant in experiment.assistants] + ([experiment.student.model] if student else [])
+    names = [assistant.model for assistant in experiment.assistants]
+    names += [student_name(experiment.student.model, teacher, choose(distill))] if student else []
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
     if teacher is not None and choose(distill):

@@ -64,11 +64,13 @@ class Cluster:
     def gpus(self) -> float:
         return sum(node.gpus for node in self.nodes)
 
+    def places(self, need: Need) -> int:
+        """How many workers of `need` the empty cluster holds, each on one node."""
+        return sum(int(min(node.cpus // need.cpus, node.gpus // need.gpus if need.gpus else float("inf"))) for node in self.nodes)
+
     def refusal(self, need: Need) -> str | None:
         """Why the empty cluster could never hold `need`, or None where it can."""
-        places = sum(
-            int(min(node.cpus // need.cpus, node.gpus // need.gpus if need.gpus else float("inf"))) for node in self.nodes
-        )
+        places = self.places(need)
         if places >= need.num_workers:
             return None
         has = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} with {self.cpus:g} CPUs and {self.gpus:g} GPUs in all"
@@ -77,10 +79,7 @@ class Cluster:
 
     def concurrent(self, need: Need, wanted: int) -> int:
         """How many jobs of `need` may run at a time, at most `wanted`: so few that none waits on another's bundles for ever."""
-        fits = self.cpus // need.total_cpus
-        if need.gpus:
-            fits = min(fits, self.gpus // (need.num_workers * need.gpus))
-        return max(1, min(wanted, int(fits)))
+        return max(1, min(wanted, self.places(need) // need.num_workers))
 
     def hardware(self, use_gpu: bool, cpus_per_worker: int) -> dict[str, float]:
         """The nodes that workers run on, as a model of a step's time sees them.

@@ -82,6 +82,12 @@ def _check_needs(experiment: Experiment) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
+    for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
+        if load(name).needs.reuses_classifier:
+            raise ExperimentError(
+                f"distill.method: {name} gives each model the classifier of its teacher, and an assistant would have one that is"
+                " not its own: leave out assistants"
+            )
     if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
         from trainables.methods.pupil import choose
         from trainables.several import check_several

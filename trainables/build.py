@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,9 @@ from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
 from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
-from trainables.methods.pupil import Pupil, Reader, build_methods, choose, task_weight
+from trainables.methods.pupil import Pupil, Reader, build_methods, choose, student_name, task_weight
 from trainables.models.registry import build_model
+from trainables.models.reused import ReusedClassifier
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
 from trainables.several import load_network, teacher_reader
@@ -36,6 +38,9 @@ from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
 from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
+
+SIGNATURE = inspect.signature(DistributedDataParallel)
+"""torch 2.14 has given an option another name."""
 
 
 class Report(Protocol):
@@ -100,7 +105,8 @@ def build(
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
-    model = build_model(config.model, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
+    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
@@ -121,7 +127,7 @@ def build(
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
-        "stage": config.stage, "model": config.model, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
+        "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
     state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
@@ -195,6 +201,8 @@ def build_pupil(
     model = None
     if given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen):
         model = load_network(given, classes, size, config.seed)
+    if model is not None and isinstance(student, ReusedClassifier):
+        student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     teacher = None
     of_teacher = None
@@ -203,7 +211,7 @@ def build_pupil(
         teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     methods = build_methods(
         chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=labels_M, image_size=size,
-        seed=config.seed, epochs=config.optim.epochs, group=group,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
@@ -222,10 +230,8 @@ def wrap(model: Pupil, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model
-    # Said only where it is not the default: newer versions of torch give the option another name.
-    buffers: dict[str, Any] = {} if next(model.buffers(), None) is not None else {"broadcast_buffers": False}
-    # The same on all ranks already, and maybe large: a memory of all training samples must not be sent in every step.
-    memory = [f"methods.{name}" for name, _ in model.methods.named_buffers()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, memory)
+    # Ranks need not agree on batch norm's statistics before an evaluation, which takes rank 0's, as a checkpoint does.
+    option = "forward_sync_buffers" if "forward_sync_buffers" in SIGNATURE.parameters else "broadcast_buffers"
+    unshared: dict[str, Any] = {option: False}
     ids = [group.device] if group.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unshared)

@@ -7,6 +7,7 @@ batch of an epoch has one sample, so that all workers but one have none.
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -66,8 +67,8 @@ def check(case: Case, run: RunRanks) -> Iterator[Finding]:
         yield _judged("gradients reach the student and all that the method trains", lambda: _reach(case, root, run))
         yield _judged(f"2 and 3 workers train what one trains, to {TOLERANCE:g}", lambda: _workers(case, root, run))
         yield _judged("a job that was cut off goes on exactly", lambda: _resumed(case, root, run))
-        yield _judged("everything is finite in bf16", lambda: _finite(case, root / "bf16", run, precision="bf16"))
-        yield _judged("a student that equals its teacher is no trouble", lambda: _finite(case, root / "same", run, same=True))
+        yield _judged("everything is finite in bf16", lambda: _finite(case, root, run))
+        yield _judged("a student that equals its teacher has finite gradients", lambda: _equal(case, root, run))
 
 
 def _judged(title: str, work: Callable[[], str | None]) -> Finding:
@@ -152,11 +153,12 @@ class Answered(NamedTuple):
     """The largest gradient of the student from the method alone."""
 
 
-def answer(group: Group, config: TrainConfig) -> Answered:
-    """One batch through student, teacher and method, without an update."""
+def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answered:
+    """One batch through student, teacher and method, without an update. `as_taught`: the student's batch norms run as its."""
     with _opened(config, group) as job, contextlib.closing(on_device(job.train_loader.epoch(0), group.device)) as batches:
         learner, batch = job.learner, next(batches)
         learner.pupil.train()
+        learner.pupil.student.train(not as_taught)
         images, rows = learner.prepare(batch).images_BCHW, len(batch.labels_B)
         taught = learner.teacher(images, rows) if learner.teacher is not None else None
         said = learner.pupil(images, Samples(images, batch.labels_B, batch.indices_B, 0.0, Gather(rows, group)), taught)
@@ -167,7 +169,7 @@ def answer(group: Group, config: TrainConfig) -> Answered:
         method = 0.0
         if said.terms:
             only = loss.total(one, frozenset(said.terms))
-            student = list(learner.pupil.student.parameters())
+            student = [p for p in learner.pupil.student.parameters() if p.requires_grad]
             method = max(_largest(g) or 0.0 for g in torch.autograd.grad(only, student, allow_unused=True))
         (terms,) = said.terms.values() if said.terms else ({},)
         return Answered(
@@ -217,10 +219,16 @@ def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
-def _finite(case: Case, output: Path, run: RunRanks, **changes: Any) -> str | None:
-    state = run(1, train, settings(case, output, **changes))[0]  # the loop stops at a loss that is not finite
+def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
+    (state,) = run(1, train, settings(case, root / "bf16", precision="bf16"))  # stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
     return f"not finite: {', '.join(broken)}" if broken else None
+
+
+def _equal(case: Case, root: Path, run: RunRanks) -> str | None:
+    (said,) = run(1, answer, settings(case, root / "equal", same=True), True)
+    broken = [name for name, largest in said.largest.items() if largest is not None and not math.isfinite(largest)]
+    return f"the gradient is not finite of {', '.join(broken)}" if broken else None
 
 
 def _differs_most(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]:

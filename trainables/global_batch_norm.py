@@ -48,7 +48,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         view = (1, -1, *([1] * (input.ndim - 2)))
         values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
         sums = self._over_ranks(torch.cat([input.sum(axes), values]))
-        count = sums[-1]
+        count = sums[-1].clamp(min=1)  # no rank may have a row
         mean_C = sums[:-1] / count
         centred = input - mean_C.view(view)
         var_C = self._over_ranks(centred.square().sum(axes)) / count

@@ -317,7 +317,7 @@ def phases(job: Job) -> dict[str, float]:
         values = [mine[name] for mine in ranks if name in mine]
         whole[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
     if len(ranks) > 1:
-        own = (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50")
+        own = (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50", "allreduce_wait_error")
         whole |= {f"rank{r}/{p}_ms": mine[key] for r, mine in enumerate(ranks) for p in own if (key := f"phase/{p}_ms") in mine}
     return whole
 

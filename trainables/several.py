@@ -64,9 +64,11 @@ def check_several(given: TeacherConfig | None, chosen: Sequence[Chosen]) -> None
     Raises:
         ExperimentError: one line.
     """
-    for method in chosen:
-        if given is not None and given.others and (method.kind.needs.teacher_gradient or method.teacher_taps):
-            what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "gradient"
+    for method in chosen if given is not None and given.others else ():
+        needs = method.kind.needs
+        if needs.teacher and (method.teacher_taps or needs.reuses_classifier or needs.teacher_gradient):
+            what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
+            assert given is not None
             raise ExperimentError(
                 f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(given.others)} teachers there"
                 " is only a mean of probabilities: leave out teacher.others, or take a method on logits, such as kd"

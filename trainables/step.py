@@ -156,8 +156,8 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
     epoch = step / learner.steps_per_epoch - learner.init_epochs
-    weights, only = learner.pupil.weights(epoch), learner.pupil.trains(epoch)
-    student = learner.pupil if only else learner.student  # a warm-up stage does not reach all that DDP would wait for
+    weights, only = learner.pupil.weights(epoch), learner.pupil.warms_up(epoch)
+    student = learner.student if only is None else learner.pupil  # a warm-up stage does not reach all that DDP would wait for
     batch.wait()
     timer.mark("h2d")
     parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
@@ -175,11 +175,11 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
             loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             learner.updates.backward(loss, count.weight(), learner.scaler, only)
-        if learner.noise is not None and not only:
+        if learner.noise is not None and only is None:
             learner.noise.end_part(rows)
         timer.mark("backward")
         add_sums(learner, answer.logits_BK, part.labels_B, loss, step)
-    if learner.noise is not None and not only:
+    if learner.noise is not None and only is None:
         learner.noise.end_step(count, learner.scaler)
     learner.updates.step(learner.scaler, only)
     timer.mark("optimizer")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ class Update:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
+class Only(NamedTuple):
+    """What a warm-up stage trains, and by which losses."""
+
+    parameters: Sequence[nn.Parameter]
+    losses: frozenset[str]
+
+
 class Updates:
     """The optimizers of a job. A step is `backward` for each micro-batch, then `step`."""
 
@@ -66,10 +73,11 @@ class Updates:
             lr = learning_rate(step, steps_per_epoch, update.optim, peak) if step >= 0 else peak
             set_learning_rate(update.optimizer, lr)
 
-    def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: Sequence[nn.Parameter] = ()) -> None:
-        """Add the gradients of a micro-batch. `only`: those of these parameters and no others, of all losses together."""
-        if only:
-            self._collect([torch.autograd.grad(scaler.scale(loss.total(weight)), only, allow_unused=True)])
+    def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: Only | None = None) -> None:
+        """Add the gradients of a micro-batch."""
+        if only is not None:
+            total = scaler.scale(loss.total(weight, only.losses))
+            self._collect([torch.autograd.grad(total, only.parameters, allow_unused=True)])
         elif not self.several:
             scaler.scale(loss.total(weight)).backward()  # type: ignore[no-untyped-call]
         else:
@@ -82,10 +90,10 @@ class Updates:
                 for update in self.updates
             ])  # fmt: skip
 
-    def step(self, scaler: torch.amp.GradScaler, only: Sequence[nn.Parameter] = ()) -> None:
-        """Change the parameters, and forget the gradients."""
-        if only:
-            _put(only, average(self._collected[0], self._group))
+    def step(self, scaler: torch.amp.GradScaler, only: Only | None = None) -> None:
+        """Change the parameters, and forget the gradients. What no loss reaches is left as it is, without weight decay too."""
+        if only is not None:
+            _put(only.parameters, average(self._collected[0], self._group))
             self._advance(self.updates[0], scaler)
         elif not self.several:
             self._advance(self.updates[0], scaler)

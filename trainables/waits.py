@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import fmean, median
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.timing import KEEP_STEPS
 
-_EVERY_ON_CPU = 4  # steps; a sample costs some 10 µs there
+_BATCHES = 8  # whose means tell the error of the whole mean
 
 
 class AllreduceWait:
@@ -22,12 +25,13 @@ class AllreduceWait:
     now and then.
 
     The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"), which torch reads for its first ten
-    steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely.
+    steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely; on a CPU,
+    where it costs some 10 µs, in each step.
     """
 
     def __init__(self, student: nn.Module, device: torch.device, log_every: int, warmup_steps: int) -> None:
         self._ddp = student if isinstance(student, DistributedDataParallel) else None
-        self._every = log_every if device.type == "cuda" else _EVERY_ON_CPU
+        self._every = log_every if device.type == "cuda" else 1
         self._steps, self._last = 0, warmup_steps
         self._waits_ms: deque[float] = deque(maxlen=KEEP_STEPS)
         if self._ddp is not None:
@@ -49,8 +53,21 @@ class AllreduceWait:
     def summary(self) -> dict[str, float]:
         """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up, and its p50.
 
-        {} where there are none.
+        With two samples or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
         """
         if not self._waits_ms:
             return {}
-        return {"phase/allreduce_wait_ms": fmean(self._waits_ms), "phase/allreduce_wait_p50_ms": median(self._waits_ms)}
+        found = {"phase/allreduce_wait_ms": fmean(self._waits_ms), "phase/allreduce_wait_p50_ms": median(self._waits_ms)}
+        if len(self._waits_ms) > 1:
+            found["phase/allreduce_wait_error_ms"] = standard_error(self._waits_ms)
+        return found
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of values that came one after the other, at least two: by the means of consecutive batches of them.
+
+    A disturbed machine delays a rank for many steps on end, so that steps are no independent samples; batches nearly are
+    (Law and Kelton, "Simulation Modeling and Analysis", on the method of batch means).
+    """
+    batches = np.array_split(np.asarray(values), min(_BATCHES, len(values)))
+    return float(np.std([batch.mean() for batch in batches], ddof=1)) / math.sqrt(len(batches))

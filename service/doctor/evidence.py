@@ -26,6 +26,8 @@ class RankTimes:
     allreduce_wait_ms: float | None = None
     """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
     allreduce_wait_p50_ms: float | None = None
+    allreduce_wait_error_ms: float | None = None
+    """Standard error of the mean."""
 
     @property
     def before_student_ms(self) -> float:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from service.doctor.evidence import LEAST_PCT, Evidence, Finding, RankTimes, gain_pct
 
+SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%
+
 
 def straggler(e: Evidence) -> Finding | None:
     """Ranks that all others wait for, named.
 
     A rank's own time is its step without its waits (`Evidence.own_ms`). Ranks that need 5% of the step more than the median are
-    stragglers; without them T' = T - (the slowest rank's own time - that of the slowest other).
+    stragglers; without them T' = T - (the slowest rank's own time - that of the slowest other). Healthy ranks that share cores
+    are late in turn, now and then for many steps on end: the difference also has to stand out of what the waits vary by.
     """
     own_ms = [e.own_ms(rank) for rank in e.ranks]
     step_ms, middle = e.typical.step_ms, sorted(own_ms)[(len(own_ms) - 1) // 2]
     slow = [r for r, own in enumerate(own_ms) if own - middle > LEAST_PCT / 100 * step_ms]
     if not slow:
         return None
-    others_ms = max(own for r, own in enumerate(own_ms) if r not in slow)
     worst = max(slow, key=lambda r: own_ms[r])
+    next_slow = max((r for r in range(e.num_workers) if r not in slow), key=lambda r: own_ms[r])
+    others_ms = own_ms[next_slow]
+    # The one waits while the other is late: their errors go together, and add up.
+    error_ms = sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow))
+    if own_ms[worst] - others_ms < SURE * error_ms:
+        return None
     nodes = sorted({node for r in slow if (node := e.node_of(r)) is not None})
     whole_node = len(e.nodes) > 1 and len(nodes) == 1 and slow == [r for r in range(e.num_workers) if e.node_of(r) in nodes]
     ranks = ("rank " if len(slow) == 1 else "ranks ") + ", ".join(map(str, slow))
@@ -37,8 +45,14 @@ def straggler(e: Evidence) -> Finding | None:
 
 
 def uneven(e: Evidence) -> Finding | None:
-    """Ranks that are late in turn, none of them always: T' = T - what even the rank that waits least waits for others."""
+    """Ranks that are late in turn, none of them always: T' = T - what even the rank that waits least waits for others.
+
+    Nothing where a few steps of a disturbed machine are all of it: the wait has to stand out of what it varies by.
+    """
     step_ms = e.typical.step_ms
+    least = min(e.ranks, key=lambda rank: rank.allreduce_wait_ms or 0.0)
+    if e.uneven_ms < SURE * (least.allreduce_wait_error_ms or 0.0):
+        return None
     return Finding(
         "uneven ranks",
         f"ranks are late in turn, and the others wait: on every rank {e.uneven_ms:.1f} of a step's {step_ms:.1f} ms",

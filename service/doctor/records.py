@@ -112,6 +112,7 @@ def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
             **{name: metrics.get(f"{prefix}/{name}", 0.0) for name in names},
             allreduce_wait_ms=metrics.get(f"{prefix}/allreduce_wait_ms"),
             allreduce_wait_p50_ms=metrics.get(f"{prefix}/allreduce_wait_p50_ms"),
+            allreduce_wait_error_ms=metrics.get(f"{prefix}/allreduce_wait_error_ms"),
         )
 
     if "rank0/step_ms" in metrics:

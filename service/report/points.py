@@ -11,10 +11,11 @@ def points_table(model: str, image_size: int, num_classes: int, every: bool) -> 
     Raises:
         ModelError: no such model, or it does not take images of this size.
     """
-    from trainables.models.registry import build_model
+    from trainables.models.registry import check_forward, construct
     from trainables.models.taps import points
 
-    built = build_model(model, num_classes=num_classes, image_size=image_size, seed=0)
+    built = construct(model, num_classes=num_classes, image_size=image_size, seed=0)
+    check_forward(built, image_size, num_classes, name=model)
     table = Table(title=f"taps of {model} at {image_size}×{image_size}", title_justify="left")
     for column in ("name", "aliases", "shape per sample"):
         table.add_column(column, justify="right" if column.startswith("shape") else "left")

@@ -173,6 +173,49 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
     assert result(run)["best"]["id"] == found["best"]["id"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(distill: Distill) -> None:
+    run = distill.runs / "killed-race"
+    keys = ("sweep.metric=time_to_accuracy", "sweep.target_pct=80", "optim.epochs=60", "optim.lr=0.002", "tracking.enabled=true")
+    space = "sweep.space={scale.num_workers: [1], data.global_batch_size: [16, 32, 64], data.loader_workers: [1]}"
+    command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
+
+    def under_way() -> RunDir | None:
+        trained = (RunDir(path) for path in run.glob("trials/*-trained"))
+        return next((trial for trial in trained if len(records(trial.root, "epoch")) >= 3), None)
+
+    trial = wait_until(under_way, "third epoch of a training to the target", command)
+    orphans = [process for process in command.family()[1:] if "Agent" not in title(process)]
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    psutil.wait_procs(orphans, timeout=60)
+    assert not trial.result.exists()
+    before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
+    done = len(records(trial.root, "epoch"))
+
+    said = distill.run("resume", run)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert f"{len(before)} already decided" in said
+    first, again = records(trial.root, "start")
+    assert first["step"] == 0
+    assert again["epoch"] - done in (0, 1)  # the kill may come between an epoch's checkpoint and its record
+    epochs = [line["epoch"] for line in records(trial.root, "epoch")]
+    assert epochs == sorted(set(epochs))
+    found = result(run)
+    assert found["status"] == "complete"
+    assert {row["status"] for row in found["trials"]} <= {"ok", "stopped", "untested"}
+    raced = next(row for row in found["trials"] if row["id"] == trial.root.name)
+    assert raced["status"] == "ok"
+    assert raced["metrics"]["time_to_accuracy_s"] > records(trial.root, "epoch")[done - 1]["metrics"]["train_s"]
+    assert found["best"]["metrics"]["top1_pct"] >= 80
+    assert found["search"]["why"] in said
+    assert not leftovers(run)
+    with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
+        ran = [row for row in found["trials"] if row["status"] != "untested"]
+        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * (1 + len(ran))
+
+
 def leftovers(run: Path) -> list[Path]:
     """Temporary files that a death may leave beside what it was writing."""
     return list(run.rglob(".*.tmp"))

@@ -242,6 +242,31 @@ def test_a_model_that_does_not_fit_the_images_is_refused(refuse: Refuse) -> None
     assert said.count("8×8") == 1
 
 
+def test_the_taps_of_a_model_that_is_none_or_does_not_fit_are_refused(refuse: Refuse) -> None:
+    assert "did you mean resnet18?" in refuse("taps", "resnet_18")
+    assert "model vgg11 does not take images of 31×31" in refuse("taps", "vgg11", "--image-size", "31")
+
+
+def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("taps", "resnet8") == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert rows["stem"][-1] == "16×32×32"
+    assert rows["stage3"][0].startswith("layer3, ")
+    assert rows["stage3"][1] == "64×8×8"
+    assert rows["pooled"] == ["fc:in", "64"]
+    assert "fc" not in rows
+    assert exit_code("taps", "convnet_small", "--image-size", "8", "--num-classes", "7", "--all") == 0
+    rows = table_rows(capsys.readouterr().out)
+    assert rows["stage1.preact"] == ["features.1", "8×8×8"]
+    assert rows["head"] == ["", "7"]
+
+
+def table_rows(said: str) -> dict[str, list[str]]:
+    """The cells of a printed table, by the first of each row."""
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
+    return {first: rest for first, *rest in cells}
+
+
 def test_a_timm_model_without_timm_says_what_to_install(tmp_path: Path) -> None:
     code = """
 from importlib.machinery import PathFinder

@@ -32,6 +32,8 @@ def test_jobs_at_a_time_leave_each_its_whole_group() -> None:
     assert cluster((8, 0)).concurrent(Need(2, 2), wanted=10) == 2
     assert cluster((64, 4)).concurrent(Need(2, 2, gpus=1), wanted=10) == 2
     assert cluster((8, 0)).concurrent(Need(2, 2), wanted=1) == 1
+    # 9 CPUs, but each node has a place for one worker of 2: the second group would wait for a third of the first's.
+    assert cluster((3, 0), (3, 0), (3, 0)).concurrent(Need(2, 2), wanted=2) == 1
 
 
 def test_more_reserved_than_real_cores_is_oversubscribed() -> None:

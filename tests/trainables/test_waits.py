@@ -15,7 +15,7 @@ from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.rank_pool import Ranks
-from trainables.waits import AllreduceWait
+from trainables.waits import AllreduceWait, standard_error
 
 EXTRA_MS = 60
 
@@ -45,6 +45,14 @@ def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(r
     first, second = (summary[f"rank{rank}/allreduce_wait_ms"] for rank in (0, 1))
     assert summary["phase/allreduce_wait_ms"] == pytest.approx((first + second) / 2)
     assert summary["phase/allreduce_wait_ms"] < summary["phase/backward_ms"]
+    assert all(summary[f"rank{rank}/allreduce_wait_error_ms"] > 0 for rank in (0, 1))
+
+
+def test_the_error_of_a_mean_wait_is_larger_where_long_waits_come_one_after_the_other() -> None:
+    in_turn, in_a_row = [10.0, 90.0] * 20, [10.0] * 20 + [90.0] * 20
+    assert standard_error(in_turn) < 6
+    assert standard_error(in_a_row) == pytest.approx(40 * (8 / 7) ** 0.5 / 8**0.5)
+    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:

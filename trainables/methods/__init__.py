@@ -18,10 +18,33 @@ if TYPE_CHECKING:
     from trainables.methods.contract import Method
 
 METHODS: dict[str, str] = {
+    "ab": "trainables.methods.ab:AB",
+    "at": "trainables.methods.at:AT",
+    "cc": "trainables.methods.cc:CC",
+    "crd": "trainables.methods.crd:CRD",
+    "dist": "trainables.methods.dist:DIST",
     "dkd": "trainables.methods.dkd:DKD",
     "dml": "trainables.methods.dml:DML",
+    "fitnet": "trainables.methods.fitnet:FitNet",
+    "fsp": "trainables.methods.fsp:FSP",
+    "ft": "trainables.methods.ft:FT",
+    "irg": "trainables.methods.irg:IRG",
     "kd": "trainables.methods.kd:KD",
+    "kdsvd": "trainables.methods.kdsvd:KDSVD",
+    "mlkd": "trainables.methods.mlkd:MLKD",
+    "nkd": "trainables.methods.nkd:NKD",
+    "nst": "trainables.methods.nst:NST",
+    "ofd": "trainables.methods.ofd:OFD",
+    "pkt": "trainables.methods.pkt:PKT",
     "pskd": "trainables.methods.pskd:PSKD",
+    "reviewkd": "trainables.methods.reviewkd:ReviewKD",
+    "rkd": "trainables.methods.rkd:RKD",
+    "semckd": "trainables.methods.semckd:SemCKD",
+    "simkd": "trainables.methods.simkd:SimKD",
+    "sp": "trainables.methods.sp:SP",
+    "srrl": "trainables.methods.srrl:SRRL",
+    "ttm": "trainables.methods.ttm:TTM",
+    "vid": "trainables.methods.vid:VID",
 }
 """Ours: name → `module:class`."""
 

@@ -58,6 +58,8 @@ class Needs:
     """It reads `labels_B` as the one class of each image: refused with MixUp and CutMix."""
     whole_batch: bool = False
     """It compares samples with each other: refused with `optim.accumulate`, whose parts never meet."""
+    reuses_classifier: bool = False
+    """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `trainables.models.reused`."""
     teacher_gradient: bool = False
     """The teacher runs with a graph, for a method that differentiates through it. Its parameters stay as they are."""
 
@@ -84,6 +86,8 @@ class Setting:
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""
     image_size: int
+    global_batch_size: int
+    """Samples of a step over all ranks; the last step of an epoch may have fewer."""
     seed: int
     epochs: int
     group: Group

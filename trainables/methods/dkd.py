@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainables.config import NonNegative
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
-from trainables.methods.logits import LogitOptions, divergence, soften
+from trainables.methods.logits import LogitOptions, divergence, soften, without_target
 
 
 class DKDOptions(LogitOptions):
@@ -57,10 +57,8 @@ def _split(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of (target, all others together), (B, 2), and of each other class, (B, J).
 
     The softmax of the first is (p_target, 1 - p_target), since the others' joint logit is their log-sum-exp: nothing is
-    subtracted from 1, so a dominating class loses no digits. Gathered by index, since a boolean mask would make a GPU wait.
+    subtracted from 1, so a dominating class loses no digits.
     """
-    labels_B1 = labels_B.unsqueeze(1)
-    others_J = torch.arange(logits_BK.shape[1] - 1, device=logits_BK.device)
-    others_BJ = logits_BK.gather(1, others_J + (others_J >= labels_B1))
-    target_B1 = logits_BK.gather(1, labels_B1)
+    others_BJ = without_target(logits_BK, labels_B)
+    target_B1 = logits_BK.gather(1, labels_B.unsqueeze(1))
     return torch.cat([target_B1, others_BJ.logsumexp(dim=1, keepdim=True)], dim=1), others_BJ

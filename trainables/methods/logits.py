@@ -13,10 +13,9 @@ from trainables.config import MethodOptions, Positive
 from trainables.methods.contract import Seen
 
 
-class LogitOptions(MethodOptions):
-    """Options of a method that reads softened logits."""
+class StandardizeOptions(MethodOptions):
+    """Options of a method that reads logits."""
 
-    temperature: Positive = Field(4.0, description="T, by which logits are divided")
     standardize: bool = Field(False, description="each sample's logits less their mean, by their deviation")
 
     def logits(self, student: Seen, teacher: Seen) -> tuple[Tensor, Tensor]:
@@ -24,6 +23,12 @@ class LogitOptions(MethodOptions):
         if not self.standardize:
             return student.logits_BK, teacher.logits_BK
         return standardized(student.logits_BK), standardized(teacher.logits_BK)
+
+
+class LogitOptions(StandardizeOptions):
+    """Options of a method that softens logits."""
+
+    temperature: Positive = Field(4.0, description="T, by which logits are divided")
 
 
 def standardized(logits_BK: Tensor) -> Tensor:
@@ -43,6 +48,15 @@ def standardized(logits_BK: Tensor) -> Tensor:
 def soften(logits_BK: Tensor, temperature: float) -> Tensor:
     """logits / T in at least float32: half precision would lose what a sum over classes needs, and overflow beyond 65504."""
     return logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32)) / temperature
+
+
+def without_target(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """Each sample's logits of the other classes than its label's, (B, K - 1), in their order.
+
+    Gathered by index, since a boolean mask would make a GPU wait.
+    """
+    others_J = torch.arange(logits_BK.shape[1] - 1, device=logits_BK.device)
+    return logits_BK.gather(1, others_J + (others_J >= labels_B.unsqueeze(1)))
 
 
 def divergence(student_BK: Tensor, teacher_BK: Tensor) -> Tensor:

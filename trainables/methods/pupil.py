@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainables.config import DistillConfig, MethodOptions
+from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.names import JOIN
 from trainables.models.registry import logits_and_aux, seeded
 from trainables.models.taps import Taps
+from trainables.updates import Only
 
 
 class Chosen(NamedTuple):
@@ -53,6 +55,14 @@ def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
     if distill.task_weight is not None:
         return distill.task_weight
     return max((method.kind.task_weight for method in chosen), default=1.0)
+
+
+def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[Chosen]) -> str:
+    """The model that is trained: `student`, or where a method reuses the teacher's classifier, the two joined."""
+    if teacher is None or not any(method.kind.needs.reuses_classifier for method in chosen):
+        return student
+    joined = f"{JOIN}{teacher.model}"
+    return student if student.endswith(joined) else student + joined
 
 
 class Reader:
@@ -152,12 +162,13 @@ class Pupil(nn.Module):
             return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
 
-    def trains(self, epoch: float) -> list[nn.Parameter]:
-        """What a warm-up stage trains; empty from epoch 0 on, when DDP knows."""
+    def warms_up(self, epoch: float) -> Only | None:
+        """What a warm-up stage trains; None from epoch 0 on."""
         if epoch >= 0:
-            return []
-        methods = [self.methods_by_name[key] for key in self._calls(epoch)]
-        return list(dict.fromkeys(p for method in methods for p in method.warm_up_parameters(self.student)))
+            return None
+        keys = self._calls(epoch)
+        found = dict.fromkeys(p for key in keys for p in self.methods_by_name[key].warm_up_parameters(self.student))
+        return Only(list(found), frozenset(keys))
 
     @property
     def init_epochs(self) -> int:

@@ -44,6 +44,8 @@ MODELS: dict[str, str] = {
 """Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. Hyphens for underscores are understood."""
 
 TIMM_PREFIX = "timm/"
+JOIN = "+"
+"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
 """How torchvision and timm both enter a model in their registries."""
 
@@ -51,16 +53,22 @@ REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", 
 class ModelName(NamedTuple):
     """Whose model a name means, and what it is called there."""
 
-    library: Literal["ours", "torchvision", "timm"]
+    library: Literal["ours", "torchvision", "timm", "joined"]
     name: str
 
 
 def check_model_name(name: str) -> ModelName:
-    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone. Imports no torch.
+    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone; `A+B` two.
+
+    Imports no torch.
 
     Raises:
         ModelError: no such model (with the nearest name that exists), or timm is not installed.
     """
+    if JOIN in name:
+        for part in name.split(JOIN):
+            check_model_name(part)
+        return ModelName("joined", name)
     if name.startswith(TIMM_PREFIX):
         return ModelName("timm", _timm_name(name))
     if name.replace("-", "_") in MODELS:

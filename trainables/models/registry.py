@@ -11,6 +11,7 @@ import hashlib
 import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainables.errors import ModelError
@@ -52,6 +53,11 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
 def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.Module:
     """`build_model` without its forward checks."""
     found = check_model_name(name)
+    if found.library == "joined":
+        from trainables.models.reused import build_reused
+
+        part = partial(construct, num_classes=num_classes, image_size=image_size, seed=seed)
+        return build_reused(name, part, image_size=image_size, seed=seed)
     with seeded(f"{found.library}/{found.name}:{num_classes}:{seed}"):
         try:
             model = _construct(found, num_classes, image_size)

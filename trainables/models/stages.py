@@ -72,6 +72,27 @@ def stage_sites(model: nn.Module, trace: Trace) -> dict[str, Site]:
     return sites
 
 
+def last_map(trace: Trace, pooled: Border) -> Site | None:
+    """The last map before `pooled` (B, D) of as many channels, if possible of several positions; None: there is none."""
+    assert pooled.value is not None
+    maps = [
+        border
+        for border in trace.borders[: trace.borders.index(pooled)]
+        if border.path and _is_map(border) and pooled.value.shape[1] == _channels(border)
+    ]
+    if not maps:
+        return None
+    found = next((border for border in reversed(maps) if _side(border) > 1), maps[-1])
+    assert found.value is not None
+    assert found.key is not None
+    return _site(trace, found.key, _is_channels_last(found.value.shape))
+
+
+def _channels(border: Border) -> int:
+    assert border.value is not None
+    return border.value.shape[3 if _is_channels_last(border.value.shape) else 1]
+
+
 def _add(sites: dict[str, Site], name: str, site: Site | None) -> None:
     if site is not None:
         sites[name] = site

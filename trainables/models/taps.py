@@ -1,8 +1,9 @@
 """Taps: named points of a model whose values a method reads, on any model of ours, torchvision's or timm's.
 
 Names: `stem`; `stage1`, `stage2`, …, `stage-1` the last; `stages`, all of them; `stage1.preact`, …, `stages.preact`; `pooled`,
-what the final linear layer reads, (B, D); or a module's dotted path, its output, and with `:in` its input. `stages.py` says what
-a stage is. The names of stages go before equal ones of modules (torchvision's ShuffleNetV2 has a `stage2`).
+what the final linear layer reads, (B, D); `unpooled`, the last map of D channels before it; or a module's dotted path, its
+output, and with `:in` its input. `stages.py` says what a stage is. The names of stages go before equal ones of modules
+(torchvision's ShuffleNetV2 has a `stage2`).
 
 A tap is a hook that keeps a reference to a tensor that the forward makes anyway: outputs and gradients are bit-equal to those of
 the model without. A module called several times in a forward gives the value of its last call.
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from trainables.errors import ModelError
 from trainables.models.probe import BATCH, Border, Trace, nothing_in_place, probe
-from trainables.models.stages import Site, stage_sites
+from trainables.models.stages import Site, last_map, stage_sites
 
 STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
 
@@ -80,6 +81,19 @@ def classifier(model: nn.Module) -> nn.Linear:
     )
 
 
+def run_before(model: nn.Module, tap: str, *, name: str, image_size: int) -> set[str]:
+    """Paths of the modules that begin to run before the value of a tap is there: no other has a part in it.
+
+    Raises:
+        ModelError: no such tap.
+    """
+    trace, sites = _survey(model, image_size)
+    (one,) = _expand(tap, sites, name)
+    found = _find(one, model, trace, sites, name).borders[0]
+    place = next(place for place, border in enumerate(trace.borders) if border is found)
+    return {border.path for border in trace.borders[: place + 1] if border.side == "in"}
+
+
 @dataclass
 class _Slot:
     """What one hook keeps."""
@@ -90,7 +104,10 @@ class _Slot:
 
 
 class Taps:
-    """Hooks on a model. Install them before DistributedDataParallel wraps it and before `model.compile()`."""
+    """Hooks on a model. Install them on the finished model (batch norms replaced, if they are to be), before it is compiled.
+
+    They read through DistributedDataParallel and through a compiled forward. Under `inference_mode` they give inference tensors.
+    """
 
     names: tuple[str, ...]
     """In the order asked for, `stages` and `stage-1` resolved."""
@@ -192,6 +209,8 @@ def _survey(model: nn.Module, image_size: int) -> tuple[Trace, dict[str, Site]]:
     border = trace.last(path, "in")
     if border is not None and border.value is not None and border.value.ndim == 2:
         sites["pooled"] = Site((border,))
+        if (unpooled := last_map(trace, border)) is not None:
+            sites["unpooled"] = unpooled
     return trace, sites
 
 
@@ -212,7 +231,8 @@ def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
         )
     if not numbered:
         return [asked.replace("stages", f"stage{number}") for number in range(1, count + 1)]
-    return [f"stage{count + 1 + int(numbered[1])}{numbered[2] or ''}"] if int(numbered[1]) < 0 else [asked]
+    number = int(numbered[1])
+    return [f"stage{count + 1 + number}{numbered[2] or ''}"] if -count <= number < 0 else [asked]
 
 
 def _there_are(sites: dict[str, Site]) -> str:
@@ -228,8 +248,12 @@ def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name
             f"model {name} has no {tap} that can be read: that activation is a function between modules, which no hook sees; "
             f"{_there_are(sites)}"
         )
-    if tap == "pooled":
-        raise ModelError(f"model {name} has no pooled: it does not end with a linear layer on (B, D); {_there_are(sites)}")
+    if tap == "unpooled" and "pooled" in sites:
+        raise ModelError(
+            f"model {name} has no unpooled: what its linear layer reads was never a map of as many channels; {_there_are(sites)}"
+        )
+    if tap in ("pooled", "unpooled"):
+        raise ModelError(f"model {name} has no {tap}: it does not end with a linear layer on (B, D); {_there_are(sites)}")
     path, _, side = tap.partition(":")
     modules = dict(model.named_modules())
     if not path or path not in modules or side not in ("", "in"):
@@ -238,7 +262,7 @@ def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
     border = trace.last(path, "in" if side else "out")
     if border is None:
-        raise ModelError(f"model {name}: {tap} does not run when the model predicts; {_there_are(sites)}")
+        raise ModelError(f"model {name}: {tap} is not called in eval mode; {_there_are(sites)}")
     if border.value is None:
         raise ModelError(f"model {name}: {tap} is a {border.kind}, not a tensor; choose a module inside or outside of it")
     if not _by_sample(border.value):
@@ -259,11 +283,16 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
     while True:
         switched = False
         for training in (False, True):
-            trace = probe(model, image_size, training=training)
+            try:
+                trace = probe(model, image_size, training=training)
+            except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+                if not training:
+                    raise
+                continue  # a teacher may be one that cannot be trained at this size
             for tap, border in taps.items():
                 read = trace.last(border.path, border.side)
                 if read is None or read.value is None:
-                    raise ModelError(f"model {name}: {tap} does not run when the model trains; choose another")
+                    raise ModelError(f"model {name}: {tap} is not called in training; choose another")
                 if not read.overwritten:
                     continue
                 culprits = [modules[path] for path in _changers(trace, read) if getattr(modules[path], "inplace", None) is True]

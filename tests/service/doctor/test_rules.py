@@ -139,6 +139,16 @@ def test_no_node_is_named_where_nodes_have_unlike_numbers_of_ranks() -> None:
     assert found.sentence.startswith("rank 3 is slow")
 
 
+def test_a_rank_is_slow_where_its_lateness_stands_out_of_what_the_waits_vary_by() -> None:
+    late, prompt = waits(longer(RANK, student=12), 1.0), waiting(RANK, 12, 1)
+
+    def named(error_ms: float) -> bool:
+        return straggler(run_of(*(replace(rank, allreduce_wait_error_ms=error_ms) for rank in (late, prompt)))) is not None
+
+    assert named(1.0)  # 12 ms, known to 2
+    assert not named(3.0)
+
+
 def test_a_slow_network_keeps_every_rank_waiting_and_is_no_straggler() -> None:
     slow = run_of(waiting(RANK, 0, 80), waiting(RANK, 0, 82))
     found = the(all_reduce(slow))
@@ -158,6 +168,8 @@ def test_ranks_that_are_late_in_turn_are_neither_a_straggler_nor_the_network() -
     (found,) = findings(run_of(late, late))
     assert found.cause == "uneven ranks"
     assert found.gain_pct == pytest.approx(100 * 29 / 130)
+    few_steps = replace(late, allreduce_wait_error_ms=12.0)
+    assert findings(run_of(few_steps, few_steps)) == []
 
 
 # The work

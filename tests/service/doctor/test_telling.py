@@ -56,11 +56,13 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics = step_of(one_image_ms=3.0, further_image_ms=2.0, peak_memory_mib=900.0, gpu_memory_mib=81_000.0)
     for rank in (0, 1):
         metrics |= {f"rank{rank}/{name.removeprefix('phase/')}": ms + rank for name, ms in step_of().items()}
-        metrics |= {f"rank{rank}/allreduce_wait_ms": 5.0 + rank, f"rank{rank}/allreduce_wait_p50_ms": 4.0 + rank}
+        waits_ms = {"": 5.0, "_p50": 4.0, "_error": 0.5}
+        metrics |= {f"rank{rank}/allreduce_wait{name}_ms": ms + rank for name, ms in waits_ms.items()}
     metrics |= {"loader/image_ms": 2.0, "loader/read_ms": 1.0, "loader/cpu_ms": 0.5, "loader/threads": 3.0}
     metrics |= {"node0/cpu_pct": 50.0, "node0/disk_read_mib_per_s": 7.0, "node0/gpu0/sm_clock_mhz": 1400.0, "node1/cpu_pct": 60.0}
     e = evidence_of(experiment("scale.num_workers=2", "optim.accumulate=2", "precision=bf16"), metrics, loader_workers=3)
     assert [(rank.data_ms, rank.step_ms, rank.allreduce_wait_ms) for rank in e.ranks] == [(1.0, 100.0, 5.0), (2.0, 101.0, 6.0)]
+    assert [rank.allreduce_wait_error_ms for rank in e.ranks] == [0.5, 1.5]
     assert (e.exposed_ms, e.rank_batch, e.accumulate, e.precision, e.loader_workers) == (4.0, 32.0, 2, "bf16", 3)
     assert e.loader is not None
     assert (e.loader.image_ms, e.loader.read_ms, e.loader.cpu_ms, e.loader.threads) == (2.0, 1.0, 0.5, 3.0)

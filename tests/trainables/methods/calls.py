@@ -24,6 +24,7 @@ def make(
     num_classes: int = 5,
     labels_M: Tensor | None = None,
     group: Group | None = None,
+    global_batch_size: int = 8,
     seed: int = 0,
     epochs: int = 10,
     **options: Any,
@@ -33,8 +34,9 @@ def make(
     labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
     sides = Side(student or nn.Identity(), student_shapes), Side(teacher or nn.Identity(), teacher_shapes)
     setting = Setting(
-        *sides, num_classes=num_classes, labels_M=labels_M, image_size=8, seed=seed, epochs=epochs, group=group or Group()
-    )
+        *sides, num_classes=num_classes, labels_M=labels_M, image_size=8, global_batch_size=global_batch_size, seed=seed,
+        epochs=epochs, group=group or Group(),
+    )  # fmt: skip
     with seeded(f"test/{name}/{seed}"):
         return kind(kind.Options.model_validate(options), setting).double().train()
 

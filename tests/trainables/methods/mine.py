@@ -76,3 +76,49 @@ class Prepared(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         return {"code": (self.translator(student.logits_BK) - self.encoder(teacher.logits_BK)).square().mean(1)}
+
+
+class Apart(Method):
+    """The classic mistake: samples are compared with those of their own worker alone."""
+
+    terms = ("gram",)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        mine_BK, theirs_BK = student.logits_BK, teacher.logits_BK
+        return {"gram": (mine_BK @ mine_BK.T - theirs_BK @ theirs_BK.T).square().mean(1)}
+
+
+class Forgetful(Method):
+    """Trains a layer that its loss does not use, and names a term that it does not return."""
+
+    terms = ("kept", "lost")
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"kept": (student.logits_BK - teacher.logits_BK).square().mean(1)}
+
+
+class Counting(Method):
+    """Remembers in a plain attribute, which no checkpoint holds."""
+
+    terms = ("apart",)
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.calls = 0
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"apart": (student.logits_BK - self.calls * teacher.logits_BK).square().mean(1)}
+
+
+class Rooted(Method):
+    """A square root of a distance, whose gradient at 0 is not finite."""
+
+    terms = ("distance",)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"distance": (student.logits_BK - teacher.logits_BK).square().sum(1).sqrt()}

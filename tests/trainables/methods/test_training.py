@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples, terms
 from tests.trainables.methods.references.training import cross_entropy, mutual, ps_kd, ps_kd_alpha
-from trainables.check_method import Case, check
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import GlobalBatchNorm2d, convert
@@ -174,13 +173,3 @@ def test_all_ranks_remember_what_one_would(ranks: Ranks) -> None:
     for table, _ in several:
         assert torch.equal(table, one[0])
     assert torch.allclose(torch.cat([losses for _, losses in several]), one[1], rtol=1e-12, atol=0)
-
-
-# In whole trainings
-
-
-@pytest.mark.parametrize("name", ["dml", "pskd"])
-def test_it_keeps_the_contract_of_a_method(name: str, ranks: Ranks) -> None:
-    found = list(check(Case(name, {}, student="resnet8", teacher="resnet8", image_size=8), ranks.run))
-    assert len(found) == 6
-    assert not [finding for finding in found if finding.problem]

@@ -1,0 +1,375 @@
+"""Methods that fuse, project or attend: ofd, reviewkd, simkd, srrl, semckd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trainables.methods.calls import make, samples
+from tests.trainables.methods.references import features as reference
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.global_batch_norm import GlobalBatchNorm
+from trainables.methods.contract import Method, Seen
+from trainables.methods.ofd import margins, partial_distance
+from trainables.methods.reviewkd import hierarchical_context_loss
+from trainables.models.norms import norms_before
+from trainables.models.registry import build_model
+from trainables.models.reused import ReusedClassifier
+from trainables.rank_pool import Ranks
+
+STUDENT = ((3, 8, 8), (4, 4, 4), (6, 2, 2))
+TEACHER = ((8, 8, 8), (16, 4, 4), (32, 2, 2))
+ROWS, CLASSES = 8, 5
+LABELS = torch.arange(ROWS) % CLASSES
+
+
+def teacher_model() -> nn.Module:
+    """Three stages of 8, 16 and 32 channels for images of 8 pixels, its batch norms not fresh."""
+    model = build_model("convnet_small", num_classes=CLASSES, image_size=8, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data = torch.randn(module.num_features, generator=generator)
+            module.bias.data = torch.randn(module.num_features, generator=generator)
+    return model.double().eval().requires_grad_(False)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ofd": {"student_shapes": STUDENT, "teacher_shapes": TEACHER},
+    "reviewkd": {"student_shapes": (*STUDENT, (6,)), "teacher_shapes": (*TEACHER, (32,))},
+    "simkd": {"student_shapes": ((32, 2, 2),), "teacher_shapes": ((32, 2, 2),)},
+    "srrl": {"student_shapes": (STUDENT[-1],), "teacher_shapes": ((32,),)},
+    "semckd": {"student_shapes": STUDENT[1:], "teacher_shapes": TEACHER},
+}
+
+
+def made(name: str, group: Group | None = None, **changed: Any) -> Method:
+    return make(
+        name,
+        **{"teacher": teacher_model(), "num_classes": CLASSES, "global_batch_size": ROWS} | KINDS[name] | changed,
+        group=group,
+    )
+
+
+def seen(shapes: tuple[tuple[int, ...], ...], seed: int, rows: int = ROWS) -> Seen:
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(rows, *shape, dtype=torch.float64, generator=generator) for shape in ((CLASSES,), *shapes)]
+    return Seen(draw[0], tuple(draw[1:]))
+
+
+def answers(name: str, rows: int = ROWS) -> tuple[Seen, Seen]:
+    return seen(KINDS[name]["student_shapes"], 3, rows), seen(KINDS[name]["teacher_shapes"], 4, rows)
+
+
+def part(whole: Seen, begin: int, end: int) -> Seen:
+    return Seen(whole.logits_BK[begin:end], tuple(feature[begin:end] for feature in whole.features))
+
+
+def learned(method: Method, student: Seen, teacher: Seen, labels_B: Tensor, total: int, group: Group | None = None) -> Any:
+    """The terms, and the gradients of the loss of a step: the student's features', and those of what the method trains."""
+    leaves = [feature.clone().requires_grad_() for feature in student.features]
+    terms = method(Seen(student.logits_BK, tuple(leaves)), teacher, samples(labels_B, group=group))
+    assert tuple(terms) == method.terms
+    ranks = 1 if group is None else group.world_size
+    loss = sum(term if term.ndim == 0 else term.sum() * (ranks / max(total, 1)) for term in terms.values())
+    parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, [*leaves, *parameters])
+    return {name: term.detach() for name, term in terms.items()}, gradients[: len(leaves)], gradients[len(leaves) :]
+
+
+# The formulas
+
+
+def test_a_margin_is_the_mean_of_what_is_negative() -> None:
+    scale, shift = torch.tensor([1.0, -2.0, 0.5, 1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, -0.3, 4.0, -2.0, 3.0])
+    found = margins(scale, shift)
+    generator = torch.Generator().manual_seed(0)
+    for place in range(3):
+        drawn = shift[place] + scale[place].abs() * torch.randn(2_000_000, dtype=torch.float64, generator=generator)
+        assert found[place].item() == pytest.approx(drawn[drawn < 0].mean().item(), rel=5e-3)
+    assert found[0].item() == pytest.approx(-math.sqrt(2 / math.pi))
+    assert found[3:].tolist() == [-3.0, -2.0, 0.0]  # hardly ever negative; always the same
+
+
+def test_the_partial_distance_asks_only_for_what_the_relu_lets_through_and_for_no_more_than_the_margin() -> None:
+    margin = torch.tensor([-1.0], dtype=torch.float64)
+
+    def distance(student: float, teacher: float) -> float:
+        maps = (torch.full((1, 1, 1, 1), value, dtype=torch.float64) for value in (student, teacher))
+        return partial_distance(*maps, margin).item()
+
+    assert distance(0.5, 2.0) == 2.25  # below a target above 0
+    assert distance(3.0, 2.0) == 1.0
+    assert distance(1.0, -5.0) == 4.0  # above the margin
+    assert distance(-0.5, -0.5) == distance(-4.0, -0.5) == distance(-4.0, -5.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        ("resnet18", ["layer1.1.bn2", "layer2.1.bn2", "layer3.1.bn2", "layer4.1.bn2"]),
+        ("vgg11_bn", ["features.1", "features.5", "features.12", "features.19", "features.26"]),
+        ("shufflenet_v2_x0_5", [None, None, None]),
+    ],
+)
+def test_the_norm_before_a_stages_last_activation_is_the_main_branchs(model: str, paths: list[str | None]) -> None:
+    built = build_model(model, num_classes=3, image_size=32, seed=0)
+    modules = {id(module): path for path, module in built.named_modules()}
+    found = norms_before(built, ("stages.preact",), name=model, image_size=32)
+    assert [None if norm is None else modules[id(norm)] for norm in found] == paths
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in built.modules())
+
+
+def test_a_shortcuts_norm_is_not_taken_for_the_main_branchs() -> None:
+    built = build_model("resnet18", num_classes=3, image_size=32, seed=0)
+    (found,) = norms_before(built, ("layer2.0.relu:in",), name="resnet18", image_size=32)
+    assert found is built.get_submodule("layer2.0.bn2")
+
+
+def test_ofd_refuses_a_teacher_whose_batch_norm_is_not_found() -> None:
+    with pytest.raises(ExperimentError, match=r"map 2 of 3 is not what a batch norm with scale and shift gives") as caught:
+        made("ofd", teacher_taps=("features.1", "features.4", "features.9"))
+    assert "\n" not in str(caught.value)
+
+
+def test_hierarchical_context_loss_by_hand() -> None:
+    student = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
+    student[0, 0, 0, 0] = 4.0
+    # Mean squares: whole 1, at 2×2 one of four cells is 1, at 1×1 0.25.
+    found = hierarchical_context_loss(student, torch.zeros_like(student))
+    assert found.item() == pytest.approx((1 + 0.5 * 0.25 + 0.25 * 0.0625) / 1.75)
+    vector = torch.full((1, 2, 1, 1), 3.0)
+    assert hierarchical_context_loss(vector, torch.zeros_like(vector)).item() == 9.0
+
+
+def test_review_knowledge_goes_from_deep_to_shallow() -> None:
+    """The last level's loss depends on its own map alone, the first's on all."""
+    method, (student, teacher) = made("reviewkd"), answers("reviewkd")
+    _, gradients, _ = learned(method, student, teacher, LABELS, ROWS)
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+    near = Seen(teacher.logits_BK, (*(feature * 0 for feature in teacher.features[:-1]), teacher.features[-1]))
+    with torch.no_grad():
+        for fusion in list(method._fusions)[:-1]:  # type: ignore[arg-type, union-attr]
+            fusion.widen[1].weight.zero_()
+    _, gradients, _ = learned(method, student, near, LABELS, ROWS)
+    assert [bool(gradient.abs().sum() > 0) for gradient in gradients] == [False, False, False, True]
+
+
+def test_srrl_may_read_the_pooled_vector() -> None:
+    method = made("srrl", student_shapes=((6,),))
+    student, (_, teacher) = seen(((6,),), 5), answers("srrl")
+    assert method(student, teacher, samples(LABELS))["feature"].shape == (ROWS,)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "says"),
+    [
+        ("srrl", {"teacher_shapes": ((32, 2, 2),)}, r"srrl.teacher_taps: srrl reads what the teacher's classifier does, \(32,\)"),
+        ("srrl", {"student_shapes": STUDENT}, "srrl.student_taps: srrl reads one map"),
+        ("semckd", {"student_shapes": ((4,),)}, "semckd.student_taps: semckd reads maps"),
+        ("reviewkd", {"student_shapes": STUDENT}, "3 maps, the teacher 4"),
+        ("simkd", {"student_shapes": ((16, 2, 2),)}, "not 16 of the student with 32 of the teacher"),
+        ("ofd", {"student_shapes": STUDENT[:2]}, "2 maps, the teacher 3"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_in_one_line(name: str, changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExperimentError, match=says) as caught:
+        made(name, **changed)
+    assert "\n" not in str(caught.value)
+
+
+# The independent references
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()
+
+
+def layers(modules: Iterable[nn.Module]) -> list[reference.Layer]:
+    """Convolutions, each with the batch norm that follows it."""
+    found: list[reference.Layer] = []
+    for module in modules:
+        if isinstance(module, nn.Conv2d):
+            found.append(reference.Layer(array(module.weight)))
+        elif isinstance(module, GlobalBatchNorm):
+            found[-1] = found[-1]._replace(norm=(array(module.weight), array(module.bias)))
+    return found
+
+
+def referred(name: str, method: Any, student: Seen, teacher: Seen) -> list[np.ndarray]:
+    """What the reference of this name says of each term, per sample."""
+    own, theirs = ([array(feature) for feature in answer.features] for answer in (student, teacher))
+    model = teacher_model()
+    if name == "ofd":
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        cuts = [reference.ofd_margin(array(norm.weight), array(norm.bias)) for norm in norms]
+        return [reference.ofd(own, theirs, [layers(connector)[0] for connector in method._connectors], cuts)]
+    if name == "reviewkd":
+        fusions = []
+        for fusion in method._fusions:
+            attention = () if fusion.attention is None else (array(fusion.attention.weight), array(fusion.attention.bias))
+            fusions.append(reference.Fusion(*layers(fusion.narrow), *layers(fusion.widen), *attention))
+        own, theirs = ([x if x.ndim == 4 else x[:, :, None, None] for x in maps] for maps in (own, theirs))
+        return [reference.reviewkd(own, theirs, fusions)]
+    head = (array(model.head.weight), array(model.head.bias))  # type: ignore[arg-type]
+    if name == "srrl":
+        (connector,) = layers(method._connector)
+        variant = "official" if own[0].ndim == 4 else "simkd"
+        return list(reference.srrl(own[0], theirs[0], array(teacher.logits_BK), connector, head, variant))
+    if name == "simkd":
+        return [reference.simkd(own[0], theirs[0], [], head)[0]]
+    embeds = [
+        [reference.Embed(*(array(parameter) for parameter in mlp.parameters())) for mlp in mlps]
+        for mlps in (method._queries, method._keys)
+    ]
+    projections = [[layers(regressor) for regressor in row] for row in method._regressors]
+    return [reference.semckd(own, theirs, *embeds, projections, soft=1.0).mean()]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 1])
+@pytest.mark.parametrize("larger", [0, 1, -1])
+@pytest.mark.parametrize("name", [*KINDS, "pooled srrl"])
+def test_terms_are_those_of_the_reference(name: str, larger: int, rows: int) -> None:
+    shapes = KINDS[name.split()[-1]]["student_shapes"] if " " not in name else ((6,),)
+    shapes = tuple((shape[0], *(max(pixels + larger, 1) for pixels in shape[1:])) for shape in shapes)
+    name = name.split()[-1]
+    method = made(name, student_shapes=shapes, global_batch_size=ROWS + 2)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
+    student, teacher = seen(shapes, 3, rows), seen(KINDS[name]["teacher_shapes"], 4, rows)
+    found = method(student, teacher, samples(LABELS[:rows]))
+    for term, expected in zip(method.terms, referred(name, method, student, teacher), strict=True):
+        np.testing.assert_allclose(array(found[term]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 2, 4])
+def test_a_reused_classifier_projects_and_predicts_as_the_reference(size: int) -> None:
+    """Of the maps that a student has, with the projector's batch norms in training mode."""
+    model = build_model("convnet_small+convnet_small", num_classes=CLASSES, image_size=8, seed=0).double()
+    assert isinstance(model, ReusedClassifier)
+    model.reuse(teacher_model(), 8)
+    images = torch.randn(ROWS, 3, 4 * size, 4 * size, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    features = model.trunk.features.train()(images)  # type: ignore[operator, union-attr]
+    target = seen(((32, 2, 2),), 4).features[0]
+    parts = [reference.Layer(array(m.weight), None, (array(n.weight), array(n.bias))) for m, n in projected(model)]
+    head = (array(model.classifier.weight), array(model.classifier.bias))
+    _, logits = reference.simkd(array(features), array(target), parts, head)
+    np.testing.assert_allclose(array(model.train()(images)), logits, rtol=1e-9, atol=1e-12)
+
+
+def projected(model: ReusedClassifier) -> Iterable[tuple[Any, Any]]:
+    modules = list(model.projector)
+    return zip(modules[0::3], modules[1::3], strict=True)
+
+
+# What holds for all of them
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    method, (student, teacher) = made(name), answers(name)
+    student, teacher = part(student, 0, 3), part(teacher, 0, 3)
+    _, gradients, trained = learned(method, student, teacher, LABELS[:3], 3)
+    generator = torch.Generator().manual_seed(9)
+    along = [torch.randn(feature.shape, dtype=torch.float64, generator=generator) for feature in student.features]
+
+    def loss(step: float) -> float:
+        moved = tuple(feature + step * way for feature, way in zip(student.features, along, strict=True))
+        terms = method(Seen(student.logits_BK, moved), teacher, samples(LABELS[:3]))
+        return sum(term.mean().item() for term in terms.values())
+
+    slope = sum((gradient * way).sum().item() for gradient, way in zip(gradients, along, strict=True))
+    assert slope == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-5)
+    assert all(gradient.isfinite().all() for gradient in trained)
+
+
+def whole_and_parts(group: Group, name: str, sizes: tuple[int, ...]) -> Any:
+    """On each rank its terms and gradients, those of what the method trains averaged as DDP does."""
+    torch.manual_seed(0)
+    student, teacher = answers(name)
+    begin = sum(sizes[: group.rank])
+    end = begin + sizes[group.rank]
+    method = made(name, group)
+    terms, features, trained = learned(
+        method, part(student, begin, end), part(teacher, begin, end), LABELS[begin:end], ROWS, group
+    )
+    if group.world_size > 1:
+        for gradient in trained:
+            torch.distributed.all_reduce(gradient)
+    return terms, [g / group.world_size for g in features], [g / group.world_size for g in trained], method.state_dict()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("sizes", [(5, 3), (8, 0)])
+def test_two_workers_compute_what_one_does(ranks: Ranks, name: str, sizes: tuple[int, int]) -> None:
+    ((terms, features, trained, state),) = ranks.run(1, whole_and_parts, name, (ROWS,))
+    parts = ranks.run(2, whole_and_parts, name, sizes)
+    exact = {"rtol": 1e-9, "atol": 1e-12}
+    for term, value in terms.items():
+        if value.ndim:
+            torch.testing.assert_close(torch.cat([own[0][term] for own in parts]), value, **exact)
+        else:
+            assert all(torch.allclose(own[0][term], value, **exact) for own in parts)
+    for place, gradient in enumerate(features):
+        torch.testing.assert_close(torch.cat([own[1][place] for own in parts]), gradient, **exact)
+    for own in parts:
+        for mine, gradient in zip(own[2], trained, strict=True):
+            torch.testing.assert_close(mine, gradient, **exact)
+        for key, tensor in state.items():
+            torch.testing.assert_close(own[3][key], tensor, **exact)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("case", ["one sample", "no sample", "equal features", "zeros", "one class", "other sizes"])
+def test_edge_inputs_stay_finite(name: str, case: str) -> None:
+    student, teacher = answers(name)
+    method, rows = made(name), ROWS
+    if case in ("one sample", "no sample"):
+        rows = 1 if case == "one sample" else 0
+        student, teacher = part(student, 0, rows), part(teacher, 0, rows)
+    elif case == "equal features":
+        student, teacher = (Seen(s.logits_BK, tuple(f[:1].expand_as(f) for f in s.features)) for s in (student, teacher))
+    elif case == "zeros":
+        student, teacher = (Seen(s.logits_BK * 0, tuple(f * 0 for f in s.features)) for s in (student, teacher))
+    elif case == "other sizes":
+        shapes = tuple(
+            (shape[0], shape[1] + 1, shape[2] + 1) if len(shape) == 3 else shape for shape in KINDS[name]["student_shapes"]
+        )
+        method, student = made(name, student_shapes=shapes), seen(shapes, 6)
+    labels = LABELS[:rows] * (case != "one class")
+    terms, features, trained = learned(method, student, teacher, labels, rows)
+    assert all(term.isfinite().all() for term in terms.values())
+    assert all(gradient.isfinite().all() for gradient in (*features, *trained))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_float32_is_near_float64_and_half_precision_features_are_finite(name: str) -> None:
+    student, teacher = answers(name)
+    wide, _, _ = learned(made(name), student, teacher, LABELS, ROWS)
+
+    def rounded(whole: Seen, dtype: torch.dtype) -> Seen:
+        return Seen(whole.logits_BK.to(dtype).float(), tuple(feature.to(dtype).float() for feature in whole.features))
+
+    method = made(name, teacher=teacher_model().float()).float()
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)):
+        terms, features, trained = learned(method, rounded(student, dtype), rounded(teacher, dtype), LABELS, ROWS)
+        for term, value in terms.items():
+            assert value.dtype == torch.float32
+            assert value.mean().item() == pytest.approx(wide[term].mean().item(), rel=tolerance)
+        assert all(gradient.isfinite().all() for gradient in (*features, *trained))
+
+
+def test_an_identical_student_of_the_same_method_learns_without_a_nan() -> None:
+    for name in ("ofd", "semckd"):
+        method = made(name, student_shapes=TEACHER)
+        teacher = seen(TEACHER, 4)
+        terms, features, trained = learned(method, teacher, teacher, LABELS, ROWS)
+        assert all(tensor.isfinite().all() for tensor in (*terms.values(), *features, *trained))

@@ -1,0 +1,421 @@
+"""Taps: what they give is what the forward made, and the model does not notice them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainables.distributed import Group
+from trainables.errors import ModelError
+from trainables.models.registry import construct, logits_and_aux
+from trainables.models.taps import Taps, classifier, points
+from trainables.rank_pool import Ranks
+
+
+def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return construct(name, num_classes=10, image_size=image_size, seed=0).to(dtype)
+
+
+def images(image_size: int, *, num: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(num, 3, image_size, image_size, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def results(name: str, image_size: int, taps: list[str], training: bool) -> list[Tensor]:
+    """Logits, gradients and batch statistics after one step's forward and backward."""
+    model = build(name, image_size).train(training)
+    tapped = Taps(model, taps, name=name, image_size=image_size)
+    torch.manual_seed(0)  # dropout
+    with tapped.reading():
+        logits_BK, aux = logits_and_aux(model(images(image_size)))
+        assert tuple(tuple(tensor.shape[1:]) for tensor in tapped.take()) == tapped.shapes
+    (logits_BK.square().sum() + sum(head_BK.sum() for _, head_BK in aux)).backward()
+    return [logits_BK, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("name", "image_size", "taps"),
+    [
+        ("resnet8", 32, ["stem", "stages", "stages.preact", "pooled"]),
+        ("wrn_16_1", 32, ["stem", "stages", "stages.preact", "pooled"]),
+        ("shufflenetv2_cifar", 32, ["stages", "stages.preact", "pooled"]),
+        ("convnet_large", 8, ["stem", "stages", "stages.preact", "pooled"]),
+        ("mlp_large", 8, ["hidden.0", "hidden.1:in", "pooled"]),
+        ("resnet18", 32, ["stem", "stages", "stages.preact", "pooled"]),
+        ("vgg11_bn", 32, ["stages", "stages.preact", "pooled"]),
+        ("mobilenet_v2", 32, ["stages", "stages.preact", "pooled"]),
+        ("densenet121", 32, ["stages", "stage1.preact"]),
+        ("shufflenet_v2_x0_5", 32, ["stages", "pooled"]),
+        ("googlenet", 32, ["stages", "pooled"]),
+        ("swin_t", 32, ["stem", "stages", "pooled"]),
+        ("vit_b_32", 32, ["encoder.layers.encoder_layer_3", "pooled"]),
+    ],
+)
+def test_outputs_gradients_and_batch_statistics_are_bit_equal_to_those_without_taps(
+    name: str, image_size: int, taps: list[str], training: bool
+) -> None:
+    with_taps, without = results(name, image_size, taps, training), results(name, image_size, [], training)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(with_taps, without, strict=True))
+
+
+def test_a_tap_gives_what_the_layers_up_to_it_give() -> None:
+    model = build("convnet_small", 8).eval()
+    layers, head = model.get_submodule("features"), model.get_submodule("head")
+    assert isinstance(layers, nn.Sequential)
+    by_hand = {
+        "stem": layers[:3](images(8)), "stage1": layers[:3](images(8)), "stage2": layers[:7](images(8)),
+        "stage2.preact": layers[:6](images(8)).clone(), "stage3": layers(images(8)),
+        "pooled": layers(images(8)).mean((2, 3)), "features.4": layers[:5](images(8)), "features.4:in": layers[:4](images(8)),
+        "head": head(layers(images(8)).mean((2, 3))),
+    }  # fmt: skip
+    taps = Taps(model, list(by_hand), name="convnet_small", image_size=8)
+    with taps.reading():
+        model(images(8))
+        found = taps.take()
+    assert taps.names == tuple(by_hand)
+    for tensor, expected in zip(found, by_hand.values(), strict=True):
+        torch.testing.assert_close(tensor, expected)
+
+
+def test_a_pre_activation_keeps_its_negative_values_though_the_activation_behind_it_was_in_place() -> None:
+    model = build("resnet18", 32)
+    taps = Taps(model, ["stages.preact", "stages"], name="resnet18", image_size=32)
+    assert taps.names == tuple(f"stage{n}.preact" for n in (1, 2, 3, 4)) + tuple(f"stage{n}" for n in (1, 2, 3, 4))
+    with taps.reading():
+        model(images(32))
+        found = taps.take()
+    for before, after in zip(found[:4], found[4:], strict=True):
+        assert before.min() < 0
+        assert torch.equal(before.relu(), after)
+    switched = [path for path, module in model.named_modules() if getattr(module, "inplace", None) is False]
+    assert switched == ["layer1.1.relu", "layer2.1.relu", "layer3.1.relu", "layer4.1.relu"]
+
+
+def test_names_that_count_from_the_end_or_mean_all_stages_are_resolved() -> None:
+    model = build("resnet18", 32)
+    assert Taps(model, ["stage-1", "stage-2.preact", "layer1"], name="resnet18", image_size=32).names == (
+        "stage4", "stage3.preact", "layer1",
+    )  # fmt: skip
+    taps = Taps(model, ["stages"], name="resnet18", image_size=32)
+    assert taps.names == ("stage1", "stage2", "stage3", "stage4")
+    assert taps.shapes == ((64, 8, 8), (128, 4, 4), (256, 2, 2), (512, 1, 1))
+
+
+def test_gradients_of_a_loss_on_taps_reach_the_layers_before_them() -> None:
+    model = build("convnet_small", 8, dtype=torch.float64)
+    taps = Taps(model, ["stage1.preact", "stage2"], name="convnet_small", image_size=8)
+    with taps.reading():
+        model(images(8, dtype=torch.float64))
+        before, second = taps.take()
+    (before.square().sum() + second.pow(3).sum()).backward()
+    ours = [p.grad for p in model.parameters()]
+    other = build("convnet_small", 8, dtype=torch.float64)
+    layers = other.get_submodule("features")
+    assert isinstance(layers, nn.Sequential)
+    layers[2].inplace = False
+    before = layers[:2](images(8, dtype=torch.float64))
+    (before.square().sum() + layers[2:7](before).pow(3).sum()).backward()
+    assert any(gradient is not None for gradient in ours)
+    for one, theirs in zip(ours, [p.grad for p in other.parameters()], strict=True):
+        assert (one is None) == (theirs is None)
+        if one is not None:
+            assert torch.equal(one, theirs)
+
+
+def test_only_forwards_within_reading_are_kept_and_each_is_taken_once() -> None:
+    model = build("convnet_small", 8)
+    taps = Taps(model, ["stage1", "pooled"], name="convnet_small", image_size=8)
+    model(images(8))
+    with taps.reading():
+        with pytest.raises(RuntimeError, match="stage1, pooled saw no forward"):
+            taps.take()
+        parts = []
+        for part in images(8).split(2):
+            model(part)
+            parts.append(taps.take()[0])
+            with pytest.raises(RuntimeError, match="since they were taken"):
+                taps.take()
+        model(images(8))
+    with pytest.raises(RuntimeError, match="saw no forward"):
+        taps.take()
+    assert [len(part) for part in parts] == [2, 2]
+    assert not torch.equal(parts[0], parts[1])
+
+
+def test_taps_of_several_models_and_several_taps_of_one_model_do_not_meet() -> None:
+    teacher, student = build("resnet18", 32), build("resnet8", 32)
+    of_teacher = Taps(teacher, ["stage1"], name="resnet18", image_size=32)
+    also = Taps(teacher, ["stage1.preact"], name="resnet18", image_size=32)
+    of_student = Taps(student, ["stage1"], name="resnet8", image_size=32)
+    with of_teacher.reading(), of_student.reading(), torch.inference_mode():
+        teacher(images(32))
+        with also.reading():
+            teacher(images(32))
+            (before,) = also.take()
+        (after,) = of_teacher.take()
+        with pytest.raises(RuntimeError, match="stage1 saw no forward"):
+            of_student.take()
+        student(images(32))
+        assert of_student.take()[0].shape == (4, 16, 32, 32)
+    assert torch.equal(before.relu(), after)
+
+
+def test_removed_taps_leave_no_hook() -> None:
+    model = build("resnet18", 32)
+    taps = Taps(model, ["stem", "stages.preact", "pooled"], name="resnet18", image_size=32)
+    assert any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    taps.remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_method_without_taps_installs_nothing() -> None:
+    model = build("resnet18", 32)
+    taps = Taps(model, [], name="resnet18", image_size=32)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with taps.reading():
+        model(images(32))
+        assert taps.take() == ()
+
+
+def test_looking_for_points_moves_neither_generator_nor_statistics_nor_modes_nor_flags() -> None:
+    model = build("mobilenet_v2", 32)
+    model.get_submodule("features.3").eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    in_place = [getattr(module, "inplace", None) for module in model.modules()]
+    generator = torch.get_rng_state()
+    points(model, 32, every=True)
+    Taps(model, ["stages", "pooled"], name="mobilenet_v2", image_size=32).remove()
+    assert torch.equal(generator, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert in_place == [getattr(module, "inplace", None) for module in model.modules()]
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_names_and_shapes_of_points_are_those_that_taps_take() -> None:
+    for name, image_size in (("resnet18", 64), ("swin_t", 64), ("vit_b_32", 64), ("mlp_small", 8)):
+        model = build(name, image_size)
+        found = points(model, image_size)
+        taps = Taps(model, [point.name for point in found], name=name, image_size=image_size)
+        assert taps.names == tuple(point.name for point in found)
+        assert taps.shapes == tuple(point.shape for point in found)
+
+
+def test_a_stage_and_its_module_are_the_same_tensor_and_swins_module_gives_it_as_it_is() -> None:
+    for name, layout in (("resnet18", (0, 1, 2, 3)), ("swin_t", (0, 3, 1, 2))):
+        model = build(name, 64)
+        point = next(point for point in points(model, 64) if point.name == "stage2")
+        taps = Taps(model, ["stage2", point.aliases[-1]], name=name, image_size=64)
+        with taps.reading():
+            model(images(64))
+            stage, module = taps.take()
+        assert torch.equal(stage, module.permute(layout))
+        assert stage.data_ptr() == module.data_ptr()
+
+
+def test_every_modules_output_that_is_a_tensor_of_samples_is_a_point() -> None:
+    found = {point.name: point.shape for point in points(build("resnet8", 32), 32, every=True)}
+    assert found["conv1"] == (16, 32, 32)
+    assert found["layer2.0.bn2"] == (32, 16, 16)
+    assert found["fc"] == (10,)
+    assert found["stage3"] == (64, 8, 8)
+
+
+# What is refused
+
+
+class Twice(nn.Module):
+    """One ReLU, called twice; then its result is changed in place by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Linear(12, 4), nn.Linear(4, 4), nn.ReLU()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        x_BD = self.relu(self.first(images_BCHW.flatten(1)))
+        x_BD = self.norm(self.relu(self.second(x_BD)))
+        x_BD += 1
+        return self.head(F.dropout(x_BD, training=self.training))
+
+
+def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None:
+    model = Twice()
+    taps = Taps(model, ["relu", "relu:in"], name="twice", image_size=2)
+    with taps.reading():
+        model(images(2))
+        after, before = taps.take()
+    by_hand = model.second(model.first(images(2).flatten(1)).relu())
+    assert torch.equal(before, by_hand)
+    assert torch.equal(after, by_hand.relu())
+
+
+@pytest.mark.parametrize(
+    ("name", "tap", "says"),
+    [
+        ("resnet18", "layer9", "has no tap 'layer9': the nearest are layer4 or layer3 or layer2"),
+        ("resnet18", "stage5", "has no tap 'stage5': the nearest are stage"),
+        ("resnet18", "stage-5", "has no tap 'stage-5'"),
+        ("resnet18", "stage0", "has no tap 'stage0'"),
+        ("resnet18", "fc:out", "has no tap 'fc:out'"),
+        ("resnet18", "", "has no tap ''"),
+        ("resnet18", "layer1.0.bn2", "layer1.0.bn2 is overwritten in place after it is read"),
+        ("densenet121", "stage4.preact", "no stage4.preact that can be read: that activation is a function between modules"),
+        ("densenet121", "features.denseblock1.denselayer2:in", "denselayer2:in is a list, not a tensor"),
+        ("vit_b_32", "stages", "has no stages: it makes no maps that shrink stage by stage; there are pooled"),
+        ("vit_b_32", "stage1.preact", "has no stage1.preact: it makes no maps"),
+        ("vit_b_32", "encoder.layers.encoder_layer_0.self_attention", "is a tuple, not a tensor"),
+        ("googlenet", "aux1", "aux1 is not called in eval mode"),
+        ("squeezenet1_1", "pooled", "has no pooled: it does not end with a linear layer"),
+    ],
+)
+def test_a_tap_that_cannot_be_read_is_refused_in_one_line(name: str, tap: str, says: str) -> None:
+    model = build(name, 64)
+    with pytest.raises(ModelError) as caught:
+        Taps(model, [tap], name=name, image_size=64)
+    assert says in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_a_function_overwrites_is_refused_and_what_it_made_can_be_read() -> None:
+    with pytest.raises(ModelError, match="norm is overwritten in place"):
+        Taps(Twice(), ["norm"], name="twice", image_size=2)
+    assert Taps(Twice(), ["head:in"], name="twice", image_size=2).shapes == ((4,),)
+
+
+class DropsInPlace(nn.Module):
+    """A dropout that changes what it is given, in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(12, 4), nn.Dropout(0.5, inplace=True), nn.Linear(4, 3)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        return self.head(self.drop(self.first(images_BCHW.flatten(1)).view(-1, 2, 2)).flatten(1))
+
+
+def test_what_is_overwritten_in_training_alone_is_found_too_through_a_view_of_it() -> None:
+    model = DropsInPlace()
+    taps = Taps(model, ["first"], name="drops", image_size=2)
+    assert not model.drop.inplace
+    with taps.reading():
+        model(images(2))
+        assert torch.equal(taps.take()[0], model.first(images(2).flatten(1)))
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = build("convnet_small", 8)
+    model.compile()
+    with pytest.raises(RuntimeError, match="before model"):
+        Taps(model, ["stages"], name="convnet_small", image_size=8)
+
+
+# The classifier
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "path"),
+    [
+        ("resnet8", 32, "fc"), ("convnet_small", 8, "head"), ("mlp_small", 8, "head"), ("vgg11", 32, "classifier.6"),
+        ("mobilenet_v3_small", 32, "classifier.3"), ("googlenet", 32, "fc"), ("inception_v3", 128, "fc"),
+        ("vit_b_32", 32, "heads.head"), ("swin_t", 32, "head"), ("convnext_tiny", 32, "classifier.2"),
+    ],
+)  # fmt: skip
+def test_the_classifier_is_the_final_linear_layer(name: str, image_size: int, path: str) -> None:
+    model = build(name, image_size)
+    assert classifier(model) is model.get_submodule(path)
+    pooled, logits = Taps(model, ["pooled", path], name=name, image_size=image_size).shapes
+    assert pooled == (classifier(model).in_features,)
+    assert logits == (10,)
+
+
+def test_timm_names_its_classifiers_itself() -> None:
+    pytest.importorskip("timm")
+    model = build("timm/convnext_atto", 32)
+    assert classifier(model) is model.get_submodule("head.fc")
+
+
+def test_a_model_that_ends_otherwise_has_no_classifier() -> None:
+    with pytest.raises(ModelError, match="SqueezeNet ends with Conv2d, not with a linear layer"):
+        classifier(build("squeezenet1_1", 64))
+
+
+# Around the model
+
+
+def sum_of_taps_gradients(group: Group, num_images: int) -> list[Tensor]:
+    model = build("convnet_small", 8, dtype=torch.float64).eval()  # no statistics of a part of the batch
+    taps = Taps(model, ["stage1.preact", "pooled"], name="convnet_small", image_size=8)
+    wrapped = DistributedDataParallel(model) if group.world_size > 1 else model
+    part = images(8, num=num_images, dtype=torch.float64).tensor_split(group.world_size)[group.rank]
+    with taps.reading():
+        logits_BK = wrapped(part)
+        before, pooled_BD = taps.take()
+    loss = logits_BK.square().sum() + before.pow(3).sum() + pooled_BD.square().sum()
+    (loss * group.world_size).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_taps_read_through_ddp_and_their_gradients_are_summed_over_ranks(ranks: Ranks) -> None:
+    two = ranks.run(2, sum_of_taps_gradients, 5)
+    one = sum_of_taps_gradients(Group(), 5)
+    for rank in two:
+        for ours, alone in zip(rank, one, strict=True):
+            torch.testing.assert_close(ours, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no compiler")
+def test_a_compiled_model_gives_the_same_features_and_gradients_in_one_graph() -> None:
+    found = []
+    for compiled in (False, True):
+        model = build("convnet_small", 8, dtype=torch.float64)
+        taps = Taps(model, ["stages", "stage1.preact", "pooled"], name="convnet_small", image_size=8)
+        if compiled:
+            model.compile(fullgraph=True)
+        for _ in range(2):
+            model.zero_grad()
+            with taps.reading():
+                logits_BK = model(images(8, dtype=torch.float64))
+                features = taps.take()
+            (logits_BK.square().sum() + sum(feature.square().sum() for feature in features)).backward()
+        found.append([logits_BK, *features, *(p.grad for p in model.parameters() if p.grad is not None)])
+        model(images(8, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="saw no forward"):
+            taps.take()
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-12)
+
+
+def test_stages_are_tensors_that_the_backward_keeps_anyway() -> None:
+    model = build("resnet18", 32)
+    taps = Taps(model, ["stem", "stages", "pooled"], name="resnet18", image_size=32)
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with taps.reading(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits_BK = model(images(32))
+        kept = taps.take()
+        assert logits_BK.requires_grad
+        assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= saved
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_looked_at_on_the_cpu_and_read_on_the_gpu() -> None:
+    model = build("resnet18", 32).cuda()
+    taps = Taps(model, ["stages.preact"], name="resnet18", image_size=32)
+    with taps.reading():
+        model(images(32).cuda())
+        assert all(tensor.is_cuda for tensor in taps.take())

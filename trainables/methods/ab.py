@@ -1,0 +1,84 @@
+"""Activation boundaries: Heo, Lee, Yun and Choi 2019 (AAAI), "Knowledge Transfer via Distillation of Activation Boundaries Formed
+by Hidden Neurons": the differentiable loss with a margin.
+
+Before a ReLU only a value's sign says whether a neuron is active. Each of the student's values s is pulled across the teacher's
+side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. It starts the student
+off: in a stage before training this loss alone moves it, and afterwards the labels' alone, as in RepDistiller (the authors go on
+with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
+3/1000; the paper has neither factor.
+
+Shapes: B batch, C channels, H W positions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from trainables.config import Count, MethodOptions, Positive
+from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.features import ConvReg, body_parameters, paired_maps
+
+
+class ABOptions(MethodOptions):
+    """RepDistiller's defaults for CIFAR-100: 30 epochs, margin 1, before each stage's last ReLU."""
+
+    init_epochs: Count = Field(30, description="epochs before training in which this loss alone moves the student")
+    margin: Positive = Field(1.0, description="how far on the teacher's side of 0 a value should be")
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="repdistiller: each stage counts half the next, and all 3/1000; paper: they count 1"
+    )
+
+
+class AB(Method):
+    """Before training: Σ over stages and values of (s + m)²·[t ≤ 0, s > −m] + (s − m)²·[t > 0, s ≤ m]; in it: nothing."""
+
+    Options = ABOptions
+    terms = ()
+    init_terms = ("boundary",)
+    taps = ("stages.preact",)
+
+    def __init__(self, options: ABOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        self.connectors = nn.ModuleList(
+            [
+                nn.Identity() if student == teacher else ConvReg(student, teacher, setting.group, relu=False)
+                for student, teacher in paired_maps("ab", setting)
+            ]
+        )
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """No terms: the method ends before training."""
+        return {}
+
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        weights = self._weights()
+        for weight, connector, s_BCHW, t_BCHW in zip(weights, self.connectors, student.features, teacher.features, strict=True):
+            crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self._options.margin)
+            total_B = total_B + weight * crossed_BCHW.square().flatten(1).sum(1)
+        return {"boundary": total_B}
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """The student's without its classifier's, and the connectors'."""
+        return body_parameters(student) + list(self.parameters())
+
+    def _weights(self) -> list[float]:
+        if self._options.variant == "paper":
+            return [1.0] * len(self.connectors)
+        return [3 / 1000 * 0.5**later for later in reversed(range(len(self.connectors)))]
+
+
+def beyond_the_boundary(student: Tensor, teacher: Tensor, margin: float) -> Tensor:
+    """How far each value of the student is from the teacher's side of 0 and the margin; 0 where it is there."""
+    return torch.where(teacher > 0, (margin - student).clamp(min=0), (student + margin).clamp(min=0))

@@ -1,0 +1,78 @@
+"""Correlation congruence, CC: Peng, Jin, Liu, Li, Wu, Liu, Zhou and Zhang 2019 (ICCV), equations 5 to 9.
+
+`paper`: correlations of all pairs of samples, L = (1/N²)·Σ_ij (φ(s_i, s_j) − φ(t_i, t_j))². φ is the Gaussian kernel of the
+features' directions u by its Taylor series: φ = exp(−2γ)·Σ_{p=0..P} (2γ)^p/p!·(u_i·u_j)^p.
+
+`repdistiller`: RepDistiller's code is another method. Linear maps, both trained, take student and teacher to 128 features each;
+with δ = |e_s − e_t| it is the mean over neighbours in the batch of Σ_d δ_i·δ_{i+1}. It depends on the samples' order, here that
+of ranks, and both maps may shrink it to 0.
+
+Which one published tables show is not always said; RepDistiller's table is of its own code. The default is the paper's.
+
+Shapes: B samples of this rank, N of the global batch, D features, E embedded features.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from trainables.config import Count, MethodOptions, Natural, NonNegative, Positive
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
+from trainables.methods.relations import all_rows, check_one_tap
+
+
+class CCOptions(MethodOptions):
+    """γ = 0.4 and P = 2 of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02) for their formulas."""
+
+    weight: NonNegative = Field(100.0, description="of the method's loss; of variant repdistiller 0.02 if it is not given")
+    variant: Literal["paper", "repdistiller"] = Field(
+        "paper", description="whose loss: all pairs' kernel, or neighbours embedded"
+    )
+    gamma: Positive = Field(0.4, description="of the paper's Gaussian kernel")
+    order: Natural = Field(2, description="P, the last power of the paper's Taylor series")
+    embedding: Count = Field(128, description="features of repdistiller's linear maps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weight_of_variant(cls, given: Any) -> Any:
+        return {"weight": 0.02, **given} if isinstance(given, dict) and given.get("variant") == "repdistiller" else given
+
+
+class CC(Method):
+    """Mean over pairs of samples of (φ(s_i, s_j) − φ(t_i, t_j))², φ a Gaussian kernel of their directions."""
+
+    Options = CCOptions
+    terms = ("correlation",)
+    taps = ("pooled",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: CCOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        check_one_tap("cc", setting)
+        if options.variant == "repdistiller":
+            sizes = [math.prod(side.shapes[0]) for side in (setting.student, setting.teacher) if side is not None]
+            self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`correlation`, a scalar."""
+        if self._options.variant == "repdistiller":
+            student_BD, teacher_BD = (seen.features[0].flatten(1) for seen in (student, teacher))
+            apart_NE = batch.everyone((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
+            return {"correlation": (apart_NE[:-1] * apart_NE[1:]).sum() / max(len(apart_NE) - 1, 1)}
+        apart_NN = self._kernel(all_rows(student, batch)) - self._kernel(all_rows(teacher, batch))
+        return {"correlation": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
+
+    def _kernel(self, rows_ND: Tensor) -> Tensor:
+        directions_ND, double = unit(rows_ND), 2 * self._options.gamma
+        cosines_NN = directions_ND @ directions_ND.T
+        kernel_NN = torch.zeros_like(cosines_NN)
+        for power in reversed(range(self._options.order + 1)):  # Horner's scheme
+            kernel_NN = kernel_NN * cosines_NN + double**power / math.factorial(power)
+        return math.exp(-double) * kernel_NN

@@ -1,0 +1,149 @@
+"""Contrastive representation distillation, CRD: Tian, Krishnan and Isola 2020 (ICLR), equations 10 to 19.
+
+Student and teacher embed their features as directions, v = unit(W·f + b), E = 128, both maps trained. A v is compared with what a
+memory of all M training samples holds of the other model: with its own entry and with K of other classes. With P =
+exp(v·entry/τ)/Z and c = K/M,
+
+    L_i = −log(P_own/(P_own + c + ε)) − Σ_k log(c/(P_k + c + ε)),  ε = 1e-7,
+
+once with the student's v and the teacher's memory, once the other way round. Z is M times the mean of exp(v·entry/τ) over the
+first batch, and stays. Entries start uniform in ±√(3/E) and follow their samples: unit(½·entry + ½·v), after the batch is scored.
+So RepDistiller and mdistiller; published tables are of their mode `exact`, whose K are drawn without repeats where they suffice.
+
+Ours, so that any number of workers and a resumed job draw alike: the K of a sample are a function of (seed, epoch, sample), one
+from each of K equal parts of the others in an order that begins at a random one. Each of the others is as likely as in a draw
+without repeats, so the loss's expectation is the same; its spread is smaller. The last of equal indices in a batch is kept.
+
+Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from trainables.config import Count, MethodOptions, NonNegative, Positive, Probability
+from trainables.device.draws import Draws
+from trainables.errors import ExperimentError
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
+from trainables.methods.relations import check_one_tap, with_gradient
+
+_EPSILON = 1e-7
+_STREAM = 2**33
+"""Added to the seed, so that negatives and what augments on the device draw different numbers."""
+
+
+class CRDOptions(MethodOptions):
+    """The paper's for CIFAR-100, which are RepDistiller's."""
+
+    weight: NonNegative = 0.8
+    negatives: Count = Field(16384, description="K, entries of other classes that a sample is compared with")
+    temperature: Positive = Field(0.07, description="τ, by which inner products are divided")
+    momentum: Probability = Field(0.5, description="share of an entry that stays when its sample is seen")
+    embedding: Count = Field(128, description="E, features of an entry")
+
+
+class CRD(Method):
+    """−log h(own entry) − Σ_k log(1 − h(entry k of another class)), h = P/(P + K/M), for student and teacher in turn."""
+
+    Options = CRDOptions
+    terms = ("student", "teacher")
+    taps = ("pooled",)
+    needs = Needs(one_label=True, whole_batch=True)
+    memory_student: Tensor
+    memory_teacher: Tensor
+    normalizers_2: Tensor
+    _order_M: Tensor
+    _starts_C: Tensor
+    _counts_C: Tensor
+
+    def __init__(self, options: CRDOptions, setting: Setting) -> None:
+        """The memories are (M, E) each, in the checkpoint and on the device.
+
+        Raises:
+            ExperimentError: several features are named, or there is one class, so that no sample has a negative.
+        """
+        super().__init__(options, setting)
+        self._options, self._seed = options, setting.seed
+        check_one_tap("crd", setting)
+        assert setting.teacher is not None
+        counts_C = torch.bincount(setting.labels_M, minlength=setting.num_classes)
+        if int((counts_C > 0).sum()) < 2:
+            raise ExperimentError("distill.method: crd compares samples of different classes, and the training data has only one")
+        sizes = (math.prod(side.shapes[0]) for side in (setting.student, setting.teacher))
+        self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
+        bound = math.sqrt(3 / options.embedding)
+        for name in ("memory_student", "memory_teacher"):
+            self.register_buffer(name, torch.empty(len(setting.labels_M), options.embedding).uniform_(-bound, bound))
+        self.register_buffer("normalizers_2", torch.zeros(2))  # 0: not set yet
+        self.register_buffer("_order_M", setting.labels_M.argsort(stable=True), persistent=False)
+        self.register_buffer("_starts_C", counts_C.cumsum(0) - counts_C, persistent=False)
+        self.register_buffer("_counts_C", counts_C, persistent=False)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`student`: the student's embedding against the teacher's memory, and `teacher`, of each sample, (B,)."""
+        own = [
+            unit(embed(seen.features[0].flatten(1)))
+            for embed, seen in ((self.embed_student, student), (self.embed_teacher, teacher))
+        ]
+        memories = self.memory_teacher, self.memory_student
+        entries_BX = self.entries(batch.indices_B, batch.labels_B, math.floor(batch.epoch))
+        with torch.no_grad():
+            found = [self._exponentials(own_BE, memory_ME, entries_BX) for own_BE, memory_ME in zip(own, memories, strict=True)]
+            sums_B2 = torch.stack([found_BX.sum(1) for found_BX in found], dim=1)
+            all_NF = batch.everyone(torch.cat([own[0], own[1], sums_B2], dim=1).detach())
+            indices_N = batch.everyone(batch.indices_B)
+            normalizers_2 = self._normalizers(all_NF[:, -2:])
+            rated = [
+                self._contrast(found_BX / z, memory_ME, entries_BX)
+                for found_BX, z, memory_ME in zip(found, normalizers_2, memories, strict=True)
+            ]
+            if self.training and len(indices_N):
+                self.normalizers_2.copy_(normalizers_2)
+                for memory_ME, own_NE in zip((self.memory_student, self.memory_teacher), all_NF[:, :-2].chunk(2, 1), strict=True):
+                    self._update(memory_ME, own_NE, indices_N)
+        return {name: with_gradient(*of, own_BE) for name, of, own_BE in zip(self.terms, rated, own, strict=True)}
+
+    def entries(self, indices_B: Tensor, labels_B: Tensor, epoch: int) -> Tensor:
+        """Which entries each sample is compared with, (B, 1 + K): its own, then K of other classes than its label.
+
+        Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
+        """
+        negatives = self._options.negatives
+        random_BX = Draws(self._seed + _STREAM, epoch, indices_B).columns(0, negatives + 1)
+        counts_B1 = self._counts_C[labels_B][:, None]
+        others_B1 = len(self._order_M) - counts_B1
+        edges_BX = torch.arange(negatives + 1, device=indices_B.device) * others_B1 // negatives
+        starts_BK, sizes_BK = edges_BX[:, :-1], edges_BX.diff(dim=1)
+        turns_B1 = (random_BX[:, :1] * others_B1).long()
+        places_BK = (starts_BK + (random_BX[:, 1:] * sizes_BK).long() + turns_B1) % others_B1
+        places_BK = places_BK + counts_B1 * (places_BK >= self._starts_C[labels_B][:, None])  # over those of the own class
+        return torch.cat([indices_B[:, None], self._order_M[places_BK]], dim=1)
+
+    def _exponentials(self, own_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
+        """exp(v·entry/τ), (B, X). All M products are made: less memory and less time than entries copied for each sample."""
+        return ((own_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
+
+    def _normalizers(self, sums_N2: Tensor) -> Tensor:
+        """Z of student and teacher, (2,): those of the first batch, which this one may be."""
+        first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self._options.negatives + 1), 1))
+        return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
+
+    def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
+        """L of each sample and its gradient by v, which is made here: the memory is another one when backward would read it."""
+        c = self._options.negatives / len(memory_ME)
+        h_BX = p_BX / (p_BX + c + _EPSILON)
+        loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()
+        slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self._options.temperature
+        slopes_BM = torch.zeros(len(p_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
+        return loss_B, slopes_BM.scatter_add_(1, entries_BX, slopes_BX) @ memory_ME
+
+    def _update(self, memory_ME: Tensor, own_NE: Tensor, indices_N: Tensor) -> None:
+        places_N = torch.arange(len(indices_N), device=indices_N.device)
+        last_M = indices_N.new_zeros(len(memory_ME)).scatter_reduce_(0, indices_N, places_N, "amax")
+        kept = self._options.momentum
+        memory_ME[indices_N] = unit(kept * memory_ME[indices_N] + (1 - kept) * own_NE[last_M[indices_N]])

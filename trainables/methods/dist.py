@@ -1,0 +1,62 @@
+"""Distillation from a stronger teacher, DIST: Huang, You, Wang, Qian and Xu 2022 (NeurIPS), section 3.
+
+With y = softmax(z/τ) and Pearson's correlation ρ(a, b) = cos(a − mean(a), b − mean(b)):
+
+- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), what the teacher thinks of a sample's classes among each other;
+- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how it orders the batch's samples in one class.
+
+L = τ²·(β·L_inter + γ·L_intra). As in the authors' code 1e-8 is added to the product of the two norms, which shows where
+probabilities are small: with many classes, and for a class that the batch lacks. τ² is of their code for classification;
+their code for segmentation has no τ.
+
+Shapes: B samples of this rank, N of the global batch, K classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import NonNegative
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.logits import LogitOptions
+
+
+class DISTOptions(LogitOptions):
+    """The paper's: β = γ = 2; τ = 4 for CIFAR-100, 1 for ImageNet."""
+
+    beta: NonNegative = Field(2.0, description="weight of the classes' relation within a sample")
+    gamma: NonNegative = Field(2.0, description="weight of the samples' relation within a class")
+
+
+class DIST(Method):
+    """τ²·(β·(1 − ρ of each sample's classes) + γ·(1 − ρ of each class's samples))."""
+
+    Options = DISTOptions
+    terms = ("inter", "intra")
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: DISTOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
+        given = self._options
+        student_BK, teacher_BK = ((logits / given.temperature).softmax(1) for logits in given.logits(student, teacher))
+        inter_B = 1 - correlations(student_BK, teacher_BK)
+        intra_K = 1 - correlations(batch.everyone(student_BK).T, batch.everyone(teacher_BK).T)
+        scale = given.temperature**2
+        return {"inter": scale * given.beta * inter_B, "intra": scale * given.gamma * intra_K.mean()}
+
+
+def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:
+    """Pearson's correlation of each row of one with that of the other, (R,); 0 where a row is constant, with finite gradients."""
+    a_RD, b_RD = _centred(a_RD), _centred(b_RD)
+    norms_R: Tensor = torch.linalg.vector_norm(a_RD, dim=1) * torch.linalg.vector_norm(b_RD, dim=1)
+    return (a_RD * b_RD).sum(1) / (norms_R + 1e-8)
+
+
+def _centred(rows_RD: Tensor) -> Tensor:
+    return rows_RD - rows_RD.sum(1, keepdim=True) / max(rows_RD.shape[1], 1)

@@ -1,0 +1,130 @@
+"""What methods on feature maps share: directions, sizes that fit, pairs of maps, and the regressor between two of them.
+
+Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.contract import Setting
+from trainables.models.taps import classifier
+
+Shape = tuple[int, ...]
+
+_TINY = 1e-12
+"""A norm below this is that of a zero vector, as in torch's `normalize`."""
+
+
+def unit(x: Tensor, dim: int | Sequence[int] = -1) -> Tensor:
+    """`x` divided by its Euclidean norm over `dim`; a zero vector stays one, and its gradient is 0 and not 1e12."""
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    direction = x / norm.clamp(min=_TINY)
+    return torch.where(norm > _TINY, direction, direction.detach())
+
+
+def pooled_alike(a_BCHW: Tensor, b_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Both maps at the smaller of their heights and widths, by adaptive average pooling. Channels may differ."""
+    height, width = min(a_BCHW.shape[2], b_BCHW.shape[2]), min(a_BCHW.shape[3], b_BCHW.shape[3])
+    return average_pooled(a_BCHW, height, width), average_pooled(b_BCHW, height, width)
+
+
+def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
+    """`adaptive_avg_pool2d` to a size that is no larger. Where it divides the map's, plain pooling: its gradient on a GPU is
+    the same in every run, which that of the adaptive one is not."""
+    (rows, rest_rows), (columns, rest_columns) = divmod(map_BCHW.shape[2], height), divmod(map_BCHW.shape[3], width)
+    if rest_rows or rest_columns:
+        return functional.adaptive_avg_pool2d(map_BCHW, (height, width))
+    return map_BCHW if rows == columns == 1 else functional.avg_pool2d(map_BCHW, (rows, columns))
+
+
+def paired_maps(method: str, setting: Setting, *, least: int = 1) -> list[tuple[Shape, Shape]]:
+    """The shapes of the student's and the teacher's maps, paired by position; at least `least` pairs.
+
+    Raises:
+        ExperimentError: there are fewer, one side has more than the other, or a tap gives something else than maps.
+    """
+    assert setting.teacher is not None
+    student, teacher = setting.student.shapes, setting.teacher.shapes
+    options = f"distill.options.{method}"
+    for side, shapes in (("student", student), ("teacher", teacher)):
+        for place, shape in enumerate(shapes, 1):
+            if len(shape) != 3:
+                raise ExperimentError(
+                    f"{options}.{side}_taps: {method} reads maps (C, H, W), tap {place} of the {side} gives {shape}: "
+                    "name a stage or a convolution (`distill taps MODEL` lists them)"
+                )
+    if len(student) != len(teacher):
+        raise ExperimentError(
+            f"{options}: the student has {len(student)} maps, the teacher {len(teacher)}, and {method} pairs them by position: "
+            "name as many student_taps as teacher_taps"
+        )
+    if len(student) < least:
+        raise ExperimentError(
+            f"{options}: {method} reads {least} maps or more, not {len(student)}: name more student_taps and teacher_taps"
+        )
+    return list(zip(student, teacher, strict=True))
+
+
+def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
+    """Refuse pairs of maps whose channels differ in number.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for student, teacher in pairs:
+        if student[0] != teacher[0]:
+            raise ExperimentError(
+                f"distill.method: {method} compares maps with equally many channels, not {student[0]} of the student with "
+                f"{teacher[0]} of the teacher: name other taps, or choose a method with a regressor, such as fitnet"
+            )
+
+
+def body_parameters(student: nn.Module) -> list[nn.Parameter]:
+    """All parameters of a model but those of its final linear layer, which no loss on maps moves."""
+    last = {id(parameter) for parameter in classifier(student).parameters()}
+    return [parameter for parameter in student.parameters() if id(parameter) not in last]
+
+
+class ConvReg(nn.Module):
+    """Convolution, batch norm and ReLU that turn a student's map into the shape of the teacher's.
+
+    The convolution is RepDistiller's: for twice the height and width 3 × 3 with stride 2, for half of them a transposed 4 × 4
+    with stride 2, otherwise one without padding that leaves the teacher's size. Romero et al. 2015 (FitNets, section 2.2) use
+    the last kind only.
+    """
+
+    def __init__(self, student: Shape, teacher: Shape, group: Group, *, relu: bool = True) -> None:
+        """`relu=False` leaves the ReLU out, for maps from before an activation.
+
+        Raises:
+            ExperimentError: the student's map is the smaller one, and not by half.
+        """
+        super().__init__()
+        (inputs, *size), (outputs, *wanted) = student, teacher
+        self.conv: nn.Module
+        if size == [2 * pixels for pixels in wanted]:
+            self.conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
+        elif [2 * pixels for pixels in size] == wanted:
+            self.conv = nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1)
+        elif size[0] >= wanted[0] and size[1] >= wanted[1]:
+            self.conv = nn.Conv2d(inputs, outputs, (1 + size[0] - wanted[0], 1 + size[1] - wanted[1]))
+        else:
+            raise ExperimentError(
+                f"distill.method: no regressor turns the student's map {student} into the teacher's {teacher}: "
+                "tap the student where its map is half as high and wide, or not smaller"
+            )
+        self.norm = GlobalBatchNorm2d(outputs, group)
+        self.activation = nn.ReLU() if relu else nn.Identity()
+
+    def forward(self, student_BCHW: Tensor) -> Tensor:
+        """(B, C, H, W) in the teacher's shape."""
+        regressed_BCHW: Tensor = self.activation(self.norm(self.conv(student_BCHW)))
+        return regressed_BCHW

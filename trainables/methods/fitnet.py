@@ -1,0 +1,50 @@
+"""FitNets: Romero, Ballas, Kahou, Chassang, Gatta and Bengio 2015 (ICLR), "FitNets: Hints for Thin Deep Nets", equation 3.
+
+A regressor r turns the student's guided layer into the shape of the teacher's hint layer; the squared distance of the two is
+the loss. The paper trains the student up to that layer with it first and distils logits afterwards; RepDistiller and mdistiller
+add it to the labels' loss from the start, and so does this, in either variant.
+
+Shapes: B batch, C channels, H W positions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import ConvReg, paired_maps
+
+
+class FitNetOptions(MethodOptions):
+    """RepDistiller's and mdistiller's defaults for CIFAR-100: weight 100, the second stage."""
+
+    weight: NonNegative = 100.0
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="repdistiller: mean over a map's values; paper: half the sum over them"
+    )
+
+
+class FitNet(Method):
+    """mean(F_t − r(F_s))², or as in the paper ½·‖F_t − r(F_s)‖²; of several pairs of taps the sum."""
+
+    Options = FitNetOptions
+    terms = ("hint",)
+    taps = ("stage2",)
+
+    def __init__(self, options: FitNetOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        self.regressors = nn.ModuleList([ConvReg(*pair, setting.group) for pair in paired_maps("fitnet", setting)])
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`hint` of each sample, (B,)."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        for regressor, s_BCHW, t_BCHW in zip(self.regressors, student.features, teacher.features, strict=True):
+            squares_BCHW = (t_BCHW - regressor(s_BCHW)).square()
+            paper = self._options.variant == "paper"
+            total_B = total_B + (0.5 * squares_BCHW.flatten(1).sum(1) if paper else mean_per_sample(squares_BCHW))
+        return {"hint": total_B}

@@ -1,0 +1,81 @@
+"""Flow of solution procedure: Yim, Joo, Bae and Kim 2017 (CVPR), "A Gift from Knowledge Distillation", equations 1 and 2.
+
+How a network gets from one map to a later one is told by their channels' products, averaged over positions:
+
+    G[i, j] = Σ over positions of F1[i]·F2[j] / (h·w)
+
+In a stage before training the squared distance of the student's matrices from the teacher's, alone, moves the student; afterwards
+the labels' loss alone does. Of two maps the larger is pooled to the smaller's size, in the paper by its maximum, in RepDistiller
+and mdistiller by its mean. The paper sums the squares, the codes take their mean.
+
+Shapes: B batch, C channels (I of the earlier map, J of the later), H W positions, P = H·W.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import Count, MethodOptions
+from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.features import body_parameters, equal_channels, paired_maps, pooled_alike
+
+
+class FSPOptions(MethodOptions):
+    """RepDistiller's defaults for CIFAR-100: 30 epochs, from the stem and each stage to the next."""
+
+    init_epochs: Count = Field(30, description="epochs before training in which this loss alone moves the student")
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="repdistiller: average pooling, mean of squares; paper: maximum pooling, sum of squares"
+    )
+
+
+class FSP(Method):
+    """Before training: Σ over consecutive maps of ‖G_t − G_s‖², G = F1·F2ᵀ/(h·w); in it: nothing."""
+
+    Options = FSPOptions
+    terms = ()
+    init_terms = ("flow",)
+    taps = ("stem", "stages")
+
+    def __init__(self, options: FSPOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        equal_channels("fsp", paired_maps("fsp", setting, least=2))
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """No terms: the method ends before training."""
+        return {}
+
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`flow` of each sample, (B,)."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        paper = self._options.variant == "paper"
+        for own, wanted in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
+            squares_BIJ = (flow(*own, maximum=paper) - flow(*wanted, maximum=paper)).square()
+            total_B = total_B + (squares_BIJ.sum((1, 2)) if paper else squares_BIJ.mean((1, 2)))
+        return {"flow": total_B}
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """The student's without its classifier's."""
+        return body_parameters(student)
+
+
+def flow(earlier_BCHW: Tensor, later_BCHW: Tensor, *, maximum: bool = False) -> Tensor:
+    """The matrix G of two maps of one model, (B, I, J). `maximum`: the larger is pooled by its maximum, not its mean."""
+    if maximum:
+        size = (min(earlier_BCHW.shape[2], later_BCHW.shape[2]), min(earlier_BCHW.shape[3], later_BCHW.shape[3]))
+        earlier_BCHW, later_BCHW = (functional.adaptive_max_pool2d(map_BCHW, size) for map_BCHW in (earlier_BCHW, later_BCHW))
+    else:
+        earlier_BCHW, later_BCHW = pooled_alike(earlier_BCHW, later_BCHW)
+    earlier_BIP, later_BJP = earlier_BCHW.flatten(2), later_BCHW.flatten(2)
+    return earlier_BIP @ later_BJP.mT / earlier_BIP.shape[2]

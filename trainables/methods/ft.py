@@ -1,0 +1,101 @@
+"""Factor transfer: Kim, Park and Kwak 2018 (NeurIPS), "Paraphrasing Complex Network: Network Compression via Factor Transfer",
+equations 1 and 4.
+
+In a stage before training a paraphraser learns to rebuild the teacher's last map from fewer channels, the teacher's factor (mean
+squared error). Then it is frozen, and a translator, trained with the student, turns the student's map into a factor like it:
+‖F_t/‖F_t‖ − F_s/‖F_s‖‖₁. The authors' code takes the mean of the absolute differences (with weight 500), RepDistiller first the
+mean of a factor's squares over channels, as in attention transfer, and puts batch norms into the translator.
+
+Shapes: B batch, C channels, H W positions, E values of a normed factor.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from trainables.config import MethodOptions, Natural, NonNegative, Number
+from trainables.distributed import Group
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.at import attention
+from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import paired_maps, pooled_alike, unit
+
+
+class FTOptions(MethodOptions):
+    """RepDistiller's defaults for CIFAR-100: weight 200, 30 epochs for the paraphraser, half the teacher's channels."""
+
+    weight: NonNegative = 200.0
+    init_epochs: Natural = Field(30, description="epochs before training in which the paraphraser learns; 0: it stays as drawn")
+    rate: Annotated[Number, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
+    variant: Literal["repdistiller", "official", "paper"] = Field(
+        "repdistiller", description="repdistiller: factors' attention; official: mean over their values; paper: sum over them"
+    )
+
+
+class FT(Method):
+    """‖unit(F_t) − unit(F_s)‖₁ of the factors; RepDistiller's: the mean over positions of |Q_t − Q_s|, Q = unit(mean of F²)."""
+
+    Options = FTOptions
+    terms = ("factor",)
+    init_terms = ("reconstruction",)
+    taps = ("stage-1",)
+
+    def __init__(self, options: FTOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        group = setting.group if options.variant == "repdistiller" else None
+        self.paraphrasers, self.builders, self.translators = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        for (inputs, *_), (channels, *_) in paired_maps("ft", setting):
+            factor = max(int(channels * options.rate), 1)
+            self.paraphrasers.append(_stack(nn.Conv2d, channels, channels, factor, factor))
+            self.builders.append(_stack(nn.ConvTranspose2d, factor, factor, channels, channels))
+            self.translators.append(_stack(nn.Conv2d, inputs, inputs, factor, factor, group=group))
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`factor` of each sample, (B,)."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        modules = zip(self.paraphrasers, self.translators, student.features, teacher.features, strict=True)
+        for paraphraser, translator, s_BCHW, t_BCHW in modules:
+            with torch.no_grad():
+                wanted_BCHW = paraphraser(t_BCHW)
+            own_BE, wanted_BE = (self._normed(factor_BCHW) for factor_BCHW in pooled_alike(translator(s_BCHW), wanted_BCHW))
+            apart_BE = (own_BE - wanted_BE).abs()
+            total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
+        return {"factor": total_B}
+
+    @property
+    def init_epochs(self) -> int:
+        """As long as `init_epochs` of the options."""
+        return self._options.init_epochs
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`reconstruction` of each sample, (B,). The student has no part in it."""
+        total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))
+        for paraphraser, builder, t_BCHW in zip(self.paraphrasers, self.builders, teacher.features, strict=True):
+            total_B = total_B + mean_per_sample((builder(paraphraser(t_BCHW)) - t_BCHW).square())
+        return {"reconstruction": total_B}
+
+    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """The paraphraser's, and of what rebuilds the map from its factor."""
+        return [*self.paraphrasers.parameters(), *self.builders.parameters()]
+
+    def settled_parameters(self) -> list[nn.Parameter]:
+        """The same: in training only the translator learns, with the student."""
+        return [*self.paraphrasers.parameters(), *self.builders.parameters()]
+
+    def _normed(self, factor_BCHW: Tensor) -> Tensor:
+        return attention(factor_BCHW) if self._options.variant == "repdistiller" else unit(factor_BCHW.flatten(1))
+
+
+def _stack(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], *channels: int, group: Group | None = None) -> nn.Sequential:
+    """3 × 3 convolutions from each number of channels to the next, each with a leaky ReLU; with `group` batch norms between."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        norm = [GlobalBatchNorm2d(outputs, group)] if group is not None else []
+        layers += [kind(inputs, outputs, 3, padding=1), *norm, nn.LeakyReLU(0.1)]
+    return nn.Sequential(*layers)

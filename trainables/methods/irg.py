@@ -1,0 +1,97 @@
+"""Instance relationship graph, IRG: Liu, Cao, Li, Yuan, Hu, Li and Duan 2019 (CVPR), equations 5 to 9.
+
+A batch is a graph: samples are vertices, their distances are edges, and a graph turns into that of the next layer.
+
+- vertex: the mean squared difference of the logits;
+- edge: of A, all pairs' squared distances divided by the largest of the batch, the mean over three features;
+- transformation: of Λ, each sample's squared distance between an earlier and a later map, divided by the largest of the batch.
+
+The authors' code is for Caffe: it compares pooled features, has a transformation inside a stage, and takes the largest distance
+for a constant. The PyTorch code of Knowledge-Distillation-Zoo is followed: edges of two maps and the pooled features, gradients
+through the largest, squared distances of at least 1e-12. The earlier map is average-pooled to the later one's size, and a later
+map with twice the channels has pairs of them averaged. Distances that are all 0 are left so.
+
+Shapes: B samples of this rank, N of the global batch, C channels, H W positions, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.errors import ExperimentError
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import average_pooled
+from trainables.methods.relations import squared_distances_of_pairs
+
+
+class IRGOptions(MethodOptions):
+    """The weights of Knowledge-Distillation-Zoo."""
+
+    vertex: NonNegative = Field(0.1, description="weight of the logits")
+    edge: NonNegative = Field(5.0, description="weight of the distances between samples")
+    transformation: NonNegative = Field(5.0, description="weight of the distances between two maps of a sample")
+
+
+class IRG(Method):
+    """0.1·(logits apart)² + 5·(distances of pairs apart)² + 5·(distances from map to map apart)²."""
+
+    Options = IRGOptions
+    terms = ("vertex", "edge", "transformation")
+    taps = ("stage2", "stage3", "pooled")
+    """An earlier map, a later one, and any features."""
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: IRGOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        _check(setting)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
+        edges, changes = [], []
+        for seen in (student, teacher):
+            changes.append(_by_largest(batch.everyone(change(*seen.features[:2])).clamp(min=1e-12)))
+            edges.append(torch.stack([distances(batch.everyone(feature.flatten(1))) for feature in seen.features]))
+        return {
+            "vertex": self._options.vertex * mean_per_sample((student.logits_BK - teacher.logits_BK).square()),
+            "edge": self._options.edge * _mean((edges[0] - edges[1]).square()),
+            "transformation": self._options.transformation * _mean((changes[0] - changes[1]).square()),
+        }
+
+
+def change(earlier_BCHW: Tensor, later_BCHW: Tensor) -> Tensor:
+    """Squared distance of each sample's two maps, (B,), made to fit as told above."""
+    later_BCHW = later_BCHW if later_BCHW.shape[1] == earlier_BCHW.shape[1] else (later_BCHW[:, ::2] + later_BCHW[:, 1::2]) / 2
+    return (average_pooled(earlier_BCHW, *later_BCHW.shape[2:]) - later_BCHW).square().flatten(1).sum(1)
+
+
+def distances(rows_ND: Tensor) -> Tensor:
+    """Squared distances of all pairs divided by the largest, (N, N); 0 on the diagonal."""
+    return _by_largest(squared_distances_of_pairs(rows_ND))
+
+
+def _by_largest(values: Tensor) -> Tensor:
+    return values / values.amax().clamp(min=1e-12) if values.numel() else values
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.sum() / max(values.numel(), 1)
+
+
+def _check(setting: Setting) -> None:
+    assert setting.teacher is not None
+    for whose, shapes in (("student", setting.student.shapes), ("teacher", setting.teacher.shapes)):
+        said = f"distill.options.irg.{whose}_taps: "
+        if len(shapes) < 2 or len(shapes[0]) != 3 or len(shapes[1]) != 3:
+            raise ExperimentError(f"{said}the first two have to be maps (C, H, W), an earlier and a later one: name two stages")
+        (channels, *size), (later, *later_size) = shapes[:2]
+        if later not in (channels, 2 * channels) or any(a < b for a, b in zip(size, later_size, strict=True)):
+            raise ExperimentError(
+                f"{said}the second map, {shapes[1]}, needs as many channels as the first, {shapes[0]}, or twice as many, and no "
+                "larger a size: name other stages"
+            )
+    if len(setting.student.shapes) != len(setting.teacher.shapes):
+        raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared one by one: name equally many")

@@ -1,0 +1,129 @@
+"""Distillation of singular vectors: Lee, Kim and Song 2018 (ECCV), "Self-supervised Knowledge Distillation Using Singular Value
+Decomposition".
+
+A map as a matrix X, positions by channels, is told by its first k right singular vectors. Each of the teacher's is paired with
+the one of the student's first k + 3 that is most parallel to it, turned to its side; both are weighed by the teacher's singular
+values. How a map's vectors a relate to the next map's b is told by exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
+loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow code takes ½·√k of it.
+
+A singular vector's sign is arbitrary, and the loss depends on it, which published codes leave to the library. Here the teacher's
+is turned so that its largest component is positive. The gradient of a singular vector has the differences of squared singular
+values as denominators; these are kept from 0. mdistiller decomposes another matrix (channels and height by width).
+
+`torch.linalg.eigh` makes a GPU's host wait.
+
+Shapes: B batch, C channels, H W positions, P = H·W, k singular vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainables.config import Count, MethodOptions
+from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.features import equal_channels, paired_maps, unit
+
+
+class KDSVDOptions(MethodOptions):
+    """RepDistiller's defaults for CIFAR-100: weight 1, one singular vector of each stage's map."""
+
+    vectors: Count = Field(1, description="k, singular vectors of a map that are compared; no more than every map has")
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="paper: ½·√k of the loss, as the authors take it"
+    )
+
+
+class KDSVD(Method):
+    """Σ over consecutive maps a, b of ‖exp(−(b_i − a_j)²/8) of the student − the same of the teacher‖²."""
+
+    Options = KDSVDOptions
+    terms = ("relation",)
+    taps = ("stages",)
+
+    def __init__(self, options: KDSVDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        pairs = paired_maps("kdsvd", setting, least=2)
+        equal_channels("kdsvd", pairs)
+        self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
+        self._scale = 0.5 * options.vectors**0.5 if options.variant == "paper" else 1.0
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`relation` of each sample, (B,)."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        before: tuple[Tensor, Tensor] | None = None
+        for s_BCHW, t_BCHW in zip(student.features, teacher.features, strict=True):
+            now = self._aligned(s_BCHW, t_BCHW)
+            if before is not None:
+                apart_BCCk = _relation(before[0], now[0]) - _relation(before[1], now[1])
+                total_B = total_B + self._scale * apart_BCCk.square().flatten(1).sum(1)
+            before = now
+        return {"relation": total_B}
+
+    def _aligned(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """The student's vectors that match the teacher's, and the teacher's, (B, C, k), weighed."""
+        with torch.no_grad():
+            values_Bk, teacher_BCk = right_singular(teacher_BCHW, self._vectors)
+            largest_B1k = teacher_BCk.abs().argmax(1, keepdim=True)
+            teacher_BCk = teacher_BCk * teacher_BCk.gather(1, largest_B1k).sign()
+        _, student_BCj = right_singular(student_BCHW, self._vectors + 3)
+        with torch.no_grad():
+            cosine_Bjk = student_BCj.mT @ teacher_BCk
+            nearest_B1k = cosine_Bjk.abs().argmax(1, keepdim=True)
+            side_B1k = cosine_Bjk.gather(1, nearest_B1k).sign()
+        student_BCk = student_BCj.gather(2, nearest_B1k.expand(-1, student_BCj.shape[1], -1)) * side_B1k
+        weights_B1k = unit(values_Bk)[:, None]
+        return student_BCk * weights_B1k, teacher_BCk * weights_B1k
+
+
+def right_singular(map_BCHW: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The first `most` singular values (B, k), without gradients, and right singular vectors (B, C, k) of positions by channels.
+
+    There are fewer where the matrix has fewer. They come from the eigenvectors of the smaller of its two Gram matrices; those of
+    a map that is 0 in every position are 0 where they come from the positions' one.
+    """
+    x_BPC = map_BCHW.flatten(2).mT
+    by_position = x_BPC.shape[1] < x_BPC.shape[2]
+    gram = x_BPC @ x_BPC.mT if by_position else x_BPC.mT @ x_BPC
+    values, vectors = _Eigen.apply(gram)  # type: ignore[no-untyped-call]
+    values_Bk, vectors = values[:, -most:].flip(1), vectors[:, :, -most:].flip(2)
+    vectors_BCk = unit(x_BPC.mT @ vectors, dim=1) if by_position else vectors
+    return values_Bk.clamp(min=0).sqrt(), vectors_BCk
+
+
+def _relation(earlier_BCk: Tensor, later_BCk: Tensor) -> Tensor:
+    """exp(−(b_i − a_j)²/8) for each channel i of the later and j of the earlier map, (B, C, C, k)."""
+    return torch.exp(-(later_BCk[:, :, None] - earlier_BCk[:, None]).square() / 8)
+
+
+class _Eigen(torch.autograd.Function):
+    """`eigh` of symmetric matrices, with a gradient through the vectors alone that stays finite where values coincide.
+
+    The gradient of vector j with respect to direction i has the denominator λ_j − λ_i (Ionescu, Vantzos and Sminchisescu 2015,
+    equation 15). It is kept √ε of the largest value away from 0, and where it is 0 that part is left out: within such a distance
+    the two directions are not told apart to half of the digits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        # eigh raises for what is not finite; the loop's check of the loss tells of it better.
+        values, vectors = torch.linalg.eigh(torch.nan_to_num(matrices, 0.0, 0.0, 0.0))
+        ctx.save_for_backward(values, vectors)
+        ctx.mark_non_differentiable(values)
+        return values, vectors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, gradient: Tensor) -> Tensor:
+        values: Tensor
+        vectors: Tensor
+        values, vectors = ctx.saved_tensors
+        gaps = values[:, None, :] - values[:, :, None]
+        tiny = torch.finfo(values.dtype).eps ** 0.5 * values.abs().amax(1)[:, None, None]
+        inverse = gaps.sign() / torch.maximum(gaps.abs(), tiny)
+        inverse = torch.where(inverse.isfinite(), inverse, 0.0)
+        return vectors @ (inverse * (vectors.mT @ gradient)) @ vectors.mT

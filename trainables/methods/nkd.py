@@ -1,0 +1,50 @@
+"""Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV).
+
+"From Knowledge Distillation to Self-Knowledge Distillation: A Unified Approach with Normalized Loss and Customized Soft Labels".
+KD's cross-entropy in two parts, the target's and that of the other classes, whose probabilities are normalised to sum to 1, so
+that they can be equal: L = −T_t·log S_t − γλ²·Σ_{k≠t} N(T_k)·log N(S_k). T_t and S_t are the target's probabilities at
+temperature 1, N the softmax over the other classes at temperature λ. A cross-entropy, so not 0 where student and teacher agree.
+
+An early version of the authors' code kept the target's logits where it should have kept the others'; the later one is followed.
+
+Shapes: B batch, K classes, J = K − 1 classes other than the target.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import NonNegative, Positive
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.logits import LogitOptions, without_target
+
+
+class NKDOptions(LogitOptions):
+    """The paper's: λ = 1 and γ = 1.5, beside a task weight of 1. The authors' λ for CIFAR-100 is 3."""
+
+    temperature: Positive = Field(1.0, description="λ, by which the logits of the other classes are divided")
+    gamma: NonNegative = Field(1.5, description="weight of the other classes")
+
+
+class NKD(Method):
+    """−T_t·log S_t − γλ²·Σ_{k≠t} N(T_k)·log N(S_k)."""
+
+    Options = NKDOptions
+    terms = ("target", "others")
+    needs = Needs(one_label=True)
+
+    def __init__(self, options: NKDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`target` and `others` of each sample, (B,), with γλ² in the second."""
+        given, labels_B1 = self._options, batch.labels_B.unsqueeze(1)
+        student_BK, teacher_BK = given.logits(student, teacher)
+        target_B1 = -teacher_BK.softmax(1).gather(1, labels_B1) * student_BK.log_softmax(1).gather(1, labels_B1)
+        student_BJ, teacher_BJ = (
+            without_target(logits_BK, batch.labels_B) / given.temperature for logits_BK in (student_BK, teacher_BK)
+        )
+        others_B = -(teacher_BJ.softmax(1) * student_BJ.log_softmax(1)).sum(1)
+        return {"target": target_B1.squeeze(1), "others": given.gamma * given.temperature**2 * others_B}

@@ -1,0 +1,101 @@
+"""A Comprehensive Overhaul of Feature Distillation: Heo, Kim, Yun, Park, Kwak and Choi 2019 (ICCV), sections 3.1 to 3.4.
+
+Features are compared before a stage's last ReLU. The teacher's t becomes max(t, m), with a margin m below 0 for each channel
+(equation 3): what the ReLU lets through is to be met exactly, of what it cuts off only that it is cut off. The partial distance
+(equation 4) leaves out where the student s is below the target and the target is not above 0:
+
+    d = Σ over C, H and W of (s − max(t, m))² · [s > max(t, m) or t > 0]
+
+m is the mean of the negative part of a normal distribution with the mean β and the deviation |γ| of the batch norm that made t,
+m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of it is negative (the authors' code). Where γ is 0, both give
+min(β, 0). Behind a sum of branches it is the norm of the main one, as in the authors' code.
+
+The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
+averaged to the student's size. Deviation from the authors' code: there the teacher normalises by the batch, here as in any
+other method by its running statistics.
+
+Shapes: B batch, C channels, H W positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.errors import ExperimentError
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.features import average_pooled, paired_maps
+from trainables.models.norms import norms_before
+
+
+class OFDOptions(MethodOptions):
+    """The authors' weight for CIFAR; for ImageNet they take 1e-4."""
+
+    weight: NonNegative = 1e-3
+
+
+class OFD(Method):
+    """Σ over stages of 2^(i − n)·‖r(student) − max(teacher, m)‖², where the student is above it or the teacher above 0."""
+
+    Options = OFDOptions
+    terms = ("partial",)
+    taps = ("stages.preact",)
+
+    def __init__(self, options: OFDOptions, setting: Setting) -> None:
+        """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""
+        super().__init__(options, setting)
+        pairs = paired_maps("ofd", setting)
+        assert setting.teacher is not None
+        names = options.teacher_taps or self.taps
+        model = setting.teacher.model
+        norms = norms_before(model, names, name=f"{type(model).__name__} (the teacher)", image_size=setting.image_size)
+        self._connectors = nn.ModuleList(_connector(student[0], teacher[0], setting) for student, teacher in pairs)
+        for place, norm in enumerate(norms):
+            if norm is None:
+                raise ExperimentError(
+                    f"distill.options.ofd.teacher_taps: the teacher's map {place + 1} of {len(norms)} is not what a batch norm "
+                    "with scale and shift gives, nor a sum with that: tap the outputs of batch norms, or choose another method"
+                )
+            # Not in the checkpoint: the teacher has them. In float64, for a job in float64.
+            self.register_buffer(f"_margin{place}", margins(norm.weight, norm.bias), persistent=False)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`partial` of each sample, (B,), summed over stages with their weights."""
+        distances = []
+        for place, connector in enumerate(self._connectors):
+            connected_BCHW = connector(student.features[place])
+            target_BCHW = average_pooled(teacher.features[place], *connected_BCHW.shape[2:])
+            distance_B = partial_distance(connected_BCHW, target_BCHW, self.get_buffer(f"_margin{place}"))
+            distances.append(distance_B * 2.0 ** (place + 1 - len(self._connectors)))
+        return {"partial": torch.stack(distances).sum(0)}
+
+
+def _connector(inputs: int, outputs: int, setting: Setting) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
+    nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
+    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, setting.group))
+
+
+@torch.no_grad()
+def margins(scale_C: Tensor, shift_C: Tensor) -> Tensor:
+    """The mean of the negative part of a normal distribution with deviation |scale| and mean `shift`: (C,), float64."""
+    deviation_C, mean_C = scale_C.detach().cpu().double().abs(), shift_C.detach().cpu().double()
+    some_C = deviation_C > 0
+    z_C = mean_C / torch.where(some_C, deviation_C, 1.0)
+    density_C = torch.exp(-0.5 * z_C.square()) / math.sqrt(2 * math.pi)
+    negative_C = torch.special.ndtr(-z_C)
+    tail_C = mean_C - deviation_C * density_C / negative_C.clamp(min=1e-3)
+    usual_C = torch.where(negative_C > 1e-3, tail_C, -3 * deviation_C)
+    return torch.where(some_C, usual_C, mean_C.clamp(max=0))
+
+
+def partial_distance(student_BCHW: Tensor, teacher_BCHW: Tensor, margin_C: Tensor) -> Tensor:
+    """Σ (student − max(teacher, margin))² of each sample, (B,), where the student is above that or the teacher above 0."""
+    target_BCHW = torch.maximum(teacher_BCHW, margin_C[:, None, None].to(teacher_BCHW.dtype))
+    counts_BCHW = (student_BCHW > target_BCHW) | (teacher_BCHW > 0)
+    difference_BCHW = torch.where(counts_BCHW, student_BCHW - target_BCHW, 0.0)
+    return difference_BCHW.square().flatten(1).sum(1)

@@ -1,0 +1,73 @@
+"""Probabilistic knowledge transfer, PKT: Passalis and Tefas 2018 (ECCV), equations 3 to 6.
+
+From each sample's cosines to the others, K = ½·(cos + 1), a distribution p_{j|i} = K_ij/Σ_j K_ij; the student's is to be the
+teacher's: Σ p_t·log(p_t/p_s).
+
+`repdistiller`, which is the authors' code too, and mdistiller: 1e-7 is added to the features' norms and to both
+probabilities in the logarithm, i is among its own neighbours, and the mean is taken over all N² pairs. `paper`: j ≠ i, the sum.
+
+Shapes: B samples of this rank, N of the global batch, D features.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
+from trainables.methods.relations import all_rows, check_one_tap, off_diagonal
+
+_EPSILON = 1e-7
+
+
+class PKTOptions(MethodOptions):
+    """RepDistiller's weight, for its formula."""
+
+    weight: NonNegative = 30000.0
+    variant: Literal["paper", "repdistiller"] = Field("repdistiller", description="whose loss, see trainables.methods.pkt")
+
+
+class PKT(Method):
+    """KL(p_t ‖ p_s) of each sample's neighbours, p from the features' cosines; the mean over pairs."""
+
+    Options = PKTOptions
+    terms = ("kl",)
+    taps = ("pooled",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: PKTOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        check_one_tap("pkt", setting)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`kl`, a scalar."""
+        rows = [all_rows(seen, batch) for seen in (student, teacher)]
+        if self._options.variant == "paper":
+            student_NN, teacher_NN = (neighbours(rows_ND, own=False) for rows_ND in rows)
+            log_ratio_NN = teacher_NN.clamp(min=_EPSILON).log() - student_NN.clamp(min=_EPSILON).log()
+            return {"kl": (teacher_NN * log_ratio_NN).sum()}
+        student_NN, teacher_NN = (neighbours(rows_ND, own=True) for rows_ND in rows)
+        kl_NN = teacher_NN * ((teacher_NN + _EPSILON) / (student_NN + _EPSILON)).log()
+        return {"kl": kl_NN.sum() / max(len(kl_NN), 1) ** 2}
+
+
+def neighbours(rows_ND: Tensor, *, own: bool) -> Tensor:
+    """p_{j|i} of row i and column j, (N, N), with j = i in the way of RepDistiller, or without. Equal for a row of zeros."""
+    if not own:
+        kernel_NN = _kernel(unit(rows_ND)) * off_diagonal(rows_ND)
+        return kernel_NN / kernel_NN.sum(1, keepdim=True).clamp(min=_EPSILON)
+    norms_N1 = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)
+    unit_ND = rows_ND / (norms_N1 + _EPSILON)
+    # A row of zeros has no direction to learn, rather than 1e7 of it.
+    kernel_NN = _kernel(torch.where(norms_N1 > 0, unit_ND, unit_ND.detach()))
+    return kernel_NN / kernel_NN.sum(1, keepdim=True)
+
+
+def _kernel(unit_ND: Tensor) -> Tensor:
+    return (unit_ND @ unit_ND.T + 1) / 2

@@ -1,0 +1,48 @@
+"""What methods that compare samples share: the rows of the whole batch, and distances between them.
+
+Shapes: N samples of the global batch, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainables.errors import ExperimentError
+from trainables.methods.contract import Samples, Seen, Setting, squared_distances
+
+
+def check_one_tap(method: str, setting: Setting) -> None:
+    """Refuse more than one feature of a model for a method that compares one.
+
+    Raises:
+        ExperimentError: one line with what to write instead.
+    """
+    for whose, side in (("student", setting.student), ("teacher", setting.teacher)):
+        if side is not None and len(side.shapes) != 1:
+            raise ExperimentError(
+                f"distill.options.{method}.{whose}_taps: {method} compares one feature, not {len(side.shapes)}: name one point"
+            )
+
+
+def all_rows(seen: Seen, batch: Samples) -> Tensor:
+    """The feature of every sample of the global batch, flattened, (N, D)."""
+    return batch.everyone(seen.features[0].flatten(1))
+
+
+def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:
+    """Squared distances of all pairs, (N, N): at least 1e-12, as published codes have it, and 0 on the diagonal."""
+    rows = len(rows_ND)
+    # Distances do not change with the origin, but far from it a difference of squares loses digits.
+    centred_ND = rows_ND - rows_ND.detach().sum(0) / max(rows, 1)
+    return squared_distances(centred_ND, centred_ND).clamp(min=1e-12) * off_diagonal(rows_ND)
+
+
+def off_diagonal(rows_ND: Tensor) -> Tensor:
+    """(N, N): 1 for two different samples, 0 on the diagonal."""
+    return 1 - torch.eye(len(rows_ND), dtype=rows_ND.dtype, device=rows_ND.device)
+
+
+def with_gradient(values: Tensor, gradients: Tensor, at: Tensor) -> Tensor:
+    """`values`, a scalar or (B,), each a function of `at` or of its row of it, with the gradients that are known of them."""
+    return values.detach() + (gradients * (at - at.detach())).flatten(values.ndim).sum(-1)

@@ -1,0 +1,129 @@
+"""Distilling Knowledge via Knowledge Review: Chen, Liu, Zhao and Jia 2021 (CVPR), sections 3.2 to 3.4.
+
+A level of the teacher teaches this level of the student and all deeper ones. From the deepest to the shallowest, the student's
+map is fused with what the deeper levels left (attention based fusion, ABF, figure 3a), and what comes out is compared with the
+teacher's map at several sizes (hierarchical context loss, HCL, figure 3b).
+
+ABF: x = BN(conv 1×1 (map)), M channels wide; r, the residual that the deeper level passed on, at the size of x by the nearest
+position; z = sigmoid(conv 1×1 ([x; r])), two channels; x = z₀·x + z₁·r, at the teacher's size by the nearest position. x is
+passed on; BN(conv 3×3 (x)) is compared. M is the channels of the student's deepest level, 512 at most.
+
+HCL: the mean square of the difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, as far as these are
+smaller, divided by the sum of the factors used; summed over levels. These are the authors' code's, which the paper's text leaves
+open. The last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last
+activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`).
+
+Shapes: B batch, C channels, H W positions, M channels of the residual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.distributed import Group
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.contract import Method, Samples, Seen, Setting, Side, mean_per_sample
+from trainables.methods.features import average_pooled, paired_maps
+
+SIZES = (4, 2, 1)
+"""Positions a side at which maps are compared beside their own size."""
+
+
+class ReviewKDOptions(MethodOptions):
+    """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6), and their warm-up.
+
+    For ImageNet they take a weight of 1 and a warm-up of 1 epoch.
+    """
+
+    weight: NonNegative = 5.0
+    warmup_epochs: NonNegative = 20.0
+    student_taps: tuple[str, ...] = ("stages", "pooled")
+    teacher_taps: tuple[str, ...] = ("stages.preact", "pooled")
+
+
+class ReviewKD(Method):
+    """Σ over levels of HCL(ABF(student's levels from this one on), teacher's level)."""
+
+    Options = ReviewKDOptions
+    terms = ("review",)
+
+    def __init__(self, options: ReviewKDOptions, setting: Setting) -> None:
+        """Raises ExperimentError where student and teacher have different numbers of levels."""
+        super().__init__(options, setting)
+        assert setting.teacher is not None
+        of_maps = dataclasses.replace(setting, student=_of_maps(setting.student), teacher=_of_maps(setting.teacher))
+        pairs = paired_maps("reviewkd", of_maps)
+        width = min(512, pairs[-1][0][0])
+        self._fusions = nn.ModuleList(
+            Fusion(student[0], width, teacher[0], fuses=level < len(pairs), group=setting.group)
+            for level, (student, teacher) in enumerate(pairs, 1)
+        )
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`review` of each sample, (B,), summed over levels."""
+        deeper_BMHW, losses = None, []
+        for level in reversed(range(len(self._fusions))):
+            target_BCHW = _as_map(teacher.features[level])
+            fused_BCHW, deeper_BMHW = self._fusions[level](_as_map(student.features[level]), deeper_BMHW, target_BCHW.shape[2:])
+            losses.append(hierarchical_context_loss(fused_BCHW, target_BCHW))
+        return {"review": torch.stack(losses).sum(0)}
+
+
+class Fusion(nn.Module):
+    """ABF of one level; the deepest has nothing to fuse with."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, *, fuses: bool, group: Group) -> None:
+        super().__init__()
+        self.narrow = _convolved(inputs, width, 1, group)
+        self.widen = _convolved(width, outputs, 3, group)
+        self.attention = nn.Conv2d(2 * width, 2, 1) if fuses else None
+
+    def forward(self, map_BCHW: Tensor, deeper_BMHW: Tensor | None, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What is compared with the teacher's map of this `size`, and what is passed on, (B, M, H, W)."""
+        x_BMHW: Tensor = self.narrow(map_BCHW)
+        if self.attention is not None:
+            assert deeper_BMHW is not None
+            deeper_BMHW = _nearest(deeper_BMHW, x_BMHW.shape[2:])
+            z_B2HW = torch.sigmoid(self.attention(torch.cat([x_BMHW, deeper_BMHW], 1)))
+            x_BMHW = x_BMHW * z_B2HW[:, :1] + deeper_BMHW * z_B2HW[:, 1:]
+        x_BMHW = _nearest(x_BMHW, size)
+        return self.widen(x_BMHW), x_BMHW
+
+
+def _convolved(inputs: int, outputs: int, kernel: int, group: Group) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    nn.init.kaiming_uniform_(convolution.weight, a=1)
+    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, group))
+
+
+def hierarchical_context_loss(student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
+    """HCL of each sample, (B,)."""
+    loss_B = mean_per_sample((student_BCHW - teacher_BCHW).square())
+    factor = total = 1.0
+    for size in SIZES:
+        if size < student_BCHW.shape[2]:
+            factor /= 2
+            total += factor
+            pair = (average_pooled(map_BCHW, size, min(size, map_BCHW.shape[3])) for map_BCHW in (student_BCHW, teacher_BCHW))
+            loss_B = loss_B + factor * mean_per_sample(torch.sub(*pair).square())
+    return loss_B / total
+
+
+def _nearest(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
+    if map_BCHW.shape[2:] == torch.Size(size):
+        return map_BCHW
+    return functional.interpolate(map_BCHW, size=tuple(size), mode="nearest")
+
+
+def _as_map(feature: Tensor) -> Tensor:
+    return feature[..., None, None] if feature.ndim == 2 else feature
+
+
+def _of_maps(side: Side) -> Side:
+    return dataclasses.replace(side, shapes=tuple((*shape, 1, 1) if len(shape) == 1 else shape for shape in side.shapes))

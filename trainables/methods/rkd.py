@@ -1,0 +1,110 @@
+"""Relational knowledge distillation, RKD: Park, Kim, Lu and Cho 2019 (CVPR), equations 4 to 9.
+
+- distance: huber(‖s_i − s_j‖/μ_s, ‖t_i − t_j‖/μ_t) over pairs, μ the mean distance of the batch's pairs;
+- angle: huber(cos∠s_i s_j s_k, cos∠t_i t_j t_k) over triples, the angle at one sample between two others.
+
+huber is ½x² up to |x| = 1 and |x| − ½ beyond. `repdistiller`, which is the authors' code too, and mdistiller: the means are
+over all N² and N³ entries, those of a sample with itself, which are 0, included. `paper`: over distinct samples only. Means of
+nothing are 0. Squared distances are at least 1e-12, as in the codes.
+
+The N³ angles are made in parts, of the samples they lie at, each part with its gradient at once: memory is that of one part.
+
+Shapes: B samples of this rank, N of the global batch, D features, A samples at which angles lie.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
+from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
+
+_PART = 2**24
+"""Numbers that one part of the angles may hold: 64 MiB in float32."""
+
+
+class RKDOptions(MethodOptions):
+    """The weights of the authors and of RepDistiller."""
+
+    variant: Literal["paper", "repdistiller"] = Field(
+        "repdistiller", description="what the means are over, see trainables.methods.rkd"
+    )
+    distance: NonNegative = Field(25.0, description="weight of the distances")
+    angle: NonNegative = Field(50.0, description="weight of the angles")
+
+
+class RKD(Method):
+    """25·huber of the pairs' distances by their mean + 50·huber of the triples' angles."""
+
+    Options = RKDOptions
+    terms = ("distance", "angle")
+    taps = ("pooled",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: RKDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        check_one_tap("rkd", setting)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`distance` and `angle`, scalars, with their weights in them."""
+        student_ND, teacher_ND = (all_rows(seen, batch) for seen in (student, teacher))
+        rows = len(student_ND)
+        pairs, triples, distinct = rows**2, rows**3, self._options.variant == "paper"
+        if distinct:
+            pairs, triples = rows * (rows - 1), rows * (rows - 1) * (rows - 2)
+        distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
+        return {
+            "distance": self._options.distance * distances / max(pairs, 1),
+            "angle": self._options.angle * angles_apart(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
+        }
+
+
+def distances_by_mean(rows_ND: Tensor) -> Tensor:
+    """Distances of all pairs divided by the mean over pairs of different samples, (N, N); 0 on the diagonal."""
+    rows = len(rows_ND)
+    off_NN = off_diagonal(rows_ND)
+    # 1 under the root of the diagonal, whose gradient is not finite at 0.
+    distances_NN = (squared_distances_of_pairs(rows_ND) + (1 - off_NN)).sqrt() * off_NN
+    mean = distances_NN.sum() / max(rows * (rows - 1), 1)
+    return distances_NN / mean.clamp(min=1e-6)
+
+
+def angles_apart(student_ND: Tensor, teacher_ND: Tensor, *, distinct: bool = False, part: int = _PART) -> Tensor:
+    """Σ over triples (`distinct`: of three samples) of huber(cosine of the student's angle, the teacher's), a scalar.
+
+    `part`: how many numbers are held at once.
+    """
+    rows, widest = len(student_ND), max(student_ND.shape[1], teacher_ND.shape[1])
+    size = max(part // max(rows * (rows + widest), 1), 1)
+    if rows <= size:
+        return _angles_apart(student_ND, teacher_ND, student_ND, teacher_ND, distinct)
+    leaf_ND = student_ND.detach().requires_grad_()
+    total, gradient_ND = student_ND.new_zeros(()), torch.zeros_like(student_ND)
+    with torch.enable_grad():
+        for first in range(0, rows, size):
+            at = slice(first, first + size)
+            apart = _angles_apart(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND, distinct)
+            gradient_ND += torch.autograd.grad(apart, leaf_ND)[0]
+            total += apart.detach()
+    return with_gradient(total, gradient_ND, student_ND)
+
+
+def _angles_apart(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor, distinct: bool) -> Tensor:
+    angles_ANN, wanted_ANN = _cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND)
+    if distinct:
+        angles_ANN, wanted_ANN = angles_ANN * off_diagonal(student_ND), wanted_ANN * off_diagonal(student_ND)
+    return functional.smooth_l1_loss(angles_ANN, wanted_ANN, reduction="sum")
+
+
+def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:
+    """Of the angles at each of A samples between all pairs of rows, (A, N, N); 0 where one of the pair is the sample itself."""
+    directions_AND = unit(rows_ND[None] - at_AD[:, None])
+    return directions_AND @ directions_AND.transpose(1, 2)

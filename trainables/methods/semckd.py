@@ -1,0 +1,111 @@
+"""Cross-Layer Distillation with Semantic Calibration: Chen, Mei, Zhang, Wang, Wang, Feng and Chen 2021 (AAAI), section 3.3.
+
+Every layer l of the student learns from every layer m of the teacher, each sample by weights of its own (equation 4 to 9):
+
+    L = (1 / N·n_s) Σ over samples i, l, m of α[i, l, m]·mean over C, H and W of (r_lm(s_l) − t_m)²
+    α[i, l, ·] = softmax over m of (q_l[i]·k_m[i] / temperature)
+
+q_l and k_m are made from the similarities of a sample with its batch: A = F·Fᵀ, F the flattened maps of the batch; a row of A
+passes W₂·relu(W₁·A + b₁) + b₂ and is divided by its norm. W₁ has as many columns as a batch has samples. r_lm is 1×1
+convolution, batch norm, ReLU, 3×3, batch norm, ReLU, 1×1; the larger of two maps is averaged to the smaller one's size first.
+
+Deviations from the authors' code: the batch is the global one, on any number of workers; of a shorter last batch the rows of A
+are filled up with zeros (the code drops it); a zero vector is not divided by its norm.
+
+Shapes: B batch of this rank, N global batch, G the most that N can be, S and T layers of student and teacher, C channels,
+H W positions, D features, E features of a query or key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import MethodOptions, NonNegative, Positive
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.gather import Gather
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import pooled_alike, unit
+
+
+class SemCKDOptions(MethodOptions):
+    """The authors' for CIFAR-100, where they add kd with weight 1 (`method: [kd, semckd]`)."""
+
+    weight: NonNegative = 400.0
+    temperature: Positive = 1.0
+    """By which the attention's logits are divided."""
+
+
+class SemCKD(Method):
+    """Mean over samples and student layers of Σ over teacher layers of α·mean (r(student) − teacher)²."""
+
+    Options = SemCKDOptions
+    terms = ("calibrated",)
+    taps = ("stages",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: SemCKDOptions, setting: Setting) -> None:
+        """Raises ExperimentError where a tap gives no map."""
+        super().__init__(options, setting)
+        self._options, self._rows = options, setting.global_batch_size
+        assert setting.teacher is not None
+        students, teachers = setting.student.shapes, setting.teacher.shapes
+        for side, shapes in (("student", students), ("teacher", teachers)):
+            if not shapes or any(len(shape) != 3 for shape in shapes):
+                raise ExperimentError(
+                    f"distill.options.semckd.{side}_taps: semckd reads maps (C, H, W), the {side} gives {shapes}: name stages"
+                )
+        self._queries = nn.ModuleList(_embedding(self._rows) for _ in students)
+        self._keys = nn.ModuleList(_embedding(self._rows) for _ in teachers)
+        self._regressors = nn.ModuleList(
+            nn.ModuleList(_regressor(student[0], teacher[0], setting.group) for teacher in teachers) for student in students
+        )
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`calibrated`, a scalar."""
+        queries_NSE = self._embedded(self._queries, student.features, batch.everyone)
+        keys_NTE = self._embedded(self._keys, teacher.features, batch.everyone)
+        attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self._options.temperature, 2)
+        distances_NST = batch.everyone(self._distances(student.features, teacher.features))
+        shares_NS = (attention_NST * distances_NST).sum(2)
+        return {"calibrated": shares_NS.sum() / max(shares_NS.numel(), 1)}
+
+    def _embedded(self, embeddings: Iterable[nn.Module], maps: Sequence[Tensor], everyone: Gather) -> Tensor:
+        """A query or key of each layer from the similarities of all samples."""
+        made = []
+        for embedding, map_BCHW in zip(embeddings, maps, strict=True):
+            flat_ND = everyone(map_BCHW.flatten(1))
+            similar_NN = flat_ND @ flat_ND.T
+            similar_NG = functional.pad(similar_NN, (0, self._rows - len(similar_NN)))
+            made.append(unit(embedding(similar_NG)))
+        return torch.stack(made, 1)
+
+    def _distances(self, students: Sequence[Tensor], teachers: Sequence[Tensor]) -> Tensor:
+        """Mean squares of the differences of all pairs of layers, (B, S, T)."""
+        rows = []
+        for regressors, own_BCHW in zip(self._regressors, students, strict=True):
+            row = []
+            for regressor, target_BCHW in zip(regressors, teachers, strict=True):  # type: ignore[call-overload]
+                source_BCHW, goal_BCHW = pooled_alike(own_BCHW, target_BCHW)
+                row.append(mean_per_sample((regressor(source_BCHW) - goal_BCHW).square()))
+            rows.append(torch.stack(row, 1))
+        return torch.stack(rows, 1)
+
+
+def _embedding(inputs: int) -> nn.Sequential:
+    width = max(inputs // 4, 1)
+    return nn.Sequential(nn.Linear(inputs, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+
+def _regressor(inputs: int, outputs: int, group: Group) -> nn.Sequential:
+    width = 2 * outputs
+    return nn.Sequential(
+        nn.Conv2d(inputs, width, 1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
+        nn.Conv2d(width, outputs, 1, bias=False),
+    )  # fmt: skip

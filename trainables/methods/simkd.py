@@ -1,0 +1,56 @@
+"""Knowledge Distillation with the Reused Teacher Classifier: Chen, Mei, Zhang, Wang, Feng and Chen 2022 (CVPR), section 3.
+
+The student predicts with the teacher's classifier: its last map passes a projector P to the channels of the teacher's, and what
+the teacher's classifier says of the mean over positions is the prediction. All that is learned is that map (equation 4):
+
+    L = mean over C, H and W of (F_t − P(F_s))²
+
+There is no loss of the labels beside it. The student becomes the model STUDENT+TEACHER of `trainables.models.reused`, which has
+the projector and the classifier in it: it is what is evaluated, kept and exported. So the projector's batch norms are those of a
+student: of each worker's images, unless `scale.sync_batch_norm`. As in the authors' code P is 1×1, 3×3 and 1×1 convolutions, each
+with batch norm and ReLU, and the larger of two maps is averaged to the smaller one's size. The maps are those that are pooled;
+a student with hidden layers after its pooling (VGG, MobileNetV3) is read after its last stage.
+
+Shapes: B batch, C channels, H W positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainables.config import MethodOptions
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import equal_channels, paired_maps, pooled_alike
+
+
+class SimKDOptions(MethodOptions):
+    """The authors': this loss alone, with weight 1."""
+
+    student_taps: tuple[str, ...] = ("projector",)
+    teacher_taps: tuple[str, ...] = ("unpooled",)
+
+
+class SimKD(Method):
+    """mean (teacher's last map − student's, projected)²; the teacher's classifier predicts."""
+
+    Options = SimKDOptions
+    terms = ("feature",)
+    needs = Needs(reuses_classifier=True)
+    task_weight = 0.0
+
+    def __init__(self, options: SimKDOptions, setting: Setting) -> None:
+        """Raises ExperimentError where other taps are asked for, whose maps do not fit."""
+        super().__init__(options, setting)
+        pairs = paired_maps("simkd", setting)
+        equal_channels("simkd", pairs)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`feature` of each sample, (B,)."""
+        pairs = zip(student.features, teacher.features, strict=True)
+        return {"feature": torch.stack([_distance(*pair) for pair in pairs]).sum(0)}
+
+
+def _distance(student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
+    own_BCHW, target_BCHW = pooled_alike(student_BCHW, teacher_BCHW)
+    return mean_per_sample((own_BCHW - target_BCHW).square())

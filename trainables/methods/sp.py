@@ -1,0 +1,46 @@
+"""Similarity-preserving distillation, SP: Tung and Mori 2019 (ICCV), equations 1 to 4.
+
+Samples that the teacher's last feature map makes alike are to be alike to the student: G = rows of Q·Qᵀ divided by their norm,
+Q (N, C·H·W) the flattened maps; L = ‖G_t − G_s‖_F²/N². RepDistiller and mdistiller compute the same.
+
+Shapes: B samples of this rank, N of the global batch, D features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.features import unit
+from trainables.methods.relations import all_rows, check_one_tap
+
+
+class SPOptions(MethodOptions):
+    """The paper's and RepDistiller's weight."""
+
+    weight: NonNegative = 3000.0
+
+
+class SP(Method):
+    """‖G_t − G_s‖_F²/N², G the samples' similarities with rows of norm 1."""
+
+    Options = SPOptions
+    terms = ("similarity",)
+    taps = ("stage-1",)
+    needs = Needs(whole_batch=True)
+
+    def __init__(self, options: SPOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        check_one_tap("sp", setting)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`similarity`, a scalar."""
+        student_ND, teacher_ND = (all_rows(seen, batch) for seen in (student, teacher))
+        apart_NN = similarities(student_ND) - similarities(teacher_ND)
+        return {"similarity": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
+
+
+def similarities(rows_ND: Tensor) -> Tensor:
+    """Inner products of all pairs of rows, (N, N), each row divided by its norm."""
+    return unit(rows_ND @ rows_ND.T)

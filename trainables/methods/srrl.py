@@ -1,0 +1,75 @@
+"""Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR).
+
+h_t is what the teacher's classifier (W, b) reads, h_s what a connector makes of the student's last map: 1×1 convolution, batch
+norm, ReLU, mean over positions. Two losses (section 3):
+
+    L_FM = mean over D of (h_t − h_s)²                  the features match
+    L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier answers alike, z_t its logits
+
+The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet. SimKD's
+repository has the connector on the pooled vector instead: `student_taps: [pooled]`.
+
+Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import MethodOptions, NonNegative
+from trainables.errors import ExperimentError
+from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.models.taps import classifier
+
+
+class SRRLOptions(MethodOptions):
+    """Both parts with weight 1 beside the task's, as for ImageNet. SimKD's repository adds kd with weight 1."""
+
+    feature_weight: NonNegative = 1.0
+    regression_weight: NonNegative = 1.0
+    student_taps: tuple[str, ...] = ("stage-1",)
+    teacher_taps: tuple[str, ...] = ("pooled",)
+
+
+class SRRL(Method):
+    """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
+
+    Options = SRRLOptions
+    terms = ("feature", "regression")
+
+    def __init__(self, options: SRRLOptions, setting: Setting) -> None:
+        """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
+        super().__init__(options, setting)
+        self._options = options
+        assert setting.teacher is not None
+        self._classifier = (classifier(setting.teacher.model),)  # in a tuple: it is no part of the method
+        width = self._classifier[0].in_features
+        student, teacher = setting.student.shapes, setting.teacher.shapes
+        if teacher != ((width,),):
+            raise ExperimentError(
+                f"distill.options.srrl.teacher_taps: srrl reads what the teacher's classifier does, ({width},), not {teacher}: "
+                "leave teacher_taps out"
+            )
+        if len(student) != 1 or len(student[0]) not in (1, 3):
+            raise ExperimentError(
+                f"distill.options.srrl.student_taps: srrl reads one map (C, H, W) or vector (D,), not {student}: "
+                "name one stage, or pooled"
+            )
+        convolution = nn.Conv2d(student[0][0], width, 1, bias=False)
+        self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, setting.group), nn.ReLU())
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`feature` (L_FM) and `regression` (L_SR) of each sample, (B,), with their weights."""
+        (map_BCHW,), (target_BD,) = student.features, teacher.features
+        if map_BCHW.ndim == 2:
+            map_BCHW = map_BCHW[..., None, None]
+        feature_BD = self._connector(map_BCHW).mean((2, 3))
+        linear = self._classifier[0]
+        weight_KD, bias_K = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        logits_BK = functional.linear(feature_BD, weight_KD, bias_K)
+        return {
+            "feature": self._options.feature_weight * mean_per_sample((feature_BD - target_BD).square()),
+            "regression": self._options.regression_weight * mean_per_sample((logits_BK - teacher.logits_BK).square()),
+        }

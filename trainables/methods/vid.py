@@ -1,0 +1,82 @@
+"""Variational information distillation: Ahn, Hu, Damianou, Lawrence and Dai 2019 (CVPR), "Variational Information Distillation
+for Knowledge Transfer": the loss of the Gaussian observation model.
+
+The mutual information of the teacher's and the student's map is bounded from below with a normal distribution q of the teacher's
+values, whose mean μ is computed from the student's map and whose variance σ² each channel has one of, learned too. The loss is
+−log q without its constant; it may be negative. The paper sums over a map's values, RepDistiller takes their mean.
+
+In mdistiller the variances are in a plain list, which the optimizer never sees; here they are learned, as in the paper.
+
+Shapes: B batch, C channels, H W positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.config import MethodOptions, Number
+from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.features import Shape, paired_maps, pooled_alike
+
+_LEAST_VARIANCE = 1e-5
+"""As in RepDistiller, added to what is learned."""
+
+
+class VIDOptions(MethodOptions):
+    """RepDistiller's defaults for CIFAR-100: weight 1, variances from 5, after each stage."""
+
+    initial_variance: Annotated[Number, Field(gt=_LEAST_VARIANCE)] = Field(5.0, description="σ² of each channel at first")
+    variant: Literal["repdistiller", "paper"] = Field(
+        "repdistiller", description="repdistiller: mean over a map's values; paper: the sum over them"
+    )
+
+
+class VID(Method):
+    """Σ over stages of mean((F_t − μ(F_s))²/(2σ²) + ½·log σ²); in the paper's variant the sum over a map's values."""
+
+    Options = VIDOptions
+    terms = ("information",)
+    taps = ("stages",)
+
+    def __init__(self, options: VIDOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", setting)])
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`information` of each sample, (B,): what the student does not tell of the teacher."""
+        total_B = student.logits_BK.new_zeros(len(batch.labels_B))
+        for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):
+            values_BCHW = normal(*pooled_alike(*pair))
+            paper = self._options.variant == "paper"
+            total_B = total_B + (values_BCHW.flatten(1).sum(1) if paper else mean_per_sample(values_BCHW))
+        return {"information": total_B}
+
+
+class _Normal(nn.Module):
+    """The distribution of a teacher's map, given the student's."""
+
+    def __init__(self, student: Shape, teacher: Shape, initial_variance: float) -> None:
+        super().__init__()
+        inputs, outputs = student[0], teacher[0]
+        self.mean = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 1, bias=False),
+        )
+        above = initial_variance - _LEAST_VARIANCE
+        self.raw_variance_C = nn.Parameter(torch.full((outputs,), above + math.log(-math.expm1(-above))))  # softplus's inverse
+
+    def forward(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
+        """−log q of each of the teacher's values, without the constant, (B, C, H, W)."""
+        variance_C11 = (functional.softplus(self.raw_variance_C) + _LEAST_VARIANCE)[:, None, None]
+        apart_BCHW: Tensor = teacher_BCHW - self.mean(student_BCHW)
+        return apart_BCHW.square() / (2 * variance_C11) + 0.5 * variance_C11.log()

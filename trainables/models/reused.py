@@ -1,0 +1,112 @@
+"""A student that predicts with a teacher's classifier, as SimKD trains it: Chen, Mei, Zhang, Wang, Feng and Chen 2022 (CVPR).
+
+Its name is STUDENT+TEACHER: the student up to its last map, a projector to the shape of the teacher's, the mean over positions,
+and the teacher's final linear layer, which is not trained. From that name, classes and image size a checkpoint of it is built
+again, without the teacher's weights: the classifier's are in it.
+
+Shapes: B batch, C channels, H W positions or pixels, D features of the teacher, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainables.errors import ModelError
+from trainables.models.names import JOIN
+from trainables.models.registry import dry_forward, seeded
+from trainables.models.taps import Taps, classifier, run_before
+
+
+class ReusedClassifier(nn.Module):
+    """`trunk`'s last map → `projector` → mean over positions → `classifier`, frozen.
+
+    The trunk's own classifier is taken out. What else of it comes after its last map still runs, and is frozen: it has no part
+    in the answer, and would have no gradient.
+    """
+
+    def __init__(self, trunk: nn.Module, teacher: nn.Module, *, name: str, image_size: int) -> None:
+        """Of `teacher` only shapes are taken; `name` is the whole model's. The trunk is changed.
+
+        Raises:
+            ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
+        """
+        super().__init__()
+        own_name, _, teacher_name = name.partition(JOIN)
+        theirs = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
+        (self._teacher_CHW,) = theirs.shapes
+        theirs.remove()
+        own, tap = classifier(trunk), _last_map(trunk, own_name, image_size)
+        before = run_before(trunk, tap, name=own_name, image_size=image_size)
+        self._taps = Taps(trunk, (tap,), name=own_name, image_size=image_size)
+        for path, module in list(trunk.named_modules()):
+            if module is own:
+                trunk.set_submodule(path, nn.Identity())
+            elif path not in before:
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
+        last = classifier(teacher)
+        self.trunk = trunk
+        self.projector = projector(self._taps.shapes[0][0], self._teacher_CHW[0])
+        self.classifier = nn.Linear(last.in_features, last.out_features, bias=last.bias is not None).requires_grad_(False)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits (B, K)."""
+        with self._taps.reading():
+            self.trunk(images_BCHW)
+            (map_BCHW,) = self._taps.take()
+        height, width = (min(own, theirs) for own, theirs in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
+        if map_BCHW.shape[2:] != (height, width):
+            map_BCHW = functional.adaptive_avg_pool2d(map_BCHW, (height, width))
+        projected_BDHW = self.projector(map_BCHW)
+        logits_BK: Tensor = self.classifier(projected_BDHW.mean((2, 3)))
+        return logits_BK
+
+    def reuse(self, teacher: nn.Module, image_size: int) -> None:
+        """Take over the classifier of `teacher`, a model of the name that this one was built for.
+
+        Raises:
+            ModelError: its classifier does not read the mean of its last map.
+        """
+        taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
+        with taps.reading():
+            dry_forward(teacher, image_size, training=False)
+            map_BDHW, pooled_BD = taps.take()
+        taps.remove()
+        mean_BD = map_BDHW.mean((2, 3))
+        if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
+            raise ModelError(
+                f"the teacher, a {type(teacher).__name__}, classifies something else than the mean of its last map, so that its "
+                "classifier cannot be reused: choose another teacher, or another method than simkd"
+            )
+        self.classifier.load_state_dict(classifier(teacher).state_dict())
+
+
+def projector(inputs: int, outputs: int) -> nn.Sequential:
+    """1×1, 3×3 and 1×1 convolution, each with batch norm and ReLU, half as wide inside (the authors' code, factor 2)."""
+    layers: list[nn.Module] = []
+    width = max(outputs // 2, 1)
+    for before, after, kernel in ((inputs, width, 1), (width, width, 3), (width, outputs, 1)):
+        convolution = nn.Conv2d(before, after, kernel, padding=kernel // 2, bias=False)
+        layers += [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
+    """The tap of what the student pools, or where it has hidden layers after that, of its last stage."""
+    try:
+        Taps(trunk, ("unpooled",), name=name, image_size=image_size).remove()
+    except ModelError:
+        return "stage-1"
+    return "unpooled"
+
+
+def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:
+    """The model of this name; `build` makes those of which it is joined."""
+    student, _, teacher = name.partition(JOIN)
+    trunk, reused = build(student), build(teacher)
+    with seeded(f"{name}:{seed}"):
+        return ReusedClassifier(trunk, reused, name=name, image_size=image_size)
