@@ -143,13 +143,12 @@ def command(root: Path, best: Row) -> str:
     values = dict(best["params"])
     if best["scale"][LOADER_WORKERS] != "auto":
         values.setdefault(LOADER_WORKERS, best["scale"][LOADER_WORKERS])
-    preparation = read_resolved(run_dir.experiment).experiment.preparation
-    for name, whom in reversed(preparation.items()):
-        if (trained := run_dir.stage(name).best).exists():
-            values["teacher.weights"] = str(trained)
-            if name != "teacher":
-                values |= {"teacher.model": whom.model, "teacher.others": [], "assistants": []}
-            break
+    if run_dir.stage("assistant1").best.exists():
+        name, last = list(read_resolved(run_dir.experiment).experiment.preparation.items())[-1]
+        values |= {"teacher.model": last.model, "teacher.weights": str(run_dir.stage(name).best)}
+        values |= {"teacher.others": [], "assistants": []}
+    elif (teacher := run_dir.stage("teacher").best).exists():
+        values["teacher.weights"] = str(teacher)
     sets = [f"--set {shlex.quote(f'{key}={written(held)}')}" for key, held in values.items()]
     return " ".join(["distill train", shlex.quote(str(run_dir.experiment)), *sets])
 
