@@ -13,7 +13,7 @@ from service import cluster as clusters
 from service.experiment import Experiment, Resolved, read_resolved
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
-from trainables.config import DataConfig, TeacherConfig
+from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.place.remote import is_remote
 from trainables.data.source import Source, check_placement, open_source
@@ -114,7 +114,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     """
     from trainables.methods.pupil import choose, student_name
     from trainables.models.registry import build_model
-    from trainables.several import load_network
+    from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
@@ -123,9 +123,10 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
     if teacher is not None and choose(distill):
-        for each in (teacher, *teacher.others):
-            if each.weights is not None:
-                load_network(TeacherConfig(model=each.model, weights=each.weights), classes, size, seed)
+        weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
+        for model, path in weights:
+            if path is not None:
+                load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
     for name in dict.fromkeys(names):
         build_model(name, num_classes=len(classes), image_size=size, seed=seed)
 
