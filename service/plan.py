@@ -9,7 +9,9 @@ from service import cluster as clusters
 from service.cluster import Cluster
 from service.experiment import Experiment
 from service.trial import Assignment, need
+from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
+from trainables.methods import file_of, key_of
 from trainables.rundir import RunDir
 
 
@@ -34,12 +36,10 @@ class Plan:
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
-        teacher = config.teacher
-        if teacher is not None:
-            others = [other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others]
-            teacher = teacher.model_copy(update={"others": tuple(others)})
+        distill = config.distill and config.distill.model_copy(update={"method": tuple(map(_located, config.distill.method))})
+        changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto}
         return Assignment(
-            config.model_copy(update={"data": data, "teacher": teacher, "loader_auto": auto}),
+            config.model_copy(update=changed),
             self.use_gpu,
             self.loader_workers,
             run_dir.tune,
@@ -88,7 +88,21 @@ class Plan:
         return line
 
 
+def _found(teacher: TeacherConfig | None) -> TeacherConfig | None:
+    """A teacher whose further teachers are named as workers find them."""
+    if teacher is None or not teacher.others:
+        return teacher
+    others = [other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others]
+    return teacher.model_copy(update={"others": tuple(others)})
+
+
 def absolute(data_path: str) -> str:
     """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
     path = Path(data_path).expanduser()
     return str(path.absolute()) if path.exists() else data_path
+
+
+def _located(method: str) -> str:
+    """A method's name; where it is a file's, by the file's absolute path."""
+    file = file_of(method)
+    return method if file is None else f"{file.absolute()}:{key_of(method)}"
