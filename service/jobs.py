@@ -57,6 +57,9 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
             teacher = resolved.experiment.teacher
             if teacher is not None and teacher.cache is not None:
                 resolved = resolved.override({"teacher.cache": _from_here(teacher.cache)}, command[1])
+            if teacher is not None and teacher.others:
+                others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
+                resolved = resolved.override({"teacher.others": others}, command[1])
             paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
             resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
             (folder / name).write_text(resolved.to_yaml())

@@ -32,9 +32,9 @@ from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, student_name, task_weight
 from trainables.models.registry import build_model
 from trainables.models.reused import ReusedClassifier
-from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
+from trainables.several import load_network, teacher_reader
 from trainables.step import Learner
 from trainables.teacher import Answers, Teacher
 from trainables.throughput import Throughput
@@ -214,21 +214,19 @@ def build_pupil(
             raise ExperimentError(
                 f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
             )
-    model = load_network(config, classes) if taught and not kept else None
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and not kept else None
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
-    teacher_reader = None
-    if model is not None and given is not None:
-        teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
+    of_teacher = teacher_reader(given, model, chosen, size) if model is not None and given is not None else None
     methods = build_methods(
-        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
+        chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
         global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
     teacher: Answers | None = None
-    if model is not None and teacher_reader is not None:
+    if model is not None and of_teacher is not None:
         place(model, config, group)
-        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
+        teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     elif kept:
         teacher = kept_teacher(config, group, classes, loader, [c.key for c in chosen])
     pupil = Pupil(
@@ -242,15 +240,6 @@ def build_pupil(
             "set optim.accumulate to 1, or use more workers"
         )
     return pupil, teacher
-
-
-def load_network(config: TrainConfig, classes: tuple[str, ...]) -> nn.Module:
-    """The teacher's network, on the CPU. Raises ModelError, CheckpointError."""
-    given = config.teacher
-    assert given is not None
-    assert given.weights is not None
-    size, seed = config.data.image_size, config.seed
-    return load_teacher(given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
 
 
 def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
@@ -269,12 +258,13 @@ def kept_teacher(
     Raises:
         DistillError: see `open_store`.
     """
-    assert config.teacher is not None
-    name, size = config.teacher.model, config.data.image_size
+    given, size = config.teacher, config.data.image_size
+    assert given is not None
+    name = given.model
 
     def run() -> Teacher:
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        network = load_network(config, classes)
+        network = load_network(given, classes, size, config.seed)
         place(network, config, group)
         return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
 

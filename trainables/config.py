@@ -148,6 +148,13 @@ class ModelConfig(Section):
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
 
 
+class OtherTeacherConfig(ModelConfig):
+    """A further model that is imitated; it has been trained before."""
+
+    weights: str = Field(min_length=1, description="as teacher.weights")
+    share: Positive = Field(1.0, description="how much its answer counts beside the other teachers'")
+
+
 class TeacherConfig(ModelConfig):
     """The model that is imitated."""
 
@@ -162,13 +169,31 @@ class TeacherConfig(ModelConfig):
     cache_epochs: Count | None = Field(
         None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
     )
+    share: Positive = Field(1.0, description="how much its answer counts beside those of `others`")
+    others: tuple[OtherTeacherConfig, ...] = Field(
+        (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
+    )
 
     @model_validator(mode="after")
     def _something_to_keep(self) -> Self:
         for name in ("cache_top_k", "cache_epochs"):
             if self.cache is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
+        if self.cache is not None and self.others:
+            raise ValueError("cache keeps the logits of one teacher: leave out cache, or others")
         return self
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those of this teacher and the others, as parts of 1."""
+        shares = (self.share, *(other.share for other in self.others))
+        return tuple(share / math.fsum(shares) for share in shares)
+
+
+class AssistantConfig(ModelConfig):
+    """A model between teacher and student: it learns from the one before it and teaches the one after it."""
+
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
 
 
 class MethodOptions(Section):
@@ -319,7 +344,7 @@ class TrainingConfig(Section):
 class TrainConfig(Section):
     """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
-    stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
+    stage: str = Field("student", description="name of this stage in records: `teacher`, `assistant1` …, `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")

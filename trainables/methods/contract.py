@@ -74,6 +74,8 @@ class Side:
     """The bare model. What is kept of it belongs in a tuple, so that it does not become a part of the method."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the features at the method's taps, without the batch's dimension."""
+    name: str = ""
+    """Under which `trainables.models.registry.build_model` knows the model."""
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, Sequence[str]], *, name: str, image_size: int):
         """`wanted`: method → its taps. Raises ModelError where the model has no such point."""
+        self.name = name
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in wanted.items() if names}
         self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in wanted}
 
@@ -239,8 +240,10 @@ def build_methods(
     student_reader, teacher_reader = readers
     methods = {}
     for key, kind, options in chosen:
-        other = Side(teacher, teacher_reader.shapes[key]) if teacher is not None and teacher_reader is not None else None
-        setting = Setting(student=Side(student, student_reader.shapes[key]), teacher=other, **about)
+        own, other = Side(student, student_reader.shapes[key], student_reader.name), None
+        if teacher is not None and teacher_reader is not None:
+            other = Side(teacher, teacher_reader.shapes[key], teacher_reader.name)
+        setting = Setting(student=own, teacher=other, **about)
         with seeded(f"method/{key}:{setting.seed}"):
             methods[key] = kind(options, setting)
     return methods
