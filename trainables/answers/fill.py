@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from trainables.build import kept_teacher, numbers, open_loaders
+from trainables.build import open_loaders
 from trainables.config import FillConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.feed import on_device
 from trainables.distributed import Group, gather_objects
 from trainables.inputs import autocast, normalizer
 from trainables.teacher import Asked
+from trainables.teaching import kept_teacher, numbers
 
 
 def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, dict[str, float]], None]) -> dict[str, float]:
