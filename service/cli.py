@@ -368,6 +368,16 @@ def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> N
     output().print(points_table(model, size, num_classes, every))
 
 
+@cli.command("methods")
+def list_methods() -> None:
+    """The ways to distil: what each adds to the loss, its default weight, where it reads the models."""
+    from rich.console import Console
+
+    from service.report.methods import method_table
+
+    Console().print(method_table())
+
+
 @cli.command("check-method")
 @click.argument("name")
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="One of the method's options; may be repeated.")

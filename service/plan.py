@@ -11,6 +11,7 @@ from service.cluster import Cluster
 from service.experiment import Experiment
 from service.trial import Assignment, need
 from trainables.errors import ClusterError
+from trainables.methods import file_of, key_of
 from trainables.rundir import RunDir
 
 
@@ -37,8 +38,13 @@ class Plan:
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
+        distill = config.distill and config.distill.model_copy(update={"method": tuple(map(_located, config.distill.method))})
+        changed = {"data": data, "distill": distill, "loader_auto": auto}
         return Assignment(
-            config.model_copy(update={"data": data, "loader_auto": auto}), self.use_gpu, self.loader_workers, run_dir.tune
+            config.model_copy(update=changed),
+            self.use_gpu,
+            self.loader_workers,
+            run_dir.tune,
         )
 
     def need(self) -> clusters.Need:
@@ -88,3 +94,9 @@ def absolute(data_path: str) -> str:
     """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
     path = Path(data_path).expanduser()
     return str(path.absolute()) if path.exists() else data_path
+
+
+def _located(method: str) -> str:
+    """A method's name; where it is a file's, by the file's absolute path."""
+    file = file_of(method)
+    return method if file is None else f"{file.absolute()}:{key_of(method)}"

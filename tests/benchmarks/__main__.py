@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps")
+NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods")
 ROUNDS = {
     "loop": 5,
     "startup": 5,
@@ -25,6 +25,7 @@ ROUNDS = {
     "noise": 5,
     "search": 1,
     "taps": 5,
+    "methods": 3,
 }
 
 

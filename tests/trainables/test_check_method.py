@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from pathlib import Path
 
+import pytest
+import torch
+
+from tests.trainables.jobs import Recorded, no_telemetry
 from tests.trainables.methods import mine
-from trainables.check_method import Case, check
+from trainables.build import build
+from trainables.check_method import Case, check, settings
+from trainables.device.feed import on_device
+from trainables.distributed import Group
 from trainables.methods import METHODS
 from trainables.rank_pool import Ranks
+from trainables.step import train_step
 
 
 def problems(ranks: Ranks, name: str) -> dict[str, str]:
@@ -19,6 +28,13 @@ def problems(ranks: Ranks, name: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["kd", "Alike", "Prepared"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
+
+
+def test_the_method_that_readme_shows_keeps_the_contract(ranks: Ranks, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = [block for block in readme.split("```python\n")[1:] if "class Margin(Method)" in block]
+    (tmp_path / "mine.py").write_text(code.partition("```")[0])
+    assert [finding for finding in check(Case(f"{tmp_path}/mine.py:Margin", {}), ranks.run) if finding.problem] == []
 
 
 @pytest.mark.slow
@@ -50,3 +66,22 @@ def test_memory_outside_the_checkpoint_is_found_out(ranks: Ranks) -> None:
     ((title, problem),) = problems(ranks, "Counting").items()
     assert title == "a job that was cut off goes on exactly"
     assert "differs" in problem
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"kdsvd"}))  # its eigenvectors come from a routine that waits
+def test_no_method_waits_for_the_gpu(tmp_path: Path, name: str) -> None:
+    device = torch.device("cuda")
+    config = settings(Case(name, {}), tmp_path / "job", precision="fp32")
+    with contextlib.closing(build(config, Group(0, 1, 0, device), Recorded(), no_telemetry)) as job:
+        first = job.learner.init_epochs * job.train_loader.steps_per_epoch
+        batches = on_device(job.train_loader.epoch(0), device)
+        for number in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
+            batch = next(batches)
+            torch.cuda.set_sync_debug_mode("error" if number else "default")
+            try:
+                train_step(job.learner, batch, first + number, job.timer)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        batches.close()

