@@ -190,7 +190,9 @@ def reproduce(
     if not dry_run:
         prepare(job)
         out = new_run_dir(root, stem, out).root
-        job = Reproduction(published, request, parts, (*changed, *size_differences(job)), out, root)
+    if out is not None:
+        job = Reproduction(published, request, parts, (*changed, *size_differences(job)), out.absolute(), root)
+    if not dry_run:
         try:
             failed = carry_out(job, click.echo)
         except KeyboardInterrupt:
