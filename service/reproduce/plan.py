@@ -99,8 +99,8 @@ class Part:
 
     def epochs_of(self, point: Mapping[str, Any]) -> int:
         """Epochs of one of its points."""
-        stages = (epochs for key, epochs in point.items() if key.endswith(".init_epochs"))
-        return sum(stages, start=int(point.get("optim.epochs", self.resolved.experiment.optim.epochs)))
+        stages = sum(int(epochs) for key, epochs in point.items() if key.endswith(".init_epochs"))
+        return stages + int(point.get("optim.epochs", self.resolved.experiment.optim.epochs))
 
 
 def changes(overrides: Sequence[str]) -> tuple[str, ...]:

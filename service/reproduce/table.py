@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -103,7 +103,7 @@ class Table(Section):
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         alone = (("teachers", self.teachers.source), ("students", self.students.source))
-        named = [
+        named: list[tuple[str, str, Collection[str]]] = [
             *((f"{key}.source", name, self.sources) for key, name in alone),
             *((f"columns.{key}.source", column.source, self.sources) for key, column in self.columns.items()),
             *((f"pairs.{key}.teacher", pair.teacher, self.teachers.models) for key, pair in self.pairs.items()),
