@@ -10,7 +10,7 @@ import os
 from typing import Literal
 
 from service import cluster as clusters
-from service.experiment import Experiment, Resolved
+from service.experiment import Experiment, Resolved, read_resolved
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
@@ -37,7 +37,7 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
         checked_uri(experiment.tracking.uri)
     searched = check_points(resolved) if kind == "sweep" else frozenset()
     teacher = experiment.teacher
-    trains_base = kind == "train" or (teacher is not None and teacher.weights is None)
+    trains_base = kind == "train" or bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
     if kind == "train":  # a point of a sweep that does not fit is a row, not an error
         check_room(experiment)
     if "data.path" in searched:
@@ -118,11 +118,15 @@ def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: b
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
-    names = [student_name(experiment.student.model, teacher, choose(distill))] if student else []
+    names = [assistant.model for assistant in experiment.assistants]
+    names += [student_name(experiment.student.model, teacher, choose(distill))] if student else []
     if teacher is not None and teacher.weights is None:
         names.insert(0, teacher.model)
-    elif teacher is not None and teacher.weights and choose(distill):
-        load_teacher(teacher.model, teacher.weights, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
+    if teacher is not None and choose(distill):
+        weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
+        for model, path in weights:
+            if path is not None:
+                load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
     for name in dict.fromkeys(names):
         build_model(name, num_classes=len(classes), image_size=size, seed=seed)
 
@@ -135,9 +139,9 @@ def check_checkpoints(run_dir: RunDir) -> None:
     """
     stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
     needed = [(stage.last, stage.best, stage) for stage in stages if not stage.result.exists()]
-    teacher = run_dir.stage("teacher")
-    if teacher.result.exists():
-        needed.append((teacher.best, teacher.last, teacher))
+    for name in read_resolved(run_dir.experiment).experiment.preparation:
+        if (done := run_dir.stage(name)).result.exists():
+            needed.append((done.best, done.last, done))
     for path, other, stage in needed:
         try:
             if read_header(path) is None:

@@ -124,6 +124,18 @@ def resume(directory: Path) -> None:
 
 
 @cli.command()
+@RECIPE
+@SET
+@RUNS
+def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
+    """Fill teacher.cache: the teacher's logits for all epochs of an experiment. Interrupted, the same command goes on."""
+    from service.caching import fill
+    from service.experiment import load
+
+    click.echo(fill(load(recipe_or_file, overrides), root))
+
+
+@cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--data", "data_path", required=True, help="As data.path: digits, synthetic, a packed set, an image folder.")
 @SET

@@ -23,6 +23,13 @@ def distills(experiment: Experiment) -> bool:
     return experiment.teacher is not None or experiment.distill.method != ("kd",)
 
 
+def asks_teacher(experiment: Experiment) -> bool:
+    """Whether a method of the experiment, or one that its sweep may choose, reads a teacher."""
+    if experiment.distill.method == ("kd",) or any(key.startswith("distill.method") for key in experiment.sweep.space):
+        return True
+    return any(load(name).needs.teacher for name in experiment.distill.method)
+
+
 def check_distill(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
     """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
 
@@ -75,6 +82,21 @@ def _check_needs(experiment: Experiment) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
+    if experiment.teacher is not None and experiment.teacher.cache is not None and distill.method != ("kd",):
+        from trainables.methods.pupil import check_reads_logits, choose
+
+        check_reads_logits(choose(distill))
+    for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
+        if load(name).needs.reuses_classifier:
+            raise ExperimentError(
+                f"distill.method: {name} gives each model the classifier of its teacher, and an assistant would have one that is"
+                " not its own: leave out assistants"
+            )
+    if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
+        from trainables.methods.pupil import choose
+        from trainables.several import check_several
+
+        check_several(experiment.teacher, choose(distill))
     if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
         return
     for name in distill.method:

@@ -23,6 +23,7 @@ from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
 from trainables.config import (
+    AssistantConfig,
     DataConfig,
     DistillConfig,
     ModelConfig,
@@ -52,6 +53,9 @@ class Experiment(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "experiment"
     data: DataConfig = DataConfig()
     teacher: TeacherConfig | None = None
+    assistants: tuple[AssistantConfig, ...] = Field(
+        (), description="models between teacher and student: each learns from the one before it, the student from the last"
+    )
     student: ModelConfig
     distill: DistillConfig = DistillConfig()
     optim: OptimConfig = OptimConfig()
@@ -89,7 +93,15 @@ class Experiment(Section):
                     "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
                     "set data.last_batch to drop, or both to 0"
                 )
+        if self.data.device_augment.mixes and self.teacher is not None and self.teacher.cache is not None:
+            raise ValueError(
+                "teacher.cache: it keeps the logits of each image, which mixup and cutmix mix with another: "
+                "set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave teacher.cache out"
+            )
+        if self.assistants and self.teacher is None:
+            raise ValueError("assistants: there is no teacher whom they could assist: write teacher.model")
         lengths = {"optim.epochs": self.optim.epochs, "teacher.epochs": self.teacher.epochs if self.teacher else None}
+        lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(self.assistants)}
         for key, epochs in lengths.items():
             if epochs is not None and self.optim.warmup_epochs >= epochs:
                 raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} leaves no epoch of {key} {epochs}")
@@ -103,22 +115,39 @@ class Experiment(Section):
             raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self
 
-    def stage(
-        self, name: Literal["teacher", "student"], output_dir: Path, labels: Mapping[str, str], weights: str | None = None
-    ) -> TrainConfig:
-        """What the workers of one stage are told. For the student, `weights` are the trained teacher's."""
-        optim, teacher, model, train = self.optim, self.teacher, self.student.model, self.train
-        distill = self.distill if distills(self) else None
+    @property
+    def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
+        """The stages before the student's, in order, and whom each trains: the teacher, then the assistants."""
+        assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
+        return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
+
+    def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
+        """What the workers of one stage, of the `preparation` or `student`, are told.
+
+        `weights` are those of the stage before it. All stages but the teacher's distil alike.
+        """
+        before = self.preparation
+        teacher: TeacherConfig | None = None
+        optim, model, train, distill = self.optim, self.student.model, self.train, self.distill if distills(self) else None
+        if name in before:
+            model, optim = before[name].model, optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
+            train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
         if name == "teacher":
-            assert teacher is not None
-            model, optim = teacher.model, optim.model_copy(update={"epochs": teacher.epochs or optim.epochs})
-            teacher, distill, train = None, None, train.model_copy(update={"until_top1_pct": None, "until_s": None})
-        elif teacher is not None and weights is not None:
-            teacher = teacher.model_copy(update={"weights": weights})
+            distill = None
+        else:
+            teacher = self._teacher_of(name)
+            if teacher is not None and weights is not None:
+                teacher = teacher.model_copy(update={"weights": weights})
         return TrainConfig(
             stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=distill, optim=optim,
             scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),
         )  # fmt: skip
+
+    def _teacher_of(self, name: str) -> TeacherConfig | None:
+        """Whom a stage after the teacher's learns from: the experiment's teacher, or the assistant before it."""
+        names = [*self.preparation, name]
+        nearest = names[names.index(name) - 1]
+        return self.teacher if nearest in ("teacher", name) else TeacherConfig(model=self.preparation[nearest].model)
 
 
 @dataclass(frozen=True)
@@ -254,7 +283,7 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
         if not known or key.startswith(("sweep", "tracking", "name")):
             hint = "" if known else nearest(key, keys)
             raise ExperimentError(f"{where}: {searched}: {key}: no such key to search over{hint}")
-        if key.startswith("teacher"):
+        if key.startswith(("teacher", "assistants")):
             raise ExperimentError(
                 f"{where}: {searched}: {key}: one teacher is prepared and shared by all trials: run a sweep for each teacher"
             )
@@ -268,7 +297,11 @@ def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) 
         ExperimentError: with the nearest name.
     """
     check_distill(experiment, where, sources)
-    for key, section in (("teacher.model", experiment.teacher), ("student.model", experiment.student)):
+    teacher = experiment.teacher
+    sections = {"teacher.model": teacher, "student.model": experiment.student}
+    sections |= {f"teacher.others[{n}].model": other for n, other in enumerate(teacher.others if teacher else ())}
+    sections |= {f"assistants[{n}].model": assistant for n, assistant in enumerate(experiment.assistants)}
+    for key, section in sections.items():
         try:
             if section is not None:
                 check_model_name(section.model)

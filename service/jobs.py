@@ -14,7 +14,7 @@ from service.experiment import load, recipes
 from service.plan import absolute
 from trainables.errors import ClusterError, ExperimentError
 
-SUBMITTABLE = ("train", "sweep", "resume", "evaluate", "report", "sync", "pack", "data")
+SUBMITTABLE = ("train", "sweep", "resume", "cache", "evaluate", "report", "sync", "pack", "data")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
@@ -46,7 +46,7 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
     for place, argument in enumerate(command[:-1], start=1):
         if argument in ("--out", "--runs"):
             arguments[place] = os.path.abspath(command[place])
-    if command[0] in ("train", "sweep"):
+    if command[0] in ("train", "sweep", "cache"):
         if len(command) < 2 or command[1].startswith("-"):
             raise ExperimentError(
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
@@ -55,6 +55,11 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
             teacher = resolved.experiment.teacher
+            if teacher is not None and teacher.cache is not None:
+                resolved = resolved.override({"teacher.cache": _from_here(teacher.cache)}, command[1])
+            if teacher is not None and teacher.others:
+                others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
+                resolved = resolved.override({"teacher.others": others}, command[1])
             paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
             resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
             (folder / name).write_text(resolved.to_yaml())

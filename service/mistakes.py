@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,9 +72,9 @@ def _key(detail: Any, keys: Sequence[str]) -> str:
     key = ""
     for place, part in enumerate(loc, start=1):
         name = f"{key}.{part}" if key else str(part)
-        if name in keys or (unknown and place == len(loc)):
+        if re.sub(r"\[\d+\]", "", name) in keys or (unknown and place == len(loc)):
             key = name
-        elif isinstance(part, int) and detail["type"] != "missing":
+        elif isinstance(part, int) and (detail["type"] != "missing" or place < len(loc)):
             key = f"{key}[{part}]"
     return key
 
@@ -89,7 +90,7 @@ def _line(key: str, details: list[Any], keys: Sequence[str]) -> str:
     if kind in ("extra_forbidden", "invalid_key"):
         return f"{key}: no such key{nearest(key, keys)}"
     if kind == "missing" and not isinstance(last[0], int):
-        return f"{key}: missing: write it in the file or --set {key}=…"
+        return f"{key}: missing: write it in the " + ("list" if "[" in key else f"file or --set {key}=…")
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
     wanted = " or ".join(dict.fromkeys(_expected(detail) for detail in details if detail["type"] != "missing"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from service import cluster as clusters
 from service.cluster import Cluster
 from service.experiment import Experiment
 from service.trial import Assignment, need
+from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
 from trainables.methods import file_of, key_of
 from trainables.rundir import RunDir
@@ -31,15 +31,13 @@ class Plan:
             wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
         return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
 
-    def assign(
-        self, stage: Literal["teacher", "student"], run_dir: RunDir, labels: dict[str, str], weights: str | None = None
-    ) -> Assignment:
+    def assign(self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None) -> Assignment:
         """One stage's order to the workers."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
         distill = config.distill and config.distill.model_copy(update={"method": tuple(map(_located, config.distill.method))})
-        changed = {"data": data, "distill": distill, "loader_auto": auto}
+        changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto}
         return Assignment(
             config.model_copy(update=changed),
             self.use_gpu,
@@ -88,6 +86,15 @@ class Plan:
         if cluster.oversubscribed(self.need()):
             line += f"; oversubscribed: {self.need().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
         return line
+
+
+def _found(teacher: TeacherConfig | None) -> TeacherConfig | None:
+    """A teacher whose cache and further teachers are named as workers find them."""
+    if teacher is None:
+        return None
+    others = tuple(other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others)
+    cache = teacher.cache and str(Path(teacher.cache).expanduser().absolute())
+    return teacher.model_copy(update={"others": others, "cache": cache})
 
 
 def absolute(data_path: str) -> str:

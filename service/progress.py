@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trainables.rundir import StageDir
+
+T = TypeVar("T")
 
 
 def output() -> Console:
@@ -24,6 +28,28 @@ def output() -> Console:
     In a file or a job, where nobody has a width, tables may be as wide as they are.
     """
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+
+
+def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
+    """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # re-raised below, in the main thread
+            failure.append(error)
+
+    thread = threading.Thread(target=target, name="work", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.25)
+        display.tick()
+        tick()
+    if failure:
+        raise failure[0]
+    return outcome[0]
 
 
 @dataclass
@@ -107,8 +133,8 @@ class Display:
         """Show what is new."""
         for followed in self._followed.values():
             lines = followed.log.lines()
-            if self._bars is None:
-                for line in lines:
+            for line in lines:
+                if self._bars is None or " teacher.cache: " in line:  # what takes room on a disk is said beside bars too
                     self.say(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 try:

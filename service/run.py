@@ -1,11 +1,10 @@
-"""One run: the teacher (trained or loaded), then the student; and the session that every run and sweep shares."""
+"""One run: the teacher (trained or loaded), its assistants, then the student; and the session that every run and sweep shares."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from service import cluster as clusters
+from service.distilling import asks_teacher
 from service.experiment import Experiment, Resolved
 from service.places import locked
 from service.plan import Plan, absolute
-from service.progress import Display
+from service.progress import Display, wait_for
 from service.report.tables import phase_table, stage_table
 from service.tracking import Tracker, default_uri, sync_neighbours
 from service.trees import flatten
@@ -54,25 +54,8 @@ class Session:
         write_json(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
-        """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for."""
-        outcome: list[T] = []
-        failure: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                outcome.append(work())
-            except BaseException as error:  # re-raised below, in the main thread
-                failure.append(error)
-
-        thread = threading.Thread(target=target, name="work", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.25)
-            self.display.tick()
-            tick()
-        if failure:
-            raise failure[0]
-        return outcome[0]
+        """See `service.progress.wait_for`."""
+        return wait_for(work, self.display, tick)
 
 
 @contextlib.contextmanager
@@ -150,20 +133,25 @@ def describe(kind: str) -> dict[str, str]:
     return tags
 
 
-def train_teacher(now: Session, plan: Plan) -> str | None:
-    """Where the teacher's weights are, after training them if the experiment names none. None: no teacher.
+def prepare(now: Session, plan: Plan) -> str | None:
+    """Where the weights are that the student learns from: the teacher's, or those of the last assistant.
+
+    The teacher is trained unless the experiment names its weights, then each assistant by the one before it. A stage that is
+    complete is not carried out again. None: there is no teacher, or no method that asks one.
 
     Raises:
-        TrainingError: the training failed.
+        TrainingError: a training failed.
     """
-    teacher = plan.experiment.teacher
-    if teacher is None:
+    experiment = plan.experiment
+    if experiment.teacher is None or not asks_teacher(experiment):
         return None
-    if teacher.weights:
-        return absolute(teacher.weights)
-    return str(
-        StageDir(Path(run_stage(now, plan.assign("teacher", now.run_dir, {"run": now.run_dir.root.name})).output_dir)).best
-    )
+    weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
+    for name in experiment.preparation:
+        if name == "teacher" and weights is not None:
+            continue
+        work = plan.assign(name, now.run_dir, {"run": now.run_dir.root.name}, weights)
+        weights = str(StageDir(Path(run_stage(now, work).output_dir)).best)
+    return weights
 
 
 def run_stage(now: Session, work: Assignment) -> TrainConfig:
@@ -196,7 +184,7 @@ def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
 
 
 def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
-    """Carry out, or continue, one run: teacher if needed, then student. Returns what `result.json` holds.
+    """Carry out, or continue, one run: teacher if needed, assistants, then student. Returns what `result.json` holds.
 
     Raises:
         DistillError: one line; `result.json` says the same.
@@ -210,7 +198,7 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             plan.check(cluster)
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
-            weights = train_teacher(now, plan)
+            weights = prepare(now, plan)
             student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
         now.display.console.print(

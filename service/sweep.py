@@ -9,10 +9,11 @@ from typing import Any
 
 from service import cluster as clusters
 from service.cluster import Cluster
+from service.distilling import asks_teacher
 from service.experiment import Resolved
 from service.plan import Plan, absolute
 from service.report.tables import sweep_table, verdict
-from service.run import Session, record_student, session, start_tracking, train_teacher, written_ms
+from service.run import Session, prepare, record_student, session, start_tracking, written_ms
 from service.search.replay import conclusion, race, replay
 from service.trees import flatten
 from service.trial import Assignment, Outcome, need
@@ -51,7 +52,7 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
 
 
 def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
-    """Train the teacher once, then hand the trials that are left to Ray Tune and record each as it ends."""
+    """Prepare teacher and assistants once, then hand the trials that are left to Ray Tune and record each as it ends."""
     base = now.resolved
     plan = Plan.on(base.experiment, cluster)
     config = base.experiment.sweep
@@ -65,7 +66,7 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     if not pending and not config.races:
         return
     timing = config.timing_steps is not None and not config.races
-    weights = untrained_teacher(now) if timing else train_teacher(now, fitting(plan, cluster))
+    weights = untrained_teacher(now) if timing else prepare(now, fitting(plan, cluster))
     if config.races:
         trained = [stage["metrics"] for stage in now.result.get("stages", ())]
         now.save(noise_scales=[m["noise_scale"] for m in trained if m.get("noise_scale", 0.0) > 0])
@@ -148,24 +149,27 @@ def race_trials(now: Session, trials: list[Trial], cluster: Cluster, weights: st
 
 
 def untrained_teacher(now: Session) -> str | None:
-    """The teacher of a timing sweep: how fast it runs does not depend on its weights, so that its first ones will do.
+    """The student's teacher in a timing sweep: how fast it runs does not depend on its weights, so that its first ones will do.
 
     Raises:
         DistillError: the data or the model cannot be opened.
     """
     experiment, stage = now.experiment, now.run_dir.stage("untrained-teacher")
     teacher, data = experiment.teacher, experiment.data
-    if teacher is None or teacher.weights:
-        return absolute(teacher.weights) if teacher and teacher.weights else None
+    if teacher is not None and teacher.weights and not experiment.assistants:
+        return absolute(teacher.weights)
+    if teacher is None or not asks_teacher(experiment):
+        return None
+    name = experiment.assistants[-1].model if experiment.assistants else teacher.model
     from trainables import checkpoint
     from trainables.data.source import open_source
     from trainables.models.registry import build_model
 
     classes = open_source(data, "train").classes
-    model = build_model(teacher.model, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
-    about = {"model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
+    model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
+    about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
     checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    now.display.say(f"a timing sweep: the teacher {teacher.model} runs with untrained weights")
+    now.display.say(f"a timing sweep: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,12 @@ from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
 from trainables.global_batch_norm import convert, normalizes_alone
 from trainables.inputs import autocast, normalizer
-from trainables.methods.pupil import Pupil, Reader, build_methods, choose, student_name, task_weight
+from trainables.methods.pupil import Pupil, choose, student_name
 from trainables.models.registry import build_model
-from trainables.models.reused import ReusedClassifier
-from trainables.models.weights import load_teacher
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
 from trainables.step import Learner
-from trainables.teacher import Teacher
+from trainables.teaching import build_pupil, numbers
 from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
 from trainables.updates import Updates, build_updates
@@ -83,10 +82,11 @@ class Job:
 
     def close(self) -> None:
         """End the loaders' threads, and let go of what they keep on this node. The job can train no more."""
-        try:
-            self.train_loader.close()
-        finally:
-            self.val_loader.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.val_loader.close)
+            stack.callback(self.train_loader.close)
+            if self.learner.teacher is not None:
+                stack.callback(self.learner.teacher.close)
 
 
 def build(
@@ -103,20 +103,16 @@ def build(
     """
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    dtype, layout = numbers(config)
     name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader.labels_M)
+    pupil, teacher = build_pupil(config, group, model, classes, train_loader)
     pupil.methods.to(device, dtype)
-    if teacher is not None:
-        teacher.model.to(device, dtype).to(memory_format=layout)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
-        for module in (model, *([teacher.model] if teacher is not None else [])):
-            module.compile()
+        model.compile()
     stage = StageDir(Path(config.output_dir))
     updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
     if updates.several and pupil.init_epochs:
@@ -181,51 +177,10 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
             loader_workers=data.loader_workers, device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
+            seed_epochs=config.seed_epochs if split == "train" else None,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))
-
-
-def build_pupil(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], labels_M: Tensor
-) -> tuple[Pupil, Teacher | None]:
-    """The student with its methods, and the frozen teacher where one of them reads it; models on the CPU.
-
-    Raises:
-        ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
-    """
-    given, size = config.teacher, config.data.image_size
-    chosen = choose(config.distill) if config.distill is not None else ()
-    if config.distill is None or not chosen:
-        return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
-    model = None
-    if given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen):
-        model = load_teacher(
-            given.model, given.weights, num_classes=len(classes), image_size=size, classes=classes, seed=config.seed
-        )
-    if model is not None and isinstance(student, ReusedClassifier):
-        student.reuse(model, size)
-    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
-    teacher = None
-    teacher_reader = None
-    if model is not None and given is not None:
-        teacher_reader = Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=size)
-        teacher = Teacher(model, teacher_reader, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
-    methods = build_methods(
-        chosen, student, model, (reader, teacher_reader), num_classes=len(classes), labels_M=labels_M, image_size=size,
-        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
-    )  # fmt: skip
-    pupil = Pupil(
-        student, methods, {c.key: c.options for c in chosen}, reader=reader,
-        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
-    )  # fmt: skip
-    if pupil.needs_whole_batch and config.optim.accumulate > 1:
-        names = ", ".join(config.distill.method)
-        raise ExperimentError(
-            f"distill.method: {names} compares the samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
-            "set optim.accumulate to 1, or use more workers"
-        )
-    return pupil, teacher
 
 
 def wrap(model: Pupil, group: Group) -> nn.Module:

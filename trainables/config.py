@@ -116,6 +116,11 @@ class DataConfig(Section):
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
     @property
+    def draws(self) -> bool:
+        """Whether an image of the training split looks different from epoch to epoch."""
+        return self.augment != "none" or self.device_augment != DeviceAugmentConfig()
+
+    @property
     def decodes_on_device(self) -> bool:
         """Whether training's crops are decoded on the device."""
         return self.decoder in ON_DEVICE
@@ -143,12 +148,51 @@ class ModelConfig(Section):
     model: str = Field(min_length=1, description="one of ours, torchvision's or timm's (`timm/NAME`)")
 
 
+class OtherTeacherConfig(ModelConfig):
+    """A further model that is imitated; it has been trained before."""
+
+    weights: str = Field(min_length=1, description="as teacher.weights")
+    share: Positive = Field(1.0, description="how much its answer counts beside the other teachers'")
+
+
 class TeacherConfig(ModelConfig):
     """The model that is imitated."""
 
     weights: str | None = Field(
         None, description="a checkpoint of ours, a torchvision or timm weight name, a state-dict file; absent: trained first"
     )
+    epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+    cache: str | None = Field(
+        None, min_length=1, description="a folder that all nodes share, where its logits are kept for all epochs, trials and runs"
+    )
+    cache_top_k: Count | None = Field(None, description="keep so many classes of each image, and what the others add up to")
+    cache_epochs: Count | None = Field(
+        None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
+    )
+    share: Positive = Field(1.0, description="how much its answer counts beside those of `others`")
+    others: tuple[OtherTeacherConfig, ...] = Field(
+        (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
+    )
+
+    @model_validator(mode="after")
+    def _something_to_keep(self) -> Self:
+        for name in ("cache_top_k", "cache_epochs"):
+            if self.cache is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
+        if self.cache is not None and self.others:
+            raise ValueError("cache keeps the logits of one teacher: leave out cache, or others")
+        return self
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Those of this teacher and the others, as parts of 1."""
+        shares = (self.share, *(other.share for other in self.others))
+        return tuple(share / math.fsum(shares) for share in shares)
+
+
+class AssistantConfig(ModelConfig):
+    """A model between teacher and student: it learns from the one before it and teaches the one after it."""
+
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
 
 
@@ -300,7 +344,7 @@ class TrainingConfig(Section):
 class TrainConfig(Section):
     """Everything one worker needs to train one model: with `distill` it distils, without it trains on labels alone."""
 
-    stage: str = Field("student", description="name of this stage in records: `teacher` or `student`")
+    stage: str = Field("student", description="name of this stage in records: `teacher`, `assistant1` …, `student`")
     output_dir: str = Field(description="absolute stage directory on a file system that all nodes share")
     data: DataConfig
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
@@ -313,6 +357,22 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Annotated[Integer, Field(ge=0, lt=2**32)] = 0
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
+
+    @property
+    def seed_epochs(self) -> int | None:
+        """How many ways there are in which an image is augmented, one after the other; None: every epoch has its own."""
+        if self.teacher is None or self.teacher.cache is None:
+            return None
+        return self.teacher.cache_epochs if self.data.draws else 1
+
+    @property
+    def kept_epochs(self) -> int:
+        """How many epochs' logits of the teacher make a full cache."""
+        return min(self.seed_epochs or self.optim.epochs, self.optim.epochs)
+
+
+class FillConfig(TrainConfig):
+    """What one worker needs to fill the cache of `teacher`: nothing is trained."""
 
 
 class EvaluateConfig(Section):

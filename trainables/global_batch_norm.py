@@ -91,6 +91,11 @@ def normalizes_alone(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
 
 
+def normalizes_together(model: nn.Module) -> bool:
+    """Whether `model` has a batch norm over the rows of all ranks, ours or torch's."""
+    return any(isinstance(m, GlobalBatchNorm | nn.SyncBatchNorm) for m in model.modules())
+
+
 class GlobalBatchNorm1d(GlobalBatchNorm):
     """For (B, C) or (B, C, L)."""
 

@@ -85,7 +85,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     learner.pupil.settle(progress.epoch >= learner.init_epochs)
     if not progress.position:
         begin_epoch(job)
-    batches = on_device(job.train_loader.epoch(progress.epoch, progress.position), job.group.device, progress.epoch)
+    loader = job.train_loader
+    batches = on_device(loader.epoch(progress.epoch, progress.position), job.group.device, loader.seed_epoch(progress.epoch))
     job.throughput.begin(progress.step)
     timer.start()
     try:
@@ -234,6 +235,7 @@ def finish_epoch(job: Job) -> None:
     config, group, progress = job.config, job.group, job.state.progress
     check_finite(job)
     skipped = len(note_skipped(job, job.train_loader, progress.skipped))
+    asked = teacher_images(job)
     used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     began = time.perf_counter()
     val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, group, job.learner.autocast)
@@ -246,7 +248,7 @@ def finish_epoch(job: Job) -> None:
     metrics = {f"train/{name}": value for name, value in means(job.learner.names, progress.partial).items()}
     metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
-    metrics |= {"eval_s": eval_s, "skipped_images": float(skipped)}
+    metrics |= {"eval_s": eval_s, "skipped_images": float(skipped), **asked}
     progress.partial, progress.skipped = [], {}
     progress.history.append({"epoch": progress.epoch, "step": progress.step, **metrics})
     best = val["top1_pct"] > progress.best_top1_pct
@@ -272,6 +274,14 @@ def finish_epoch(job: Job) -> None:
         "epoch", progress.step, float(progress.epoch),
         {**metrics, **throughput(job), "train_s": job.throughput.train_s, **progress.reached, **used},
     )  # fmt: skip
+
+
+def teacher_images(job: Job) -> dict[str, float]:
+    """With `teacher.cache`, images of the epoch for which the teacher ran all the same; every rank calls it."""
+    if job.learner.teacher is None:
+        return {}
+    ran_for = [count for count in gather_objects(job.learner.teacher.end_epoch(), job.group) if count is not None]
+    return {"train/teacher_images": float(sum(ran_for))} if ran_for else {}
 
 
 def note_skipped(job: Job, loader: Loader, before: dict[int, str]) -> dict[int, str]:

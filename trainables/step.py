@@ -27,7 +27,7 @@ from trainables.gather import Gather
 from trainables.methods.contract import Samples
 from trainables.methods.pupil import Answer, Pupil
 from trainables.noise_scale import GradientNoise, num_parts
-from trainables.teacher import Teacher
+from trainables.teacher import Answers, Asked
 from trainables.updates import Updates
 
 
@@ -45,7 +45,7 @@ class Learner:
     """The bare student with its methods."""
     student: nn.Module
     """`pupil`, under DDP where there are several ranks: what a step calls."""
-    teacher: Teacher | None
+    teacher: Answers | None
     updates: Updates
     scaler: torch.amp.GradScaler
     group: Group
@@ -162,10 +162,13 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
     timer.mark("h2d")
     parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
     timer.mark("augment")
+    seen = 0
     for part in parts:
         rows = len(part.labels_B)
+        asked = Asked(batch.known_B[seen : seen + rows], batch.epoch)
+        seen += rows
         with learner.autocast():
-            taught = learner.teacher(part.images_BCHW, rows) if learner.teacher is not None else None
+            taught = learner.teacher(part.images_BCHW, rows, asked) if learner.teacher is not None else None
         timer.mark("teacher")
         samples = Samples(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, learner.hosts))
         synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)

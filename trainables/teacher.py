@@ -5,12 +5,42 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor, nn
 
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Reader
 from trainables.models.registry import logits_and_aux
+
+
+class Asked(NamedTuple):
+    """Which images a teacher is asked about: with the experiment's seed, these two decide every pixel of them."""
+
+    samples_B: Tensor
+    """Dataset-wide indices on the host, int64."""
+    epoch: int
+    """By which they are augmented."""
+
+
+class Answers(Protocol):
+    """What a step asks: a teacher that runs, or what one has answered before."""
+
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
+        """Method → the answer to the first `num_rows` images, without waiting for the device.
+
+        `asked` tells which images they are; None: images that are no samples, such as those of a trial run.
+        """
+
+    def end_epoch(self) -> int | None:
+        """How many images a network ran for since this was last asked, where it need not have; None: it always does.
+
+        What is to be kept of them is on disk.
+        """
+
+    def close(self) -> None:
+        """Let go of files and threads; no more is asked."""
 
 
 class Teacher:
@@ -21,9 +51,15 @@ class Teacher:
         self.model = model
         self._reader, self._gradient = reader, gradient
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int) -> dict[str, Seen]:
-        """Method → the answer to the first `num_rows` images."""
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
+        """See `Answers`: it answers whatever images it is shown."""
         # Not inference mode, whose tensors a method's backward could not keep.
         with torch.set_grad_enabled(self._gradient), self._reader.reading():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
             return self._reader.take(logits_BK, num_rows)
+
+    def end_epoch(self) -> None:
+        """Nothing of it is kept."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

@@ -32,8 +32,9 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from trainables import loop
+from trainables.answers.fill import fill
 from trainables.build import build
-from trainables.config import EvaluateConfig, TrainConfig
+from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
 from trainables.errors import ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
@@ -150,6 +151,27 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
         raise
 
 
+def fill_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Fill a teacher's cache; rank 0 writes the numbers to the stage's `stage.json`. `settings` is a `FillConfig` as plain data.
+
+    Raises:
+        DistillError: also written to the stage's `error.json`.
+    """
+    config, group = FillConfig.model_validate(settings), this_group()
+    stage = StageDir(Path(config.output_dir))
+    torch.set_num_threads(config.scale.cpus_per_worker)
+    torch.backends.cudnn.benchmark = True
+    try:
+        start_logging(stage, group)
+        with Reporter(config, stage, group) as reporter:
+            metrics = fill(config, group, reporter.report)
+        if group.is_main:
+            write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": metrics})
+    except Exception as error:
+        note_error(stage, group, error)
+        raise
+
+
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:
     """Evaluate a checkpoint on the validation split; rank 0 writes the result to `output`."""
     config = EvaluateConfig.model_validate(settings)
@@ -170,7 +192,7 @@ def fit(
     callbacks: list[Any] | None = None,
     visit: Visit | None = None,
 ) -> None:
-    """Train one stage (with `visit` others after it), or evaluate, with a `TorchTrainer` of `scale.num_workers` workers.
+    """Train one stage (with `visit` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
 
     Blocks until all workers have ended.
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
@@ -183,6 +205,8 @@ def fit(
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
     settings = config.model_dump(mode="json")
     loop_per_worker = train_loop_per_worker if isinstance(config, TrainConfig) else evaluate_loop_per_worker
+    if isinstance(config, FillConfig):
+        loop_per_worker = fill_loop_per_worker
     if visit is not None:
         loop_per_worker, settings = visit_loop_per_worker, {"config": settings, "visit": visit}
     trainer = ray.train.torch.TorchTrainer(

@@ -86,7 +86,7 @@ def idle_gpu(e: Evidence) -> Finding | None:
 
 
 def teacher(e: Evidence) -> Finding | None:
-    """A teacher that takes longer than all of the student's own work. Logits that were kept would save it: T' = T - teacher."""
+    """A teacher that takes longer than all of the student's own work. Logits that are kept save it: T' = T - teacher."""
     step = e.typical
     if step.teacher_ms <= e.compute_ms - step.teacher_ms:
         return None
@@ -95,6 +95,7 @@ def teacher(e: Evidence) -> Finding | None:
         "teacher-bound",
         f"the teacher takes {step.teacher_ms:.1f} of a step's {step.step_ms:.1f} ms, more than the student's forward and "
         "backward together",
-        f"{cheaper}a smaller teacher (--set teacher.model=…), or logits computed once; raydistill keeps none yet",
+        f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, keep its answers for all epochs, trials "
+        "and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share)",
         gain_pct(step.step_ms, step.step_ms - step.teacher_ms),
     )

@@ -35,7 +35,8 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> 
         best = (result.get("best") or {}).get("id")
         cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row["id"] != best))]
     else:
-        cases = [case for name in ("student", "teacher") if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
+        names = ("student", *reversed(resolved.experiment.preparation))
+        cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
     if not cases:
         raise ExperimentError(
             f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"

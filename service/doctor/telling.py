@@ -54,7 +54,8 @@ def notes(e: Evidence) -> list[str]:
     if e.gpus and e.precision == "fp32":
         said.append("not tried here: --set precision=bf16")
     if step.teacher_ms > 0.05 * step.step_ms:
-        said.append(f"the teacher costs {100 * step.teacher_ms / step.step_ms:.0f}% of a step: raydistill keeps no logits yet")
+        share = 100 * step.teacher_ms / step.step_ms
+        said.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
     if e.epochs and e.steps_per_epoch:
         eval_s = sum(epoch.eval_s for epoch in e.epochs) / len(e.epochs)
         share = 100 * eval_s / (eval_s + e.steps_per_epoch * step.step_ms / 1e3)

@@ -28,7 +28,7 @@ _FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their sprea
 class History:
     """What one stage wrote while it ran: its `metrics.jsonl` in the order of writing."""
 
-    label: str  # "trial 003", "teacher", "student"
+    label: str  # "trial 003", "teacher", "assistant1", "student"
     lines: Sequence[Mapping[str, Any]]
     windows_s: Sequence[float] = ()  # mean step time between log lines
 
@@ -84,7 +84,7 @@ def read_records(run_dir: RunDir, result: Mapping[str, Any], experiment: Any, so
     values = flatten(experiment.model_dump(mode="json"))
     flat = {key: without_password(held) if isinstance(held, str) else held for key, held in values.items()}
     if result["kind"] != "sweep":
-        stages = [(name, run_dir.stage(name)) for name in ("teacher", "student")]
+        stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
         return Records(run_dir.root, result, flat, sources, (), histories)
     rows, histories = [], []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service import strict_yaml
+from service.experiment import read_resolved
 from service.report import names
 from service.report.records import Row, axes, ran, value
 from service.search.config import FRONT, TIME, TIME_S
@@ -136,13 +137,17 @@ def doubts(result: Mapping[str, Any]) -> list[str]:
 def command(root: Path, best: Row) -> str:
     """`distill train …` that trains at the winner's point, from the run's own experiment.
 
-    The teacher that the sweep has trained is taken, where there is one.
+    The teacher, or the last assistant, that the sweep has trained is taken, where there is one.
     """
     run_dir = RunDir(root)
     values = dict(best["params"])
     if best["scale"][LOADER_WORKERS] != "auto":
         values.setdefault(LOADER_WORKERS, best["scale"][LOADER_WORKERS])
-    if (teacher := run_dir.stage("teacher").best).exists():
+    if run_dir.stage("assistant1").best.exists():
+        name, last = list(read_resolved(run_dir.experiment).experiment.preparation.items())[-1]
+        values |= {"teacher.model": last.model, "teacher.weights": str(run_dir.stage(name).best)}
+        values |= {"teacher.others": [], "assistants": []}
+    elif (teacher := run_dir.stage("teacher").best).exists():
         values["teacher.weights"] = str(teacher)
     sets = [f"--set {shlex.quote(f'{key}={written(held)}')}" for key, held in values.items()]
     return " ".join(["distill train", shlex.quote(str(run_dir.experiment)), *sets])

@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-NAMES = ("loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods")
+NAMES = (
+    "loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods",
+    "teacher_cache",
+)  # fmt: skip
 ROUNDS = {
     "loop": 5,
     "startup": 5,
@@ -26,6 +29,7 @@ ROUNDS = {
     "search": 1,
     "taps": 5,
     "methods": 3,
+    "teacher_cache": 3,
 }
 
 
@@ -40,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dali-python", metavar="PATH", help="input: a Python that has nvidia.dali")
     parser.add_argument("--ffcv-python", metavar="PATH", help="input: a Python that has ffcv")
     parser.add_argument("--cifar", type=Path, metavar="FOLDER", help="feeding: train/CLASS/*.jpg and test/CLASS/*.jpg")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="teacher_cache: packed CIFAR-10 (default: noise)")
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
@@ -53,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         options: dict[str, Any] = {
             "input": {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python},
             "feeding": {"cifar": args.cifar},
+            "teacher_cache": {"records": args.records},
         }.get(name, {})
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short, **options) as lines:
             rounds = args.rounds or ROUNDS[name]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from service import strict_yaml
+from service.distilling import asks_teacher
 from service.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.mistakes import known_keys, nearest
 from trainables.errors import ExperimentError
@@ -62,6 +63,34 @@ def test_imagenet_is_the_published_recipe() -> None:
     assert e.teacher is not None
     assert (e.teacher.model, e.teacher.weights, e.student.model) == ("resnet34", "IMAGENET1K_V1", "resnet18")
     assert (e.optim.epochs, e.data.global_batch_size, e.optim.lr, e.optim.milestones) == (100, 256, 0.1, (30, 60, 90))
+
+
+def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
+    others = "teacher.others=[{model: mlp_large, weights: other.pt, share: 3}]"
+    experiment = load("digits", [others, "assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
+    assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
+    told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
+    assert [(stage.model, stage.optim.epochs) for stage in told] == [
+        ("convnet_large", 12), ("resnet14", 7), ("resnet8", 12), ("convnet_small", 12),
+    ]  # fmt: skip
+    assert told[0].teacher is None
+    assert told[0].distill is None
+    teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
+    assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
+        ("convnet_large", "before.safetensors", 1), ("resnet14", "before.safetensors", 0), ("resnet8", "before.safetensors", 0),
+    ]  # fmt: skip
+    assert all(stage.distill == experiment.distill for stage in told[1:])
+
+
+def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
+    def asked(*sets: str) -> bool:
+        return asks_teacher(load("digits", sets).experiment)
+
+    assert asked()
+    assert asked("distill.method=[dml, sp]")
+    assert not asked("distill.method=dml")
+    assert not asked("distill.method=[pskd, dml]")
+    assert asked("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +275,15 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),
         (["data.decoder=dali"], "decoder dali decodes what augment crop_flip cuts out"),
         (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
+        (["teacher=null", "assistants=[{model: resnet8}]"], "there is no teacher whom they could assist: write teacher.model"),
+        (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
+        (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it in the list"),
+        (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants.epochs?"),
+        (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
+        (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
+        (["teacher.others=[{model: resnet8}]"], "teacher.others[0].weights: missing: write it in the list"),
+        (["teacher.others=[{model: resnet9, weights: x}]"], "teacher.others[0].model: there is no model 'resnet9'"),
+        (["teacher.others=[{model: resnet8, weights: x}]", "distill.method=sp"], "there is only a mean of probabilities"),
         (["sweep.metric=speed"], "trials have no 'speed'"),
         (["sweep.metric=top1"], "did you mean top1_pct?"),
         (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
@@ -377,6 +415,7 @@ def test_distributions_are_drawn_by_the_policy_random(spec: str) -> None:
         ("{opt.lr: [1]}", "opt.lr: no such key to search over; did you mean optim.lr?"),
         ("{sweep.steps: [1]}", "sweep.steps: no such key to search over"),
         ("{teacher.model: [resnet8]}", "one teacher is prepared and shared by all trials"),
+        ("{assistants: [[]]}", "one teacher is prepared and shared by all trials"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused(space: str, words: str) -> None:
@@ -390,3 +429,24 @@ def test_a_space_that_cannot_be_searched_is_refused(space: str, words: str) -> N
 def test_a_metric_is_maximised_unless_less_is_better() -> None:
     for metric, mode in (("images_per_s", "max"), ("epoch_s", "min"), ("val_loss", "min"), ("phase/data_ms", "min")):
         assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
+
+
+# A teacher's kept logits
+
+
+KEPT = "teacher.cache=/logits"
+
+
+def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
+    mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
+    assert "teacher.cache: it keeps the logits of each image" in mixed
+    features = refusal(KEPT, "distill.method=fitnet")
+    assert "teacher.cache: it keeps a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
+    assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert all("\n" not in text for text in (mixed, features))
+
+
+def test_methods_on_logits_may_read_a_cache() -> None:
+    experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
+    assert experiment.teacher is not None
+    assert experiment.teacher.cache_epochs == 2

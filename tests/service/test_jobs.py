@@ -23,5 +23,5 @@ def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path:
 
 
 def test_what_is_no_command_of_ours_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match="submit: give one of train, sweep, resume, evaluate, report, sync, pack, data"):
+    with pytest.raises(ExperimentError, match="give one of train, sweep, resume, cache, evaluate, report, sync, pack, data"):
         package(["ui"], tmp_path)

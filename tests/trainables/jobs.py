@@ -37,7 +37,7 @@ def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, image_size: int = 8) -> str:
+def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, image_size: int = 8, seed: int = 11) -> str:
     """A teacher's checkpoint with its initial weights: any function will do as one to imitate."""
     about = {
         "model": model,
@@ -45,7 +45,7 @@ def write_teacher(path: Path, model: str = "mlp_large", num_classes: int = 10, i
         "image_size": image_size,
         "classes": [str(i) for i in range(num_classes)],
     }
-    state = build_model(model, num_classes=num_classes, image_size=image_size, seed=11).state_dict()
+    state = build_model(model, num_classes=num_classes, image_size=image_size, seed=seed).state_dict()
     checkpoint.write_tensors(path, {f"model.{name}": tensor for name, tensor in state.items()}, about)
     return str(path)
 

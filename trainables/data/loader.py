@@ -68,6 +68,7 @@ class Loader:
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
     does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
+    With `seed_epochs` images are augmented as in epoch 0, 1, … `seed_epochs` - 1 and then again; the order never comes again.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -88,6 +89,7 @@ class Loader:
         loader_workers: int,
         device: torch.device = _CPU,
         auto: Enough | None = None,
+        seed_epochs: int | None = None,
     ) -> None:
         if data.val_resize is not None and data.val_resize < data.image_size:
             raise DataError(
@@ -117,6 +119,7 @@ class Loader:
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._reader = Reader(source, view, seed)
+        self._seed_epochs = seed_epochs
         self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
@@ -128,6 +131,19 @@ class Loader:
     def labels_M(self) -> Tensor:
         """The label of each of the split's M samples, by index: int64."""
         return torch.from_numpy(np.asarray(self._source.labels_N, dtype=np.int64))
+
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        return self._source.fingerprint()
+
+    def seed_epoch(self, epoch: int) -> int:
+        """The epoch by which the images of this one are augmented."""
+        return epoch % self._seed_epochs if self._seed_epochs else epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the split, those that `drop` leaves out too."""
+        return len(self._source)
 
     @property
     def buffers_mib(self) -> float:
@@ -195,12 +211,13 @@ class Loader:
         if self._follow:
             self._follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
+        drawn = self.seed_epoch(epoch)
         pixels_BHWC = buffer.images_BHWC.numpy()
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
         for row in range(0, len(indices_B), rows):
             indices = indices_B[row : row + rows]
-            parts.append(self._run(partial(self._reader.fill, row, indices, pixels_BHWC[row : row + len(indices)], epoch, stop)))
+            parts.append(self._run(partial(self._reader.fill, row, indices, pixels_BHWC[row : row + len(indices)], drawn, stop)))
         return _Pending(buffer, indices_B, end, parts)
 
     def _run(self, work: Callable[[], Part]) -> Future[Part]:

@@ -5,6 +5,7 @@ Shapes: N samples, M stored images, B samples asked for, H=W pixels, C=3 channel
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,11 @@ class MemorySource:
     def read(self, index: int) -> NDArray[np.uint8]:
         image_HWC: NDArray[np.uint8] = self.images_MHWC[index % len(self.images_MHWC)]
         return image_HWC
+
+    def fingerprint(self) -> str:
+        """Of the pixels: see `source.Source`."""
+        shape = f"{len(self)}:{self.images_MHWC.shape}"
+        return hashlib.sha256(shape.encode() + np.ascontiguousarray(self.images_MHWC).tobytes()).hexdigest()
 
     def read_batch(self, indices_B: NDArray[np.int64], out_BHWC: NDArray[np.uint8]) -> None:
         """Copy the asked images into `out_BHWC` in one call: tiny images are read by the million."""

@@ -33,7 +33,7 @@ class RecordsSource:
         self.classes = index.classes
         self.labels_N, self._offsets_N, self.sizes_N, self.widths_N, self.heights_N = (table[name] for name in ROW_COLUMNS)
         self._ends_S = list(itertools.accumulate(shard.rows for shard in part.shards))
-        self._shards, self._pixels = shards, index.image == "pixels"
+        self._shards, self._pixels, self._part = shards, index.image == "pixels", part
         self._check(root / part.rows.file, part)
         side = int(self.widths_N[0])
         alike = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
@@ -67,6 +67,11 @@ class RecordsSource:
         """
         for index in indices_R.tolist():
             self._shards.expect(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
+
+    def fingerprint(self) -> str:
+        """Of the files' checksums: see `source.Source`."""
+        files = (self._part.rows, *self._part.shards)
+        return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
 
     def read(self, index: int) -> Sample:
         """The encoded image file, or the pixels (H, W, 3).

@@ -44,6 +44,9 @@ class Source(Protocol):
     def read(self, index: int) -> Sample:
         """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
 
+    def fingerprint(self) -> str:
+        """What decides the samples and their order: two sources with one fingerprint show the same image at each index."""
+
 
 @runtime_checkable
 class Sharded(Protocol):

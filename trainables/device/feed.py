@@ -24,7 +24,8 @@ class DeviceBatch(NamedTuple):
     images_BCHW: Tensor  # uint8, channels last in memory
     labels_B: Tensor  # int64
     indices_B: Tensor  # int64, dataset-wide
-    epoch: int
+    known_B: Tensor  # indices_B on the host
+    epoch: int  # the one by which it is augmented
     position: int  # global samples of the epoch that are consumed once this batch is trained on
     copied: torch.cuda.Event | None  # None: nothing had to be copied
 
@@ -53,7 +54,7 @@ def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
-        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, epoch, batch.position, None)
+        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position, None)
         if batch.undecoded is not None:
             decoder = region_decoder(batch.undecoded.decoder, batch.images_BCHW.device, batch.undecoded.threads)
             ready = _without(fill(decoder, batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
@@ -67,9 +68,11 @@ def _without(bad: Mapping[int, str], batch: DeviceBatch, undecoded: Undecoded) -
     undecoded.skip(bad)
     batch.wait()
     good = [row for row in range(len(batch.labels_B)) if row not in bad]
+    known_B = batch.known_B[good]
     rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
     images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
-    return batch._replace(images_BCHW=images_BCHW, labels_B=batch.labels_B[rows_B], indices_B=batch.indices_B[rows_B])
+    labels_B, indices_B = batch.labels_B[rows_B], batch.indices_B[rows_B]
+    return batch._replace(images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, known_B=known_B)
 
 
 class _Coming(NamedTuple):
@@ -128,7 +131,9 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         copied.record(stream)
     else:
         decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
-    return _Coming(DeviceBatch(images_BCHW, labels_B, indices_B, epoch, batch.position, copied), copied, undecoded, decoded)
+    known_B = batch.indices_B.clone()  # the loader's memory is used again
+    ready = DeviceBatch(images_BCHW, labels_B, indices_B, known_B, epoch, batch.position, copied)
+    return _Coming(ready, copied, undecoded, decoded)
 
 
 def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:

@@ -62,6 +62,8 @@ class Needs:
     """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `trainables.models.reused`."""
     teacher_gradient: bool = False
     """The teacher runs with a graph, for a method that differentiates through it. Its parameters stay as they are."""
+    teacher_model: bool = False
+    """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Side:
     """The bare model. What is kept of it belongs in a tuple, so that it does not become a part of the method."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the features at the method's taps, without the batch's dimension."""
+    name: str = ""
+    """Under which `trainables.models.registry.build_model` knows the model."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Setting:
 
     student: Side
     teacher: Side | None
+    """None: there is no teacher, or its logits are kept and it need not run, see `Needs.teacher_model`."""
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""

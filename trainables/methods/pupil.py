@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
+from trainables.errors import ExperimentError
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
 from trainables.models.names import JOIN
@@ -50,6 +51,26 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     return tuple(method for method in every if method.options.weight)
 
 
+def check_reads_logits(chosen: Sequence[Chosen]) -> None:
+    """Refuse methods to which a teacher's logits alone would not do, where `teacher.cache` keeps no more of it.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for method in chosen:
+        needs = method.kind.needs
+        more = {
+            "features": method.teacher_taps,
+            "gradients": needs.teacher_gradient,
+            "network": needs.teacher_model or needs.reuses_classifier,
+        }
+        if needs.teacher and (what := next((name for name, needed in more.items() if needed), None)):
+            raise ExperimentError(
+                f"teacher.cache: it keeps a teacher's logits, and {method.key} needs its {what}: set teacher.cache to null, or "
+                "distill.method to methods on logits, such as kd"
+            )
+
+
 def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
     """The weight of the labels' cross-entropy: the user's, or else the largest of the methods' own."""
     if distill.task_weight is not None:
@@ -70,6 +91,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, wanted: Mapping[str, Sequence[str]], *, name: str, image_size: int):
         """`wanted`: method → its taps. Raises ModelError where the model has no such point."""
+        self.name = name
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in wanted.items() if names}
         self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in wanted}
 
@@ -218,8 +240,10 @@ def build_methods(
     student_reader, teacher_reader = readers
     methods = {}
     for key, kind, options in chosen:
-        other = Side(teacher, teacher_reader.shapes[key]) if teacher is not None and teacher_reader is not None else None
-        setting = Setting(student=Side(student, student_reader.shapes[key]), teacher=other, **about)
+        own, other = Side(student, student_reader.shapes[key], student_reader.name), None
+        if teacher is not None and teacher_reader is not None:
+            other = Side(teacher, teacher_reader.shapes[key], teacher_reader.name)
+        setting = Setting(student=own, teacher=other, **about)
         with seeded(f"method/{key}:{setting.seed}"):
             methods[key] = kind(options, setting)
     return methods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, 
         _fill(model, state, path, name, num_classes)
     check_forward(model, image_size, num_classes, name=name)
     return model.eval().requires_grad_(False)
+
+
+def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> str:
+    """A hash over all tensors of a teacher, their names, types and shapes, whatever file they come from.
+
+    A file is read without building the model. Raises as `load_teacher` does.
+    """
+    path = locate(weights)
+    if path is None:
+        options: dict[str, Any] = {"num_classes": num_classes, "image_size": image_size, "classes": classes, "seed": seed}
+        state: Mapping[str, Tensor] = load_teacher(name, weights, **options).state_dict()
+    else:
+        state = _read_state(path, name, num_classes, classes)
+    digest = hashlib.sha256()
+    for key in sorted(key for key in state if not key.startswith(AUX_PREFIXES)):
+        tensor = state[key].detach().contiguous()
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _published(found: ModelName, name: str, weights: str, num_classes: int, image_size: int) -> nn.Module:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from service import strict_yaml
 from service.experiment import load
 from service.places import reopen
 from service.report.winner import against, bound, command, lines, why, written
@@ -121,6 +122,21 @@ def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_o
     words = shlex.split(command(run_dir.root, reopen(run_dir.root)[2]["best"]))
     assert f"{L}=2" in words
     assert f"teacher.weights={teacher}" in words
+
+
+def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {B: [64]})
+    tree = strict_yaml.parse(run_dir.experiment.read_text(), "")
+    run_dir.experiment.write_text(strict_yaml.dump({**tree, "assistants": [{"model": "resnet14"}, {"model": "resnet8"}]}))
+    for name in ("teacher", "assistant1", "assistant2"):
+        best = run_dir.stage(name).best
+        best.parent.mkdir(parents=True)
+        best.write_bytes(b"")
+    words = shlex.split(command(run_dir.root, reopen(run_dir.root)[2]["best"]))
+    experiment = load(words[2], words[4::2]).experiment
+    assert experiment.teacher is not None
+    assert (experiment.teacher.model, experiment.teacher.weights) == ("resnet8", str(run_dir.stage("assistant2").best))
+    assert list(experiment.preparation) == ["teacher"]
 
 
 def test_every_value_is_read_back_as_it_was() -> None:

@@ -34,7 +34,7 @@ def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> I
     normalize = normalizer(data.mean, data.std, device, torch.float64, torch.contiguous_format)
     prepare = TrainInputs(DeviceAugmentConfig.model_validate(sections), normalize, seed=seed, image_size=16, device=device)
     rows_B = torch.tensor(rows, dtype=torch.int64)
-    return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, epoch, len(rows), None))
+    return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, rows_B, epoch, len(rows), None))
 
 
 def test_without_augmentation_the_input_is_the_normalised_image() -> None:

@@ -43,6 +43,7 @@ class _Source(Protocol):
     def __len__(self) -> int: ...
     def name(self, index: int) -> str: ...
     def read(self, index: int) -> Sample: ...
+    def fingerprint(self) -> str: ...
 
 
 class Samples:
@@ -115,6 +116,10 @@ class CachedSource:
 
     def name(self, index: int) -> str:
         return self._source.name(index)
+
+    def fingerprint(self) -> str:
+        """See `source.Source`."""
+        return self._source.fingerprint()
 
     def close(self) -> None:
         """This process needs the cache no more."""

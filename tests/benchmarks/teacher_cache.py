@@ -1,0 +1,107 @@
+"""What `teacher.cache` saves: an epoch from kept logits beside the student alone, and students that share a teacher.
+
+Logits are kept for images that are cropped and flipped anew in each epoch, as in training; a round trains on the first images of
+epoch 0, in one process without evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.pairs import Pair
+from tests.benchmarks.rounds import Bar, Comparison, in_turn
+from tests.trainables.jobs import Recorded, no_telemetry
+from trainables import loop
+from trainables.build import Job, build
+from trainables.config import TrainConfig
+from trainables.distributed import Group
+
+STUDENTS = 3
+PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}
+"""Teachers whose forward costs 6 and 15 times the student's on a core."""
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@contextlib.contextmanager
+def comparisons(short: bool, records: Path | None = None) -> Iterator[list[Comparison]]:
+    """`records`: packed CIFAR-10; without it the images are noise."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as jobs:
+        folder = Path(name)
+        lines = []
+        for teacher, pair in PAIRS.items():
+            bench = Bench(pair, folder / teacher, records, steps=2 if short else 6)
+            title = f"{teacher} → resnet8, {'CIFAR-10' if records else 'noise'}"
+            if not lines:  # with a full cache it is all the same whose it is
+                alone, full = bench.job(jobs, teacher=None), bench.full(jobs)
+                measure = partial(bench.blocks_s, full, alone, 1 if short else 5)
+                lines.append(Comparison(f"{title}: KD with a full cache / student alone", "s/step", measure, Bar("≤", 1.1)))
+            sides = partial(bench.students_s, shared=True), partial(bench.students_s, shared=False)
+            who = f"{STUDENTS} students that share a cache, filling it / {STUDENTS} that do not"
+            lines.append(Comparison(f"{title}: {who}", "s", in_turn(*sides), Bar("≤", 0.6)))
+            if short:
+                break
+        yield lines
+
+
+class Bench:
+    """One teacher and its students."""
+
+    def __init__(self, pair: Pair, folder: Path, records: Path | None, steps: int) -> None:
+        folder.mkdir()
+        self._folder, self._steps = folder, steps
+        config = pair.config(folder, 1, CIFAR10 if records else tuple(str(label) for label in range(10)))
+        data = {"augment": "pad_crop_flip", "synthetic_images": steps * pair.global_batch_size}
+        if records:
+            data["path"] = str(records)
+        tree = config.model_dump()
+        self._tree = {
+            **tree, "data": {**tree["data"], **data}, "train": {**tree["train"], "max_steps": None}, "optim": {"epochs": 1},
+            "distill": {},
+        }  # fmt: skip
+
+    def job(self, jobs: contextlib.ExitStack, **changes: Any) -> Job:
+        """A job that is closed with `jobs`. `teacher`: None, or what is changed of it."""
+        teacher = changes.pop("teacher", {})
+        taught = {"teacher": {**self._tree["teacher"], **teacher}} if teacher is not None else {"teacher": None, "distill": None}
+        tree = {**self._tree, **taught, **changes, "output_dir": tempfile.mkdtemp(dir=self._folder)}
+        return jobs.enter_context(contextlib.closing(build(TrainConfig.model_validate(tree), Group(), Recorded(), no_telemetry)))
+
+    def full(self, jobs: contextlib.ExitStack) -> Job:
+        """A job whose cache holds all that it asks for; its teacher was never built."""
+        kept = {"cache": str(self._folder / "full")}
+        with contextlib.ExitStack() as filling:
+            self.train_s(self.job(filling, teacher=kept))
+        return self.job(jobs, teacher=kept)
+
+    def train_s(self, job: Job) -> float:
+        """Seconds of the steps, and of what has to be on disk after them."""
+        progress, began = job.state.progress, time.perf_counter()
+        loop.train_epoch(job, stop_at=progress.step + self._steps)
+        if job.learner.teacher is not None:
+            job.learner.teacher.end_epoch()
+        progress.position = 0
+        return time.perf_counter() - began
+
+    def blocks_s(self, ours: Job, peer: Job, blocks: int, number: int) -> tuple[float, float]:
+        """Seconds of a step on either side, medians over short blocks that take turns."""
+        taken: dict[int, list[float]] = {id(ours): [], id(peer): []}
+        for block in range(blocks):
+            for job in (ours, peer) if (block + number) % 2 else (peer, ours):
+                taken[id(job)].append(self.train_s(job) / self._steps)
+        return statistics.median(taken[id(ours)]), statistics.median(taken[id(peer)])
+
+    def students_s(self, *, shared: bool) -> float:
+        """Seconds of students one after the other, their starts included; the shared cache is empty at first."""
+        cache = tempfile.mkdtemp(dir=self._folder) if shared else None
+        began = time.perf_counter()
+        for seed in range(STUDENTS):
+            with contextlib.ExitStack() as jobs:
+                self.train_s(self.job(jobs, teacher={"cache": cache}, optim={"epochs": 1, "lr": 0.1 + 0.01 * seed}))
+        return time.perf_counter() - began

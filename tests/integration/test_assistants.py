@@ -1,0 +1,73 @@
+"""Teacher → assistant → assistant → student on a real Ray: killed in the middle, gone on with, and shared by a sweep's trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.experiment import load
+from tests.integration.conftest import Distill, kill, records, result, wait_until
+from tests.trainables.jobs import equal, train
+from trainables import checkpoint
+from trainables.rank_pool import Ranks
+from trainables.rundir import RunDir
+
+pytestmark = pytest.mark.integration
+
+SETS = (
+    "teacher={model: mlp_large, epochs: 1}",
+    "assistants=[{model: convnet_small, epochs: 4}, {model: mlp_small}]",
+    "optim.epochs=1",
+    "train.log_every=1",
+    "train.checkpoint_every=5",
+)
+NAMES = ("teacher", "assistant1", "assistant2", "student")
+
+
+def options(*sets: str) -> list[str]:
+    return [part for each in (*SETS, *sets) for part in ("--set", each)]
+
+
+@pytest.mark.slow
+def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_whole_one(distill: Distill, ranks: Ranks) -> None:
+    run, alone = distill.runs / "chain", distill.runs / "alone"
+    command = distill.start("train", distill.experiment, "--out", run, *options())
+    wait_until(lambda: len(records(run, "step", "assistant1")) > 40, "step 40 of the first assistant", command)
+    kill(command.family())
+    written_ns = RunDir(run).stage("teacher").result.stat().st_mtime_ns
+    assert not RunDir(run).stage("assistant1").result.exists()
+
+    said = distill.run("resume", run)
+    assert RunDir(run).stage("teacher").result.stat().st_mtime_ns == written_ns
+    assert [(stage["stage"], stage["model"], stage["status"]) for stage in result(run)["stages"]] == [
+        ("teacher", "mlp_large", "ok"),
+        ("assistant1", "convnet_small", "ok"),
+        ("assistant2", "mlp_small", "ok"),
+        ("student", "convnet_small", "ok"),
+    ]
+    assert all(name in said for name in NAMES)
+    assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
+    assert "distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
+    # The same stages without Ray and without an interruption, each taught by the one before it.
+    experiment, weights = load(str(distill.experiment), SETS).experiment, None
+    for name in NAMES:
+        stage = RunDir(alone).stage(name)
+        ranks.run(1, train, experiment.stage(name, stage.root, {}, weights))
+        assert equal(*(checkpoint.read(RunDir(folder).stage(name).best)[0] for folder in (run, alone))), name
+        weights = str(stage.best)
+    assert (run / "report.html").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_trials_of_a_sweep_share_the_assistants(distill: Distill) -> None:
+    run = distill.runs / "sweep"
+    space = "sweep.space={optim.lr: [0.05, 0.1]}"
+    distill.run("sweep", distill.experiment, "--out", run, *options("assistants=[{model: mlp_small}]", space))
+    found = result(run)
+    assert [stage["stage"] for stage in found["stages"]] == ["teacher", "assistant1"]
+    assert [row["status"] for row in found["trials"]] == ["ok", "ok"]
+    for trial in ("000", "001"):
+        folder = RunDir(run).trial(trial).root
+        assert sorted(path.name for path in Path(folder).iterdir() if path.is_dir()) == ["student"]
+        assert "distill_loss" in records(folder, "step")[0]["metrics"]

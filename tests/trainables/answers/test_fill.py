@@ -1,0 +1,38 @@
+"""`distill cache`: what it leaves is all that any training asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.trainables.answers.test_kept import ran_for, settings
+from tests.trainables.jobs import train
+from trainables.answers.fill import fill
+from trainables.config import FillConfig, TrainConfig
+from trainables.distributed import Group
+from trainables.rank_pool import Ranks
+
+
+def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
+    said = list[tuple[str, int]]()
+
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        said.append((kind, step))
+
+    return fill(FillConfig.model_validate(config.model_dump()), group, report), said
+
+
+def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, ranks: Ranks) -> None:
+    filled, said = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
+    assert filled == {"images": 2 * 1442, "missing": 0, "rows": 2 * 1442}
+    assert said[-1] == ("step", 2 * 15)
+    dropping: dict[str, Any] = {"data": {"last_batch": "drop", "global_batch_size": 96}}
+    assert ran_for(train(Group(), settings(tmp_path, "one", **dropping))) == [0, 0]
+    assert ran_for(ranks.run(3, train, settings(tmp_path, "three"))[0]) == [0, 0]
+
+
+def test_filling_goes_on_where_it_was(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    assert fill_alone(Group(), settings(tmp_path, "fill"))[0]["images"] == 1442
+    assert fill_alone(Group(), settings(tmp_path, "fill"))[0]["images"] == 0
+    assert ran_for(train(Group(), settings(tmp_path, "second"))) == [0, 0]

@@ -1,0 +1,215 @@
+"""Training from kept logits: the same losses as with the live teacher, the right teacher always, and what a kill leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from trainables import loop
+from trainables.answers.kept import KeptTeacher
+from trainables.build import build
+from trainables.config import TrainConfig
+from trainables.distributed import Group
+from trainables.errors import DataError, ExperimentError
+from trainables.rank_pool import Ranks
+from trainables.teacher import Asked
+
+AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
+
+
+def settings(folder: Path, name: str, *, epochs: int = 2, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
+    """A job whose teacher's logits are kept in `folder`/kept."""
+    weights = folder / "teacher.safetensors"
+    if not weights.exists():
+        write_teacher(weights)
+    kept = {"weights": str(weights), "cache": str(folder / "kept"), **(teacher or {})}
+    sections["data"] = {**AUGMENTED, **sections.get("data", {})}
+    return config(folder / name, teacher=kept, optim={"epochs": epochs}, **sections)
+
+
+def losses_of(result: dict[str, Any]) -> list[float]:
+    return [metrics["loss"] for kind, _, metrics in result["calls"] if kind == "step"]
+
+
+def ran_for(result: dict[str, Any]) -> list[float]:
+    """Of each epoch, the images for which the teacher ran."""
+    return [metrics["train/teacher_images"] for kind, _, metrics in result["calls"] if kind == "epoch"]
+
+
+def keys(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "kept").iterdir()}
+
+
+def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
+    live = train(Group(), settings(tmp_path, "live", teacher={"cache": None}))
+    first, second = (train(Group(), settings(tmp_path, name)) for name in ("first", "second"))
+    assert losses_of(first) == losses_of(live)  # the live teacher answers while it fills
+    assert ran_for(first) == [1442, 1442]
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
+    assert losses_of(second) != losses_of(live)
+    assert relative_difference(second["state"], live["state"]) < 1e-2
+
+
+def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
+            loop.run(job)
+            assert isinstance(job.learner.teacher, KeptTeacher)
+            assert (job.learner.teacher.live is None) == (name == "second")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 4},
+        {"data": {"augment": "none"}},
+        {"data": {"device_augment": {"random_erasing": 0.25}}},
+        {"data": {"mean": (0.5, 0.5, 0.5)}},
+        {"data": {"decoder": "pil"}},
+        {"data": {"fidelity": "exact"}},
+        {"precision": "fp32"},
+        {"teacher": {"cache_top_k": 3}},
+        {"teacher": {"weights": "other"}},
+    ],
+    ids=str,
+)
+def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    if change.get("teacher", {}).get("weights"):
+        other = tmp_path / "other.safetensors"
+        write_teacher(other, seed=12)
+        change = {"teacher": {"weights": str(other)}}
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    other = {"data": {"global_batch_size": 64, "loader_workers": 0}, "model": "mlp_large"}
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **other))) == [0]
+    answers = ranks.run(2, train, settings(tmp_path, "third", epochs=1))
+    assert ran_for(answers[0]) == [0]
+    assert len(keys(tmp_path)) == 1
+
+
+def test_without_augmentation_one_epoch_serves_all_and_every_seed(tmp_path: Path) -> None:
+    plain = {"augment": "none", "device_augment": {}}
+    assert ran_for(train(Group(), settings(tmp_path, "first", epochs=2, data=plain))) == [1442, 0]
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, data=plain, seed=9))) == [0]
+
+
+def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", epochs=3, teacher={"cache_epochs": 2})
+    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+        epochs = []
+        for epoch in (0, 1, 2):
+            batches = [(b.indices_B.clone(), b.images_BCHW.clone()) for b in job.train_loader.epoch(epoch)]
+            indices, images = (torch.cat(part) for part in zip(*batches, strict=True))
+            epochs.append((indices, images[indices.argsort()]))
+    assert not torch.equal(epochs[0][0], epochs[2][0])
+    assert torch.equal(epochs[0][1], epochs[2][1])
+    assert not torch.equal(epochs[0][1], epochs[1][1])
+    assert ran_for(train(Group(), asked)) == [1442, 1442, 0]
+
+
+def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: Ranks) -> None:
+    first = ranks.run(2, train, settings(tmp_path, "first"))
+    assert ran_for(first[0]) == [1442, 1442]
+    second = train(Group(), settings(tmp_path, "second"))
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == pytest.approx(losses_of(first[0]), abs=1e-3)
+
+
+def test_a_batch_of_which_one_answer_is_missing_is_answered_live_and_completed(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    part.write_bytes(part.read_bytes()[:-1])
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
+    assert ran_for(train(Group(), settings(tmp_path, "third", epochs=1))) == [0]
+
+
+def test_micro_batches_ask_for_their_own_samples(tmp_path: Path) -> None:
+    live = train(Group(), settings(tmp_path, "live", epochs=1, teacher={"cache": None}))
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    parted = settings(tmp_path, "second", epochs=1)
+    parted = parted.model_copy(update={"optim": parted.optim.model_copy(update={"accumulate": 3})})
+    second = train(Group(), parted)
+    assert ran_for(second) == [0]
+    assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
+
+
+def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
+    timing = {"train": {"max_steps": 3, "warmup_steps": 1}}
+    train(Group(), settings(tmp_path, "first", **timing))
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_killed_job_leaves_whole_parts_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", epochs=40)
+    (tmp_path / "job.json").write_text(asked.model_dump_json())
+    process = subprocess.Popen([sys.executable, "-m", "tests.trainables.answers.endless", str(tmp_path / "job.json")])
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "kept").rglob("*.arrow"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    whole = len(list((tmp_path / "kept").rglob("*.arrow")))
+    epochs = min(whole, 3)
+    after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
+    assert ran_for(after)[:epochs] == [0] * epochs
+    live = train(Group(), settings(tmp_path, "live", epochs=epochs + 1, teacher={"cache": None}))
+    assert losses_of(after) == pytest.approx(losses_of(live), abs=1e-3)
+
+
+def test_the_key_is_told_in_full_beside_the_answers(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    (key,) = keys(tmp_path)
+    told = json.loads((tmp_path / "kept" / key / "key.json").read_text())
+    assert told["teacher"]["model"] == "mlp_large"
+    assert told["images"]["augment"] == "pad_crop_flip"
+    assert told["images"]["seed"] == 3
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"teacher.cache: .* do not fit .* set teacher.cache_top_k or teacher.cache_epochs"):
+        train(Group(), settings(tmp_path, "first", epochs=2**30))
+
+
+def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
+    with pytest.raises(ExperimentError, match=r"teacher.cache: it keeps a teacher's logits, and kd needs its features") as error:
+        train(Group(), asked)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_on_a_gpu_nothing_waits_while_logits_are_read_or_kept(tmp_path: Path, top_k: int | None) -> None:
+    group, epochs = Group(device=torch.device("cuda")), []
+    for name in ("first", "second"):
+        asked = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
+        with contextlib.closing(build(asked, group, Recorded(), no_telemetry)) as job:
+            loop.run(job)  # whatever is lazy is there
+            assert job.learner.teacher is not None
+            images = torch.zeros(50, 3, 8, 8, device=group.device)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                taught = job.learner.teacher(images, 50, Asked(torch.arange(50), 0))["kd"].logits_BK
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            epochs.append(taught.cpu())
+    assert epochs[0].shape == (50, 10)

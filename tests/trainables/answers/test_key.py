@@ -1,0 +1,87 @@
+"""What makes two data sets, or two teachers, one and the same to a cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.trainables.data.packed import pack_here
+from tests.trainables.jobs import write_teacher
+from trainables.answers.key import key_of
+from trainables.config import DataConfig
+from trainables.data.pack.modes import Mode
+from trainables.data.source import open_on_node, open_source
+from trainables.models.registry import build_model
+from trainables.models.weights import teacher_sha256
+
+
+def folder(root: Path, seed: int = 0) -> Path:
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(3):
+                pixels = np.random.default_rng([seed, number]).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png", compress_level=0)
+    return root
+
+
+def fingerprint(path: Path | str, **data: object) -> str:
+    return open_source(DataConfig.model_validate({"path": str(path), **data}), "train").fingerprint()
+
+
+def test_a_folder_is_its_names_and_sizes_wherever_it_lies(tmp_path: Path) -> None:
+    images = folder(tmp_path / "images")
+    first = fingerprint(images)
+    assert fingerprint(shutil.copytree(images, tmp_path / "copy")) == first
+    os.rename(images / "train" / "cat" / "0.png", images / "train" / "cat" / "00.png")
+    renamed = fingerprint(images)
+    with open(images / "train" / "dog" / "2.png", "ab") as file:
+        file.write(b"longer")
+    assert len({first, renamed, fingerprint(images)}) == 3
+
+
+def test_a_cached_folder_is_the_folder(tmp_path: Path) -> None:
+    data = DataConfig(path=str(folder(tmp_path / "images")), cache="memory")
+    source = open_on_node(data, "train")
+    assert source.fingerprint() == fingerprint(tmp_path / "images")
+    source.close()  # type: ignore[attr-defined]
+
+
+def test_a_packed_set_is_its_pixels_and_not_its_sizes(tmp_path: Path) -> None:
+    names = ("first", "again", "other")
+    for name, seed in zip(names, (0, 0, 1), strict=True):
+        pack_here(folder(tmp_path / f"{name}-images", seed), tmp_path / name, Mode(raw=8))
+    first, again, other = (fingerprint(tmp_path / name) for name in names)
+    assert first == again != other
+
+
+def test_sources_in_memory_are_their_pixels_and_their_number() -> None:
+    assert fingerprint("digits") == fingerprint("digits")
+    prints = [fingerprint("synthetic", synthetic_images=n, image_size=s) for n, s in ((100, 8), (101, 8), (100, 9))]
+    assert len(set(prints)) == 3
+
+
+def test_a_teacher_is_its_tensors_whatever_file_they_come_from(tmp_path: Path) -> None:
+    def digest(path: Path) -> str:
+        classes = [str(i) for i in range(10)]
+        return teacher_sha256("mlp_large", str(path), num_classes=10, image_size=8, classes=classes, seed=0)
+
+    ours = Path(write_teacher(tmp_path / "ours.safetensors"))
+    state = build_model("mlp_large", num_classes=10, image_size=8, seed=11).state_dict()
+    save_file({f"module.{name}": tensor.clone() for name, tensor in state.items()}, tmp_path / "plain.safetensors")
+    torch.save({"state_dict": state}, tmp_path / "pickled.pt")
+    assert digest(ours) == digest(tmp_path / "plain.safetensors") == digest(tmp_path / "pickled.pt")
+    next(iter(state.values())).view(-1)[0] += 1e-6
+    torch.save(state, tmp_path / "nearly.pt")
+    assert digest(tmp_path / "nearly.pt") != digest(ours)
+
+
+def test_a_key_does_not_depend_on_the_order_in_which_its_parts_are_told() -> None:
+    assert key_of({"a": 1, "b": {"c": 2, "d": None}}) == key_of({"b": {"d": None, "c": 2}, "a": 1})
+    assert key_of({"a": 1}) != key_of({"a": 2})

@@ -1,0 +1,157 @@
+"""A teacher whose answers are kept: it runs where one is missing, and is not even built where none is.
+
+Shapes: B samples of this rank, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainables.answers.keeper import Keeper
+from trainables.answers.key import key_of, key_parts
+from trainables.answers.layout import Layout
+from trainables.answers.store import Shelf, Store
+from trainables.config import TrainConfig
+from trainables.data.loader import Loader
+from trainables.data.place.hold import free_bytes, human
+from trainables.distributed import Group, gather_objects
+from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.methods.contract import Seen
+from trainables.rundir import write_json
+from trainables.teacher import Asked, Teacher
+
+log = logging.getLogger("raydistill")
+
+
+class KeptTeacher:
+    """Answers from disk, see `Answers`. Where one of a batch is missing, the live teacher answers all of it."""
+
+    def __init__(
+        self, store: Store, methods: Sequence[str], build: Callable[[], Teacher], *, device: torch.device, dtype: torch.dtype,
+        keeps: bool,
+    ) -> None:  # fmt: skip
+        """`methods`: who asks. `build` makes the live teacher. `keeps`: what it answers is written down."""
+        self.store = store
+        self.live: Teacher | None = None
+        """The network, once it was needed."""
+        self._methods, self._build, self._device, self._dtype = tuple(methods), build, device, dtype
+        self._keeper = Keeper(store) if keeps else None
+        self._shelf: tuple[int, Shelf] | None = None
+        self._ran_for = 0
+
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
+        """See `Answers`."""
+        if asked is None:
+            if self.live is not None:
+                return self.live(images_BCHW, num_rows)
+            logits_BK = torch.zeros((num_rows, self.store.layout.num_classes), device=self._device, dtype=self._dtype)
+            return self._for_all(logits_BK)
+        samples_B = asked.samples_B.numpy()
+        shelf = self._open(asked.epoch)
+        missing_B = shelf.missing(samples_B)
+        if not missing_B.any():
+            return self._for_all(self._read(shelf, asked.samples_B))
+        self.live = self.live or self._build()
+        answer = self.live(images_BCHW, num_rows)
+        self._ran_for += num_rows
+        if self._keeper is not None:
+            self._keeper.add(asked.epoch, samples_B, answer[self._methods[0]].logits_BK, missing_B)
+        return answer
+
+    def end_epoch(self) -> int:
+        """See `Answers`. The next epoch finds what all workers have written by now."""
+        if self._keeper is not None:
+            self._keeper.flush()
+        self._shelf = None
+        ran_for, self._ran_for = self._ran_for, 0
+        return ran_for
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    def _for_all(self, logits_BK: Tensor) -> dict[str, Seen]:
+        return {method: Seen(logits_BK) for method in self._methods}
+
+    def _open(self, epoch: int) -> Shelf:
+        if self._shelf is None or self._shelf[0] != epoch:
+            self._shelf = epoch, self.store.open(epoch)
+        return self._shelf[1]
+
+    def _read(self, shelf: Shelf, samples_B: Tensor) -> Tensor:
+        """The logits (B, K) of samples that are there. On a GPU they are decoded there, and this thread does not wait."""
+        layout, pinned, rows = self.store.layout, self._device.type == "cuda", len(samples_B)
+        # Pinned memory that is let go of is not given out again before its copy is over: torch's allocator sees to it.
+        columns = {
+            name: torch.empty((rows, width) if width else rows, dtype=getattr(torch, kind), pin_memory=pinned)
+            for name, (kind, width) in layout.columns.items()
+        }
+        shelf.gather(samples_B.numpy(), {name: tensor.numpy() for name, tensor in columns.items()})
+        if pinned:
+            columns = {name: tensor.to(self._device, non_blocking=True) for name, tensor in columns.items()}
+        return layout.decode(columns, self._dtype)
+
+
+def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> Store:
+    """Where the answers of the experiment's teacher are, or will be; says how large they are. Every rank calls it.
+
+    Raises:
+        DistillError: the teacher or the data cannot be read, the workers see different images, or the disk is too small.
+    """
+    told = gather_objects(_look(config, loader, classes) if group.is_main else None, group)[0]
+    if isinstance(told, DistillError):
+        raise told
+    key, top_k = told
+    decoders = gather_objects(loader.decoder, group)
+    if len(set(decoders)) > 1:
+        raise ExperimentError(
+            f"teacher.cache: the workers decode JPEG by {' and '.join(sorted(set(decoders)))}, which differ in a rounding: "
+            "install the same on all nodes, or set data.decoder"
+        )
+    assert config.teacher is not None
+    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), loader.num_samples)
+
+
+def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[str, int | None] | DistillError:
+    """On rank 0: the key and the top-k, once there is a folder for them and room; or what is wrong, for all ranks."""
+    teacher = config.teacher
+    assert teacher is not None
+    top_k = teacher.cache_top_k if teacher.cache_top_k is not None and teacher.cache_top_k < len(classes) else None
+    try:
+        parts = key_parts(config, loader, classes, top_k)
+        store = Store(Path(str(teacher.cache)) / key_of(parts), Layout(len(classes), top_k), loader.num_samples)
+        num_epochs = config.kept_epochs
+        rows, there_bytes = store.size(num_epochs)
+        all_rows, row_bytes = loader.num_samples * num_epochs, store.layout.row_bytes
+        log.info(
+            "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{min(rows, all_rows):,}",
+            f"{all_rows:,}", f"{loader.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
+        )  # fmt: skip
+        if not keeps(config):
+            return store.folder.name, top_k
+        store.folder.mkdir(parents=True, exist_ok=True)
+        store.tidy()
+        missing_bytes, free = max(0, all_rows - rows) * row_bytes, free_bytes(store.folder)
+        if missing_bytes > free:
+            return DataError(
+                f"teacher.cache: {human(missing_bytes)} of logits do not fit into the {human(free)} that are free in "
+                f"{teacher.cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+            )
+        write_json(store.folder / "key.json", parts)
+    except OSError as error:
+        return DataError(f"teacher.cache: {teacher.cache} cannot be written ({error.strerror}): name another folder")
+    except DistillError as error:
+        return error
+    return store.folder.name, top_k
+
+
+def keeps(config: TrainConfig) -> bool:
+    """Whether the live teacher's answers are written down: a timing run, whose teacher may be untrained, only reads."""
+    return config.train.max_steps is None

@@ -1,0 +1,70 @@
+"""Deep mutual learning: Zhang, Xiang, Hospedales and Lu 2018 (CVPR), equations 3 to 8, for two networks.
+
+L₁ = CE(p₁, y) + KL(p₂ ‖ p₁) and L₂ = CE(p₂, y) + KL(p₁ ‖ p₂), each network taking the other's answer as a constant. The
+cross-entropy of the first, the student, is the task's. Deviation: the paper updates one network and then asks it anew for the
+other's loss; here, as in most codes, both losses are of the same parameters, from one forward of each.
+
+The peer is an auxiliary module: trained with the student, in the checkpoint, not exported. It runs in float32 (float64 in a
+float64 job), also where the student runs in bf16 or fp16, and is not compiled. Its batch norms look at the samples of all workers
+where the student's do. The method's `weight` weighs also what the peer learns.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from trainables.config import MethodOptions, Positive
+from trainables.errors import ExperimentError, ModelError
+from trainables.global_batch_norm import convert, normalizes_alone, normalizes_together
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.kd import soft_loss
+from trainables.models.registry import build_model, logits_and_aux
+
+
+class DMLOptions(MethodOptions):
+    """The paper's: T = 1, and equal weights."""
+
+    peer: str | None = Field(
+        None, min_length=1, description="the other network's model; absent: the student's, begun differently"
+    )
+    temperature: Positive = Field(1.0, description="T, by which logits are divided")
+
+
+class DML(Method):
+    """T²·KL(peer ‖ student) for the student; CE + T²·KL(student ‖ peer) for the peer, a network that begins as it does."""
+
+    Options = DMLOptions
+    terms = ("student_kl", "peer_ce", "peer_kl")
+    needs = Needs(teacher=False, one_label=True)
+
+    def __init__(self, options: DMLOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._options = options
+        name, size = options.peer or setting.student.name, setting.image_size
+        try:
+            peer = build_model(name, num_classes=setting.num_classes, image_size=size, seed=setting.seed + 1)
+        except ModelError as error:
+            raise ExperimentError(f"distill.options.dml.peer: {error}") from error
+        self.peer = convert(peer, setting.group) if normalizes_together(setting.student.model) else peer
+        # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
+        self._blanks = 2 if normalizes_alone(self.peer) else 0
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        """`student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""
+        rows, images_BCHW = len(batch.labels_B), batch.images_BCHW
+        if not rows:
+            images_BCHW = images_BCHW.new_zeros((self._blanks, *images_BCHW.shape[1:]))
+        peer_BK, aux = logits_and_aux(self.peer(images_BCHW))
+        peer_BK, temperature = peer_BK[:rows], self._options.temperature
+        peer_ce_B = F.cross_entropy(peer_BK, batch.labels_B, reduction="none")
+        for weight, aux_BK in aux:
+            peer_ce_B = peer_ce_B + weight * F.cross_entropy(aux_BK[:rows], batch.labels_B, reduction="none")
+        return {
+            "student_kl": soft_loss(student.logits_BK, peer_BK.detach(), temperature),
+            "peer_ce": peer_ce_B,
+            "peer_kl": soft_loss(peer_BK, student.logits_BK.detach(), temperature),
+        }

@@ -1,0 +1,108 @@
+"""The student with its methods, and the teacher that they read, from what a job is told. Knows no Ray.
+
+Shapes: M training samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trainables.answers.kept import KeptTeacher, keeps, open_store
+from trainables.config import TrainConfig
+from trainables.data.loader import Loader
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
+from trainables.models.reused import ReusedClassifier
+from trainables.several import load_network, teacher_reader
+from trainables.teacher import Answers, Teacher
+
+log = logging.getLogger("raydistill")
+
+
+def build_pupil(
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader
+) -> tuple[Pupil, Answers | None]:
+    """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
+
+    Raises:
+        ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
+    """
+    given, size = config.teacher, config.data.image_size
+    chosen = choose(config.distill) if config.distill is not None else ()
+    if config.distill is None or not chosen:
+        return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
+    taught = given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen)
+    kept = taught and given is not None and given.cache is not None
+    if kept:
+        check_reads_logits(chosen)
+        if isinstance(student, ReusedClassifier):
+            raise ExperimentError(
+                f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
+            )
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and not kept else None
+    if model is not None and isinstance(student, ReusedClassifier):
+        student.reuse(model, size)
+    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
+    of_teacher = teacher_reader(given, model, chosen, size) if model is not None and given is not None else None
+    methods = build_methods(
+        chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
+    )  # fmt: skip
+    teacher: Answers | None = None
+    if model is not None and of_teacher is not None:
+        place(model, config, group)
+        teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
+    elif kept:
+        teacher = kept_teacher(config, group, classes, loader, [c.key for c in chosen])
+    pupil = Pupil(
+        student, methods, {c.key: c.options for c in chosen}, reader=reader,
+        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
+    )  # fmt: skip
+    if pupil.needs_whole_batch and config.optim.accumulate > 1:
+        names = ", ".join(config.distill.method)
+        raise ExperimentError(
+            f"distill.method: {names} compares the samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
+            "set optim.accumulate to 1, or use more workers"
+        )
+    return pupil, teacher
+
+
+def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
+    """Bring a network that is not trained to where it runs."""
+    dtype, layout = numbers(config)
+    frozen.to(group.device, dtype).to(memory_format=layout)
+    if config.train.compile:
+        frozen.compile()
+
+
+def kept_teacher(
+    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
+) -> KeptTeacher:
+    """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
+
+    Raises:
+        DistillError: see `open_store`.
+    """
+    given, size = config.teacher, config.data.image_size
+    assert given is not None
+    name = given.model
+
+    def run() -> Teacher:
+        log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
+        network = load_network(given, classes, size, config.seed)
+        place(network, config, group)
+        return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
+
+    store = open_store(config, group, loader, classes)
+    return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
+
+
+def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
+    """The type of the models' numbers, and how the images' lie in memory."""
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    return torch.float64 if config.precision == "fp64" else torch.float32, layout
