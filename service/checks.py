@@ -69,7 +69,7 @@ def check_points(resolved: Resolved) -> frozenset[str]:
     if all(trial.outcome is not None for trial in trials):
         reason = trials[0].outcome.reason if trials[0].outcome else ""
         raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
-    return frozenset(resolved.experiment.sweep.space)
+    return frozenset(resolved.experiment.sweep.axes)
 
 
 def check_room(experiment: Experiment) -> None:

@@ -154,6 +154,75 @@ def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root:
 
 
 @cli.command()
+@click.argument("table")
+@click.option("--pairs", help="Teacher–student pairs with commas between them; default: all.")
+@click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
+@click.option("--seeds", default="0,1,2", show_default=True)
+@click.option("--data", "data_path", help="As data.path; default: the recipe's.")
+@click.option(
+    "--teachers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of published checkpoints."
+)
+@SET
+@OUT
+@RUNS
+@click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
+@click.option("--images-per-s", type=click.FloatRange(min=0, min_open=True), help="A training speed, for the plan's hours.")
+def reproduce(
+    table: str,
+    pairs: str | None,
+    methods: str | None,
+    seeds: str,
+    data_path: str | None,
+    teachers: Path | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    root: Path,
+    dry_run: bool,
+    images_per_s: float | None,
+) -> None:
+    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
+    from service.places import check_places, new_run_dir
+    from service.progress import output
+    from service.reproduce import plan, telling
+    from service.reproduce.carry import Reproduction, carry_out, cells, prepare, seconds_left, size_differences, write_result
+    from service.reproduce.carry import teachers as known_teachers
+    from service.reproduce.table import read_table
+
+    published = read_table(table)
+    request = plan.Request.of(published, pairs, methods, seeds)
+    changed = plan.changes(overrides)
+    parts = plan.compose(published, request, overrides, data_path, teachers)
+    check_places(root, out)
+    stem = f"reproduce-{Path(table).stem}"
+    job = Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
+    console = output()
+    console.print(telling.plan_grid(job))
+    console.print(telling.plan_line(job, seconds_left(job, images_per_s)), soft_wrap=True)
+    failed = []
+    if not dry_run:
+        prepare(job)
+        out = new_run_dir(root, stem, out).root
+    if out is not None:
+        job = Reproduction(published, request, parts, (*changed, *size_differences(job)), out.absolute(), root)
+    if not dry_run:
+        try:
+            failed = carry_out(job, click.echo)
+        except KeyboardInterrupt:
+            click.echo(f"interrupted; the same command with --out {out} goes on", err=True)
+            raise
+        click.echo(f"result: {write_result(job, table)}")
+    if out is not None:
+        found = cells(job)
+        console.print(telling.teachers_grid(published, known_teachers(job)))
+        console.print(telling.cells_grid(published, found, job.changed))
+        console.print(telling.summary(found), soft_wrap=True)
+    if failed:
+        from trainables.errors import TrainingError
+
+        raise TrainingError("\n".join(failed))
+
+
+@cli.command()
 @DIR
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Where the page goes; default: DIR/report.html.")
 @click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")

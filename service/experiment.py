@@ -271,20 +271,21 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
     except ValidationError as error:
         raise ExperimentError(explain(error, Experiment, where, sources)) from error
     check_names(experiment, where, sources or {})
-    where = (sources or {}).get("sweep.space", where)
+    searched = "sweep.points" if experiment.sweep.points else "sweep.space"
+    where = (sources or {}).get(searched, where)
     try:
-        check_space(experiment.sweep.space, experiment.sweep.policy)
+        check_space(experiment.sweep.axes, experiment.sweep.policy)
     except SpaceError as error:
-        raise ExperimentError(f"{where}: sweep.space: {error}") from error
+        raise ExperimentError(f"{where}: {searched}: {error}") from error
     keys = list(known_keys(Experiment))
-    for key in experiment.sweep.space:
+    for key in experiment.sweep.axes:
         known = key in keys or (key.startswith("distill.options.") and key.count(".") == 3)
         if not known or key.startswith(("sweep", "tracking", "name")):
             hint = "" if known else nearest(key, keys)
-            raise ExperimentError(f"{where}: sweep.space: {key}: no such key to search over{hint}")
+            raise ExperimentError(f"{where}: {searched}: {key}: no such key to search over{hint}")
         if key.startswith(("teacher", "assistants")):
             raise ExperimentError(
-                f"{where}: sweep.space: {key}: one teacher is prepared and shared by all trials: run a sweep for each teacher"
+                f"{where}: {searched}: {key}: one teacher is prepared and shared by all trials: run a sweep for each teacher"
             )
     return experiment
 

@@ -57,7 +57,7 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     plan = Plan.on(base.experiment, cluster)
     config = base.experiment.sweep
     now.save(
-        use_gpu=plan.use_gpu, space=config.space, metric=config.metric, mode=config.mode, policy=config.policy,
+        use_gpu=plan.use_gpu, space=config.axes, metric=config.metric, mode=config.mode, policy=config.policy,
         tolerance=config.tolerance, timing_steps=config.timing_steps,
         hardware=cluster.hardware(plan.use_gpu, base.experiment.scale.cpus_per_worker),
     )  # fmt: skip
@@ -250,7 +250,7 @@ def report(now: Session, trials: list[Trial]) -> None:
     config = now.experiment.sweep
     rows = [trial.row(now.resolved, config.timing_steps is not None) for trial in trials]
     now.save(
-        space=config.space, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.figure, config.mode)
+        space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best_of(rows, config.figure, config.mode)
     )
 
 

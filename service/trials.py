@@ -63,7 +63,7 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
     """
     sweep = resolved.experiment.sweep
     try:
-        found = points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
+        found = list(sweep.points) or points(sweep.space, sweep.policy, sweep.num_samples, resolved.experiment.seed)
     except SpaceError as error:
         raise ExperimentError(f"sweep.space: {error}") from error
     timing: dict[str, Any] = {"train.max_steps": sweep.timing_steps} if sweep.timing_steps is not None else {}

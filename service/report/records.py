@@ -133,8 +133,12 @@ def value(row: Row, key: str) -> Any:
 
 
 def ordered(values: Iterable[Any]) -> list[Any]:
-    """Numbers by size, then words: `auto` loader workers stay a word where a trial was recalled by a resumed sweep."""
-    return sorted(set(values), key=lambda held: (isinstance(held, str), held))
+    """Numbers by size, then words: `auto` loader workers stay a word where a trial was recalled by a resumed sweep.
+
+    Lists, and the nothing of a point that a sweep lists without this key, stand among the words.
+    """
+    found = {repr(held): held for held in values}.values()
+    return sorted(found, key=lambda held: (0, held, "") if isinstance(held, int | float) else (1, 0, str(held)))
 
 
 def axes(rows: Sequence[Row]) -> list[str]:

@@ -28,6 +28,7 @@ class SweepConfig(Section):
     space: dict[str, Any] = Field(
         default_factory=dict, description="dotted key → list, {range: [first, last, step]}, or a distribution"
     )
+    points: tuple[dict[str, Any], ...] = Field((), description="in place of a space: each point as dotted keys and their values")
     policy: Literal["grid", "random", "asha", "guided"] = Field(
         "grid", description="guided: a timing sweep that learns what a step is made of, and tries few points of the grid"
     )
@@ -51,6 +52,19 @@ class SweepConfig(Section):
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 
     @property
+    def axes(self) -> dict[str, Any]:
+        """What is searched over: the space, or of listed points every key with the values that it has among them."""
+        if not self.points:
+            return self.space
+        found: dict[str, list[Any]] = {}
+        for point in self.points:
+            for key, value in point.items():
+                values = found.setdefault(key, [])
+                if value not in values:
+                    values.append(value)
+        return dict(found)
+
+    @property
     def timing_steps(self) -> int | None:
         """Most steps that a trial of a timing sweep measures; None: trials train to their epochs."""
         return self.steps or (60 if self.policy == "guided" else None)
@@ -69,6 +83,12 @@ class SweepConfig(Section):
     def mode(self) -> Literal["min", "max"]:
         """Whether `metric` is minimised or maximised."""
         return "min" if self.metric in MINIMIZED or self.metric.endswith(("_ms", "_mib", "_w", "_c")) else "max"
+
+    @model_validator(mode="after")
+    def _points_are_all(self) -> Self:
+        if self.points and (self.space or self.policy != "grid"):
+            raise ValueError("points are all that is tried: set space to {} and policy to grid, or leave out points")
+        return self
 
     @model_validator(mode="after")
     def _metric_exists(self) -> Self:

@@ -370,7 +370,7 @@ def test_bases_that_lead_back_to_themselves_are_refused_however_they_are_written
 def test_a_folder_or_a_wrong_name_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert "is a folder: give a YAML file in it" in refusal(recipe=str(tmp_path))
     assert "did you mean digits?" in refusal(recipe="digit")
-    assert "neither a recipe nor a file; recipes: cifar10, digits" in refusal(recipe=str(tmp_path / "nothing.yaml"))
+    assert "neither a recipe nor a file; recipes: cifar10, cifar100, digits" in refusal(recipe=str(tmp_path / "nothing.yaml"))
     assert "neither a recipe nor a file" in refusal(recipe="x" * 5000)
 
 

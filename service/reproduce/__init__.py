@@ -1,0 +1,1 @@
+"""`distill reproduce`: a table of published accuracies as sweeps, and ours beside it."""

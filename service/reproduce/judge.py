@@ -1,0 +1,78 @@
+"""Whether a published accuracy was reached: mean and deviation over seeds, and the tolerance that the difference is held to."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["pass", "fail", "unfinished", "not comparable", "-"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Over `num` runs, in percent. `std` is the sample's deviation (n − 1); None of a single run."""
+
+    value: float
+    std: float | None
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean | None:
+        """None of nothing."""
+        if not values:
+            return None
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A published accuracy beside ours."""
+
+    published: float
+    epoch: Literal["last", "best"]
+    last: Mean | None
+    best: Mean | None
+    tolerance: float | None
+    outcome: Outcome
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the published one, of the epoch that was published."""
+        ours = self.last if self.epoch == "last" else self.best
+        return ours.value - self.published if ours else None
+
+
+def tolerance(ours: Mean, num_published: int, least: float) -> float:
+    """Points by which a mean over seeds may be off: 2·s·√(1/n + 1/m), at least `least` and at most twice that.
+
+    That is two standard errors of the difference of the two means, with our deviation s for both, n our runs and m theirs. Papers
+    seldom give a deviation; `least` is for what no seed tells of, such as another library. The upper bound keeps runs that
+    scatter widely from passing for it.
+    """
+    if ours.std is None:
+        return least
+    return min(max(least, 2 * ours.std * math.sqrt(1 / ours.num + 1 / num_published)), 2 * least)
+
+
+def judge(
+    published: float, epoch: Literal["last", "best"], num_published: int, least: float, last: Sequence[float],
+    best: Sequence[float], *, num_wanted: int, comparable: bool,
+) -> Verdict:  # fmt: skip
+    """Compare. `last` and `best`: percent of each finished seed; of `num_wanted` seeds all must have finished.
+
+    It passes where |mean − published| ≤ `tolerance`: what is far above was not reproduced either.
+    """
+    means = {"last": Mean.of(last), "best": Mean.of(best)}
+    ours = means[epoch]
+    if ours is None:
+        return Verdict(published, epoch, None, None, None, "-")
+    allowed = tolerance(ours, num_published, least)
+    outcome: Outcome = "pass" if abs(ours.value - published) <= allowed else "fail"
+    if not comparable:
+        outcome = "not comparable"
+    elif ours.num < num_wanted:
+        outcome = "unfinished"
+    return Verdict(published, epoch, means["last"], means["best"], allowed, outcome)

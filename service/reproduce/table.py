@@ -1,0 +1,165 @@
+"""A table of published accuracies: what its YAML may say, checked. The numbers themselves are data, in `service/tables`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from service import strict_yaml
+from service.mistakes import explain
+from trainables.config import Count, Number, Section
+from trainables.errors import ExperimentError
+
+ALONE = "student"
+"""The column of students that learn from labels alone."""
+Percent = Annotated[Number, Field(gt=0, le=100)]
+Settings = dict[str, Any]
+"""Sections of an experiment: what is different from the table's recipe."""
+
+
+class Source(Section):
+    """Where numbers come from."""
+
+    paper: str = Field(min_length=1, description="authors, year, title, and the table's number where it is known")
+    place: str = Field(min_length=1, description="where the numbers were read, and where the settings")
+    compared_with: tuple[str, ...] = Field((), description="further places that give the same numbers")
+    epoch: Literal["last", "best"] = Field(description="the epoch whose accuracy was published")
+    num_runs: Count = Field(description="runs whose mean was published; 1 where that is not said")
+
+
+class Teacher(Section):
+    """A teacher's published accuracy, and what may stand for training it."""
+
+    top1_pct: Percent
+    checkpoint: str | None = Field(None, description="the published file, under the folder that --teachers names")
+    weights: str | None = Field(
+        None, description="weights by name, which are loaded; absent: trained, unless --teachers is given"
+    )
+
+
+class Student(Section):
+    """A student's published accuracy without a teacher. Its settings hold with every method too."""
+
+    top1_pct: Percent
+    settings: Settings = Field({}, description="what differs from the recipe")
+
+
+class Teachers(Section):
+    """All teachers, from one source."""
+
+    source: str
+    models: dict[str, Teacher]
+
+
+class Students(Section):
+    """All students, from one source."""
+
+    source: str
+    models: dict[str, Student]
+
+
+class Column(Section):
+    """A method as it was run for the table."""
+
+    source: str
+    settings: Settings
+
+
+class Pair(Section):
+    """A teacher and a student: what each column has for them, and where its settings differ."""
+
+    teacher: str
+    student: str
+    top1_pct: dict[str, Percent] = Field(description="column → published accuracy")
+    settings: dict[str, Settings] = Field({}, description="column → what is different for this pair")
+
+
+class Size(Section):
+    """The data that the accuracies are of."""
+
+    train_images: Count
+    val_images: Count
+    num_classes: Count
+
+
+class Table(Section):
+    """A table of published accuracies, in percent top-1."""
+
+    title: str
+    recipe: str = Field(description="the experiment that all cells share")
+    data: Size
+    tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
+    sources: dict[str, Source]
+    teachers: Teachers
+    students: Students
+    columns: dict[str, Column]
+    pairs: dict[str, Pair]
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        alone = (("teachers", self.teachers.source), ("students", self.students.source))
+        named: list[tuple[str, str, Collection[str]]] = [
+            *((f"{key}.source", name, self.sources) for key, name in alone),
+            *((f"columns.{key}.source", column.source, self.sources) for key, column in self.columns.items()),
+            *((f"pairs.{key}.teacher", pair.teacher, self.teachers.models) for key, pair in self.pairs.items()),
+            *((f"pairs.{key}.student", pair.student, self.students.models) for key, pair in self.pairs.items()),
+            *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
+            *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
+        ]  # fmt: skip
+        for where, name, known in named:
+            if name not in known:
+                raise ValueError(f"{where}: there is no {name!r} in this table; it has {', '.join(known)}")
+        if ALONE in self.columns:
+            raise ValueError(f"columns: {ALONE} means the students alone: choose another name")
+        return self
+
+    def source_of(self, column: str) -> Source:
+        """Where a column's numbers come from."""
+        return self.sources[self.students.source if column == ALONE else self.columns[column].source]
+
+    def published(self, pair: str, column: str) -> float | None:
+        """The published accuracy in percent; None where the table has none."""
+        there = self.pairs[pair]
+        return self.students.models[there.student].top1_pct if column == ALONE else there.top1_pct.get(column)
+
+
+def tables() -> dict[str, str]:
+    """Shipped tables: name → the comment in their first line."""
+    files = sorted(resources.files("service.tables").iterdir(), key=lambda entry: entry.name)
+    return {
+        file.name.removesuffix(".yaml"): file.read_text().splitlines()[0].lstrip("# ")
+        for file in files
+        if file.name.endswith(".yaml")
+    }
+
+
+def read_table(name: str) -> Table:
+    """A shipped table by its name, or one's own by its file.
+
+    Raises:
+        ExperimentError: there is none, or it is not a table; one line a mistake.
+    """
+    shipped = tables()
+    if name in shipped:
+        text = (resources.files("service.tables") / f"{name}.yaml").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8", errors="replace")
+    else:
+        near = difflib.get_close_matches(name, shipped, n=1)
+        raise ExperimentError(
+            f"{name}: neither a table nor a file; " + (f"did you mean {near[0]}?" if near else f"tables: {', '.join(shipped)}")
+        )
+    tree = strict_yaml.parse(text, name)
+    if not isinstance(tree, Mapping):
+        raise ExperimentError(
+            f"{name}: a table is a mapping with title, recipe, data, sources, teachers, students, columns, pairs"
+        )
+    try:
+        return Table.model_validate(tree)
+    except ValidationError as error:
+        raise ExperimentError(explain(error, Table, name)) from error

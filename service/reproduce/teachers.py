@@ -1,0 +1,73 @@
+"""What is known of a teacher: its accuracy here and the hash of its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from service.experiment import Experiment
+from trainables.data.index import file_sha256
+from trainables.models.header import locate
+from trainables.rundir import RunDir, write_json
+
+
+@dataclass(frozen=True)
+class Known:
+    """A teacher as it taught."""
+
+    top1_pct: float
+    sha256: str | None
+    """Of the file; None where weights go by a name."""
+    weights: str
+
+
+def trained(run_dir: RunDir) -> Known | None:
+    """The teacher that a sweep has trained: its best epoch, which teaches. None: not yet."""
+    stage = run_dir.stage("teacher")
+    if not (stage.result.exists() and stage.best.exists()):
+        return None
+    metrics = json.loads(stage.result.read_text())["metrics"]
+    return Known(metrics["best_top1_pct"], file_sha256(stage.best), str(stage.best))
+
+
+def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
+    """The accuracy of a teacher with weights of its own, once: it is kept beside its sweep, and not measured again.
+
+    Raises:
+        DistillError: the weights or the data cannot be read; one line.
+    """
+    kept = run_dir.root / "given-teacher.json"
+    if kept.exists():
+        return Known(**json.loads(kept.read_text()))
+    from service.evaluation import evaluate
+    from trainables.checkpoint import write_tensors
+    from trainables.data.source import open_source
+    from trainables.models.weights import load_teacher
+
+    teacher, data = experiment.teacher, experiment.data
+    assert teacher is not None
+    assert teacher.weights is not None
+    classes, size = open_source(data, "val").classes, data.image_size
+    model = load_teacher(teacher.model, teacher.weights, num_classes=len(classes), image_size=size, classes=classes, seed=0)
+    about = {
+        "model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": size,
+        "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
+    }  # fmt: skip
+    ours = run_dir.root / "given-teacher.safetensors"
+    write_tensors(ours, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
+    settings = [f"data.loader_workers={data.loader_workers}", f"scale.use_gpu={str(experiment.scale.use_gpu).lower()}"]
+    top1_pct = evaluate(ours, data.path, settings, root)["top1_pct"]
+    file = locate(teacher.weights)
+    known = Known(top1_pct, file_sha256(file) if file else None, teacher.weights)
+    ours.unlink()
+    write_json(kept, asdict(known))
+    return known
+
+
+def known_of(experiment: Experiment, run_dir: RunDir) -> Known | None:
+    """What an earlier call has found out, without measuring anything."""
+    if experiment.teacher is None:
+        return None
+    kept = run_dir.root / "given-teacher.json"
+    return Known(**json.loads(kept.read_text())) if kept.exists() else trained(run_dir)

@@ -1,0 +1,1 @@
+"""Tables of published accuracies, as data: what `distill reproduce TABLE` compares with. The format is in docs/reproduce.md."""

@@ -1,0 +1,46 @@
+"""A small table run on a Ray of its own, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.integration.conftest import Distill, wait_until
+from tests.service.reproduce.test_table import SMALL
+from trainables.rundir import RunDir
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def test_a_table_is_run_goes_on_after_an_interrupt_and_is_compared(distill: Distill) -> None:
+    table = distill.folder / "small.yaml"
+    table.write_text(SMALL)
+    out = distill.runs / "reproduced"
+    sets = ("--set", "data.loader_workers=1", "--set", "tracking.enabled=false")
+    command = ("reproduce", table, "--seeds", "0,1", "--out", out, *sets)
+    first = distill.start(*command)
+    trial = RunDir(out / "teacher-convnet_large").trial("000").result
+    wait_until(trial.exists, "the first trial with a teacher", first)
+    first.process.terminate()
+    assert first.end() == 130
+    assert "the same command with --out" in first.output
+    written = trial.stat().st_mtime_ns
+    assert "2 published numbers: 1 pass, 1 unfinished" in distill.run(*command, "--dry-run").replace("1 fail", "1 pass")
+
+    said = distill.run(*command)
+    assert trial.stat().st_mtime_ns == written
+    assert "students: complete" in said
+    found = json.loads((out / "reproduce.json").read_text())
+    assert [(cell["pair"], cell["column"]) for cell in found["cells"]] == [("large-small", "student"), ("large-small", "kd")]
+    assert {cell["verdict"]["outcome"] for cell in found["cells"]} <= {"pass", "fail"}
+    assert all(cell["verdict"]["last"]["num"] == 2 for cell in found["cells"])
+    teacher = found["teachers"]["convnet_large"]
+    assert teacher["top1_pct"] > 90
+    assert len(teacher["sha256"]) == 64
+
+    reduced = distill.run(*command[:-4], *sets, "--dry-run", "--set", "optim.epochs=2")
+    assert "reduced: not comparable" in reduced
+    refused = distill.start("reproduce", table, "--seeds", "0", "--out", out, *sets)
+    assert refused.end() == 2
+    assert "holds other runs than these" in refused.output

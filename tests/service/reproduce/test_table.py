@@ -1,0 +1,112 @@
+"""Tables of published accuracies: well-formed, with sources, and of models and methods that exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.reproduce.plan import Request, compose
+from service.reproduce.table import ALONE, read_table, tables
+from service.trials import plan_trials
+from trainables.errors import ExperimentError
+from trainables.methods import METHODS, key_of
+from trainables.models.names import check_model_name
+
+SMALL = """\
+title: Digits
+recipe: digits
+data: {train_images: 1442, val_images: 355, num_classes: 10}
+tolerance_pct: 2
+sources: {us: {paper: none, place: here, epoch: last, num_runs: 2}}
+teachers: {source: us, models: {convnet_large: {top1_pct: 98, checkpoint: large.pth}}}
+students: {source: us, models: {convnet_small: {top1_pct: 97}}}
+columns: {kd: {source: us, settings: {distill: {method: kd}}}}
+pairs: {large-small: {teacher: convnet_large, student: convnet_small, top1_pct: {kd: 98}}}
+"""
+
+
+def refused(folder: Path, before: str, after: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(SMALL.replace(before, after))
+    with pytest.raises(ExperimentError) as caught:
+        read_table(str(path))
+    return str(caught.value)
+
+
+def test_the_promised_tables_ship_with_a_line_about_each() -> None:
+    assert {"cifar100", "imagenet"} <= tables().keys()
+    assert all(len(text) > 20 for text in tables().values())
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_number_has_a_source_and_lies_between_chance_and_its_teacher(name: str) -> None:
+    table = read_table(name)
+    for pair in table.pairs.values():
+        teacher, alone = table.teachers.models[pair.teacher].top1_pct, table.students.models[pair.student].top1_pct
+        assert alone < teacher
+        # Attention transfer and FT harm MobileNetV2, by 6 points at most; the best student is 1.5 points above its teacher.
+        assert all(alone - 7 < top1_pct < teacher + 2 for top1_pct in pair.top1_pct.values())
+    for column in (ALONE, *table.columns):
+        assert "http" in table.source_of(column).place
+        assert table.source_of(column).paper
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_model_and_method_exists(name: str) -> None:
+    table = read_table(name)
+    for model in (*table.teachers.models, *table.students.models):
+        check_model_name(model)
+    for column in table.columns.values():
+        methods = column.settings["distill"]["method"]
+        assert {key_of(method) for method in ([methods] if isinstance(methods, str) else methods)} <= METHODS.keys()
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_cell_is_an_experiment(name: str) -> None:
+    table = read_table(name)
+    request = Request.of(table, None, None, "0")
+    parts = compose(table, request, [], None, None)
+    for part in parts:
+        assert [trial.outcome for trial in plan_trials(part.resolved) if trial.outcome is not None] == []
+    assert sum(len(part.rows) for part in parts) == len(request.cells(table)) - repeated(table.pairs.values())
+
+
+def repeated(pairs: object) -> int:
+    """Cells of a student alone that several pairs share."""
+    students = [pair.student for pair in pairs]  # type: ignore[attr-defined]
+    return len(students) - len(set(students))
+
+
+def test_the_13_pairs_are_the_published_ones_with_all_methods() -> None:
+    table = read_table("cifar100")
+    theirs = {"kd", "fitnet", "at", "sp", "cc", "vid", "rkd", "pkt", "ab", "ft", "fsp", "nst", "crd"}
+    assert len(table.pairs) == 13
+    same_kind = [name for name, pair in table.pairs.items() if "fsp" in pair.top1_pct or name == "wrn_40_2-wrn_40_1"]
+    assert len(same_kind) == 7
+    assert all(theirs - {"fsp"} <= pair.top1_pct.keys() for pair in table.pairs.values())
+    assert table.pairs["resnet56-resnet20"].top1_pct["crd"] == 71.16
+    assert table.pairs["resnet32x4-resnet8x4"].top1_pct["dkd"] == 76.32
+    assert table.teachers.models["resnet110"].top1_pct == 74.31
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("columns: {kd: {source: us", "columns: {kd: {source: them", "columns.kd.source: there is no 'them'"),
+        ("teacher: convnet_large,", "teacher: convnet_largest,", "pairs.large-small.teacher: there is no 'convnet_largest'"),
+        ("top1_pct: {kd: 98}", "top1_pct: {dkd: 98}", "pairs.large-small.top1_pct: there is no 'dkd'"),
+        ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
+        ("epoch: last", "epoch: lats", "epoch"),
+        ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
+    ],
+)
+def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, said: str) -> None:
+    text = refused(tmp_path, before, after)
+    assert said in text
+    assert "mine.yaml" in text
+
+
+def test_a_table_that_is_not_there_is_named_with_the_nearest() -> None:
+    with pytest.raises(ExperimentError, match="did you mean cifar100"):
+        read_table("cifar10")
