@@ -83,7 +83,7 @@ def test_help_and_a_refused_experiment_take_less_than_a_second_and_a_half(argume
     assert min(cpu_seconds(code) for _ in range(3)) < 1.5
 
 
-@pytest.mark.parametrize("arguments", [None, ["train", "digits", *sets("batch_size=3")], ["show", "imagenet_r34_r18"]])
+@pytest.mark.parametrize("arguments", [None, ["train", "digits", *sets("batch_size=3")], ["show", "cifar10"]])
 def test_nothing_heavy_is_imported_until_a_command_needs_it(arguments: list[str] | None) -> None:
     code = f"""
 import sys
@@ -251,7 +251,7 @@ def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.Capt
     assert exit_code("taps", "resnet8") == 0
     rows = table_rows(capsys.readouterr().out)
     assert rows["stem"][-1] == "16×32×32"
-    assert rows["stage3"][0].startswith("layer3, ")
+    assert "layer3" in rows["stage3"][0].split(", ")
     assert rows["stage3"][1] == "64×8×8"
     assert rows["pooled"] == ["fc:in", "64"]
     assert "fc" not in rows
