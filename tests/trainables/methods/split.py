@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
-from tests.trainables.ranks import Ranks
 from trainables.distributed import Group
 from trainables.methods.contract import Method, Seen
+from trainables.rank_pool import Ranks
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, answers, assert_ranks_equal_one, draw
-from tests.trainables.ranks import Ranks
 from trainables.methods import load
 from trainables.methods.contract import Seen
 from trainables.methods.kd import soft_loss
 from trainables.methods.logits import standardized
+from trainables.rank_pool import Ranks
 
 CASES = [
     Case("dist"),

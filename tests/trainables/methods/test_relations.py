@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, answers, assert_ranks_equal_one, leaves
-from tests.trainables.ranks import Ranks
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, Seen
 from trainables.methods.rkd import angles_apart
+from trainables.rank_pool import Ranks
 
 MAPS: dict[str, Any] = {"student_shapes": ((2, 3, 3),), "teacher_shapes": ((3, 2, 2),)}
 ROWS: dict[str, Any] = {"student_shapes": ((4,),), "teacher_shapes": ((6,),)}
