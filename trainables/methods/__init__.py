@@ -97,10 +97,7 @@ def load(name: str) -> type[Method]:
     check_name(name)
     file = file_of(name)
     try:
-        if file:
-            found = _from_file(file.resolve(), key_of(name))
-        else:
-            found = pkgutil.resolve_name(METHODS.get(name) or offered()[name])
+        found = _from_file(file.resolve(), key_of(name)) if file else pkgutil.resolve_name(METHODS.get(name) or offered()[name])
     except Exception as error:  # a user's module may fail in any way
         raise ExperimentError(f"distill.method: {name} cannot be loaded ({type(error).__name__}: {error})") from error
     if not (inspect.isclass(found) and issubclass(found, Method)):
