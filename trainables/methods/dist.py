@@ -52,11 +52,18 @@ class DIST(Method):
 
 
 def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:
-    """Pearson's correlation of each row of one with that of the other, (R,); 0 where a row is constant, with finite gradients."""
-    a_RD, b_RD = _centred(a_RD), _centred(b_RD)
+    """Pearson's correlation of each row of one with that of the other, (R,).
+
+    It is 0 where a row is constant, and has no gradient there: that of the formula is of the size of 1e8.
+    """
+    (a_RD, varies_R), (b_RD, _) = _centred(a_RD), _centred(b_RD)
     norms_R: Tensor = torch.linalg.vector_norm(a_RD, dim=1) * torch.linalg.vector_norm(b_RD, dim=1)
-    return (a_RD * b_RD).sum(1) / (norms_R + 1e-8)
+    correlations_R = (a_RD * b_RD).sum(1) / (norms_R + 1e-8)
+    return torch.where(varies_R, correlations_R, correlations_R.detach())
 
 
-def _centred(rows_RD: Tensor) -> Tensor:
-    return rows_RD - rows_RD.sum(1, keepdim=True) / max(rows_RD.shape[1], 1)
+def _centred(rows_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows less their means, and which of them are more than rounding then, (R,)."""
+    centred_RD = rows_RD - rows_RD.sum(1, keepdim=True) / max(rows_RD.shape[1], 1)
+    sizes_R, were_R = (torch.linalg.vector_norm(x.detach(), dim=1) for x in (centred_RD, rows_RD))
+    return centred_RD, sizes_R > 4 * torch.finfo(rows_RD.dtype).eps * were_R

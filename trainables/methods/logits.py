@@ -35,14 +35,15 @@ def standardized(logits_BK: Tensor) -> Tensor:
     """(z − mean(z)) / (std(z) + 1e-7) of each sample: Sun, Ren, Li, Wang and Cao 2024 (CVPR), algorithm 1.
 
     "Logit Standardization in Knowledge Distillation". The deviation is torch's, with K − 1, and 1e-7 is added as in the authors'
-    code. Equal logits become 0, with finite gradients.
+    code. Logits that are equal but for rounding become 0, with the gradient 0 rather than 1e7.
     """
     centred_BK = logits_BK - logits_BK.mean(1, keepdim=True)
     variance_B1 = centred_BK.square().sum(1, keepdim=True) / max(logits_BK.shape[1] - 1, 1)
-    # The root's gradient at 0 is not finite: there, 1 takes the place of the variance, and the result is 0 all the same.
-    some_B1 = variance_B1 > 0
-    deviation_B1 = torch.where(some_B1, torch.where(some_B1, variance_B1, 1.0).sqrt(), 0.0)
-    return centred_BK / (deviation_B1 + 1e-7)
+    rounding_B1 = 4 * torch.finfo(logits_BK.dtype).eps * logits_BK.detach().abs().amax(1, keepdim=True)
+    # The root's gradient at 0 is not finite: there, 1 takes the place of the variance.
+    some_B1 = variance_B1 > rounding_B1.square()
+    deviation_B1 = torch.where(some_B1, variance_B1, 1.0).sqrt()
+    return torch.where(some_B1, centred_BK / (deviation_B1 + 1e-7), 0.0)
 
 
 def soften(logits_BK: Tensor, temperature: float) -> Tensor:

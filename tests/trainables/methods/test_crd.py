@@ -1,11 +1,10 @@
-"""CRD's draw of negatives, its loss, and its memory."""
+"""CRD's draw of negatives and its memory."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,10 +44,10 @@ def test_negatives_are_of_other_classes_without_repeats_and_the_own_entry_comes_
 
 def test_each_sample_of_another_class_is_drawn_as_often_as_any_other() -> None:
     method = build(seed=1)
-    draws = torch.cat([method.entries(torch.tensor([4]), torch.tensor([4]), epoch)[:, 1:] for epoch in range(4000)])
+    draws = torch.cat([method.entries(torch.tensor([4]), torch.tensor([4]), epoch)[:, 1:] for epoch in range(1000)])
     counts = torch.bincount(draws.flatten(), minlength=40)
     assert counts[torch.arange(40) % 5 == 4].sum() == 0
-    expected = 4000 * 6 / 32
+    expected = 1000 * 6 / 32
     assert ((counts[torch.arange(40) % 5 != 4] - expected).abs() < 5 * math.sqrt(expected)).all()
 
 
@@ -61,50 +60,7 @@ def test_the_draw_depends_on_seed_epoch_and_sample_alone() -> None:
     assert not build(seed=4).entries(INDICES, INDICES % 5, 2).equal(whole)
 
 
-def expected_losses(method: CRD, vs: np.ndarray, vt: np.ndarray, entries: np.ndarray, z: list[float]) -> np.ndarray:
-    """Equations 17 and 18 by the row, for both directions, (2, B)."""
-    c, losses = 6 / 40, np.zeros((2, len(vs)))
-    for side, (v, memory) in enumerate(((vs, method.memory_teacher), (vt, method.memory_student))):
-        for i, row in enumerate(entries):
-            p = [math.exp(v[i] @ memory[k].numpy() / 0.07) / z[side] for k in row]
-            losses[side, i] = -math.log(p[0] / (p[0] + c + 1e-7)) - sum(math.log(c / (x + c + 1e-7)) for x in p[1:])
-    return losses
-
-
-def embedded(method: CRD, student: Seen, teacher: Seen) -> list[np.ndarray]:
-    with torch.no_grad():
-        pairs = (method.embed_student, student), (method.embed_teacher, teacher)
-        rows = [embed(seen.features[0]).numpy() for embed, seen in pairs]
-    return [v / np.linalg.norm(v, axis=1, keepdims=True) for v in rows]
-
-
-def test_losses_and_memory_are_those_of_the_paper_over_several_steps() -> None:
-    method, z = build(), [0.0, 0.0]
-    for step in range(3):
-        student, teacher = answers(CASE, 4, seed=step)
-        vs, vt = embedded(method, student, teacher)
-        entries = method.entries(INDICES, INDICES % 5, step).numpy()
-        if step == 0:
-            memories = method.memory_teacher.numpy(), method.memory_student.numpy()
-            z = [
-                40 * np.mean([math.exp(v[i] @ m[k] / 0.07) for i in range(4) for k in entries[i]])
-                for v, m in zip((vs, vt), memories, strict=True)
-            ]
-        expected = expected_losses(method, vs, vt, entries, z)
-        fresh = [
-            0.5 * memory[INDICES].numpy() + 0.5 * v for memory, v in ((method.memory_student, vs), (method.memory_teacher, vt))
-        ]
-        before = method.memory_student.clone()
-        found = method(student, teacher, batch(epoch=step + 0.5))
-        np.testing.assert_allclose(torch.stack([found["student"], found["teacher"]]).detach().numpy(), expected, rtol=1e-10)
-        for memory, rows in zip((method.memory_student, method.memory_teacher), fresh, strict=True):
-            np.testing.assert_allclose(memory[INDICES].numpy(), rows / np.linalg.norm(rows, axis=1, keepdims=True), rtol=1e-12)
-        others = [index for index in range(40) if index not in INDICES]
-        assert method.memory_student[others].equal(before[others])
-        np.testing.assert_allclose(method.normalizers_2.numpy(), z, rtol=1e-12)
-
-
-def test_the_gradient_is_that_of_finite_differences_and_that_of_the_memory_before_the_step() -> None:
+def test_the_gradient_is_that_of_the_memory_before_the_step() -> None:
     method = build()
     student, teacher = answers(CASE, 4)
     method(student, teacher, batch())  # sets Z
@@ -117,14 +73,6 @@ def test_the_gradient_is_that_of_finite_differences_and_that_of_the_memory_befor
     for still, moved in zip(*gradients, strict=True):
         assert still.equal(moved)
         assert still.count_nonzero()
-    method.eval()
-
-    def losses(feature: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip([name for name, _ in method.named_parameters()], parameters, strict=True))
-        found = torch.func.functional_call(method, given, (Seen(student.logits_BK, (feature,)), teacher, batch()))
-        return found["student"], found["teacher"]
-
-    assert torch.autograd.gradcheck(losses, (student.features[0], *method.parameters()))
 
 
 def test_of_equal_indices_in_a_batch_the_last_is_kept() -> None:
