@@ -5,32 +5,45 @@ Importing this costs no torch. A method is loaded, and torch with it, only where
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from pydantic import ValidationError
 
 from service.mistakes import explain
+from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods import check_name, key_of, load
 
-if TYPE_CHECKING:
-    from service.experiment import Experiment
+
+class Said(Protocol):
+    """What of an experiment its methods depend on."""
+
+    @property
+    def distill(self) -> DistillConfig: ...
+    @property
+    def teacher(self) -> TeacherConfig | None: ...
+    @property
+    def assistants(self) -> tuple[AssistantConfig, ...]: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def optim(self) -> OptimConfig: ...
 
 
-def distills(experiment: Experiment) -> bool:
+def distills(experiment: Said) -> bool:
     """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
     return experiment.teacher is not None or experiment.distill.method != ("kd",)
 
 
-def asks_teacher(experiment: Experiment) -> bool:
-    """Whether a method of the experiment, or one that its sweep may choose, reads a teacher."""
-    if experiment.distill.method == ("kd",) or any(key.startswith("distill.method") for key in experiment.sweep.space):
+def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
+    """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
+    if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):
         return True
-    return any(load(name).needs.teacher for name in experiment.distill.method)
+    return any(load(name).needs.teacher for name in distill.method)
 
 
-def check_distill(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
+def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> None:
     """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
 
     Raises:
@@ -76,7 +89,7 @@ def check_options(name: str, options: Mapping[str, object], where: str, sources:
         raise WrongOptionsError("\n".join(line.replace(": ", f": {prefix}.", 1) for line in lines)) from error
 
 
-def _check_needs(experiment: Experiment) -> None:
+def _check_needs(experiment: Said) -> None:
     distill, mixes, parts = experiment.distill, experiment.data.device_augment.mixes, experiment.optim.accumulate
     if distill.task_weight == 0 and all(distill.options.get(key_of(name), {}).get("weight") == 0 for name in distill.method):
         raise ExperimentError(

@@ -143,7 +143,7 @@ def prepare(now: Session, plan: Plan) -> str | None:
         TrainingError: a training failed.
     """
     experiment = plan.experiment
-    if experiment.teacher is None or not asks_teacher(experiment):
+    if experiment.teacher is None or not asks_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
     for name in experiment.preparation:

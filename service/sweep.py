@@ -158,7 +158,7 @@ def untrained_teacher(now: Session) -> str | None:
     teacher, data = experiment.teacher, experiment.data
     if teacher is not None and teacher.weights and not experiment.assistants:
         return absolute(teacher.weights)
-    if teacher is None or not asks_teacher(experiment):
+    if teacher is None or not asks_teacher(experiment.distill, experiment.sweep.axes):
         return None
     name = experiment.assistants[-1].model if experiment.assistants else teacher.model
     from trainables import checkpoint

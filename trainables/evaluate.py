@@ -22,7 +22,7 @@ from trainables.device.feed import on_device
 from trainables.distributed import Group, all_reduce_sum, broadcast_buffers, gather_objects
 from trainables.errors import DataError
 from trainables.inputs import autocast, normalizer
-from trainables.models.registry import logits_and_aux
+from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 
 

@@ -20,7 +20,7 @@ from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Chosen, Reader, widened
-from trainables.models.registry import logits_and_aux
+from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Reader
-from trainables.models.registry import logits_and_aux
+from trainables.models.forward import logits_and_aux
 
 
 class Asked(NamedTuple):

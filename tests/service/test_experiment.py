@@ -84,7 +84,8 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
 
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
     def asked(*sets: str) -> bool:
-        return asks_teacher(load("digits", sets).experiment)
+        experiment = load("digits", sets).experiment
+        return asks_teacher(experiment.distill, experiment.sweep.axes)
 
     assert asked()
     assert asked("distill.method=[dml, sp]")

@@ -22,7 +22,8 @@ from trainables.errors import ExperimentError, ModelError
 from trainables.global_batch_norm import convert, normalizes_alone, normalizes_together
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.kd import soft_loss
-from trainables.models.registry import build_model, logits_and_aux
+from trainables.models.forward import logits_and_aux
+from trainables.models.registry import build_model
 
 
 class DMLOptions(MethodOptions):

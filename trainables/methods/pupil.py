@@ -17,8 +17,8 @@ from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.models.forward import logits_and_aux, seeded
 from trainables.models.names import JOIN
-from trainables.models.registry import logits_and_aux, seeded
 from trainables.models.taps import Taps
 from trainables.updates import Only
 

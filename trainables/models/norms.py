@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from trainables.models.forward import dry_forward
 from trainables.models.probe import Key, key_of
-from trainables.models.registry import dry_forward
 from trainables.models.taps import Taps
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from trainables.models.registry import dry_forward
+from trainables.models.forward import dry_forward
 
 BATCH = 3
 ACTIVATIONS = {

@@ -7,30 +7,18 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
-import hashlib
 import pkgutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainables.errors import ModelError
+from trainables.models.forward import dry_forward, logits_and_aux, seeded
 from trainables.models.names import MODELS, ModelName, check_model_name
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-__all__ = [
-    "MODELS", "build_model", "check_forward", "check_model_name", "construct", "dry_forward", "library_options", "logits_and_aux",
-    "seeded",
-]  # fmt: skip
-
-AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
-"""Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
-
-CALCULATED = 10**10
-"""Parameters times pixels up to which a forward check calculates, in some 50 ms. The meta device, which only follows shapes, is
-for larger models: its batch norm imports torch._dynamo, 1.4 s of a core."""
+__all__ = ["MODELS", "build_model", "check_forward", "check_model_name", "construct", "library_options"]
 
 USUAL_SIZES = (8, 16, 32, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 512)
 
@@ -127,67 +115,12 @@ def _output_shape(model: nn.Module, image_size: int, training: bool) -> tuple[in
     return tuple(logits_and_aux(dry_forward(model, image_size, training=training))[0].shape)
 
 
-def dry_forward(
-    model: nn.Module, image_size: int, *, training: bool, batch_size: int = 2, frozen: tuple[type[nn.Module], ...] = ()
-) -> Any:
-    """What `model` answers to blank images, on the CPU or for a large model on the meta device.
-
-    Neither parameters, batch statistics, modes nor generators move. Modules of the `frozen` classes stay in eval mode.
-    """
-    import torch
-    from torch.func import functional_call
-
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    work = image_size**2 * sum(tensor.numel() for tensor in tensors.values())
-    device = "cpu" if work <= CALCULATED else "meta"
-    shadow = {key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items()}
-    images_BCHW = torch.zeros(batch_size, 3, image_size, image_size, device=device, dtype=next(model.parameters()).dtype)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.train(training)
-        for module, _ in modes:
-            if isinstance(module, frozen):
-                module.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return functional_call(model, shadow, (images_BCHW,))
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _takes(model: nn.Module, image_size: int, training: bool) -> bool:
     try:
         _output_shape(model, image_size, training)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     return True
-
-
-def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...]]:
-    """Logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy joins the task's in training.
-
-    Raises:
-        ModelError: the model answered with something else than logits.
-    """
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return output, ()
-    weight = AUX_WEIGHTS.get(type(output).__name__)
-    if weight is None:
-        raise ModelError(f"the model answered with {type(output).__name__}, not with logits: choose a classifier")
-    logits_BK, *heads = output
-    return logits_BK, tuple((weight, aux_BK) for aux_BK in heads if aux_BK is not None)
-
-
-@contextmanager
-def seeded(key: str) -> Iterator[None]:
-    """torch's CPU generator seeded from `key`, and put back afterwards. Other devices' generators are not touched."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
-        yield
 
 
 def one_line(error: BaseException) -> str:

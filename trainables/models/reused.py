@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.errors import ModelError
+from trainables.models.forward import dry_forward, seeded
 from trainables.models.names import JOIN
-from trainables.models.registry import dry_forward, seeded
 from trainables.models.taps import Taps, classifier, run_before
 
 

@@ -11,7 +11,7 @@ from trainables.distributed import Group
 from trainables.gather import Gather
 from trainables.methods import load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
-from trainables.models.registry import seeded
+from trainables.models.forward import seeded
 
 
 def make(

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from trainables.errors import ModelError
-from trainables.models.registry import MODELS, build_model, check_forward, construct, logits_and_aux
+from trainables.models.forward import logits_and_aux
+from trainables.models.registry import MODELS, build_model, check_forward, construct
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainables.distributed import Group
 from trainables.errors import ModelError
-from trainables.models.registry import construct, logits_and_aux
+from trainables.models.forward import logits_and_aux
+from trainables.models.registry import construct
 from trainables.models.taps import Taps, classifier, points
 from trainables.rank_pool import Ranks
 
