@@ -40,8 +40,9 @@ def fill(resolved: Resolved, root: Path) -> str:
     with Display() as display, clusters.connect(wanted, run_dir.root) as cluster:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
+        after_teacher = [name for name in experiment.preparation if name != "teacher"]
         display.say(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
-        work = plan.assign("student", run_dir, {"run": run_dir.root.name}, absolute(teacher.weights))
+        work = plan.assign(next(iter(after_teacher), "student"), run_dir, {"run": run_dir.root.name}, absolute(teacher.weights))
         stage = StageDir(run_dir.stage("cache").root)
         told = {**work.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
         work = replace(work, config=FillConfig.model_validate(told))

@@ -95,6 +95,9 @@ def _check_needs(experiment: Said) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
+    losses = {"task", *map(key_of, distill.method)}
+    if unknown := sorted(set(experiment.optim.losses) - losses):
+        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(losses))}")
     if experiment.teacher is not None and experiment.teacher.cache is not None and distill.method != ("kd",):
         from trainables.methods.pupil import check_reads_logits, choose
 

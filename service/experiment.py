@@ -132,9 +132,10 @@ class Experiment(Section):
         if name in before:
             model, optim = before[name].model, optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
-        if name == "teacher":
-            distill = None
-        else:
+        if distill is None or name == "teacher":  # nothing is lowered but the labels' loss
+            distill, own = None, {key: own for key, own in optim.losses.items() if key == "task"}
+            optim = optim.model_copy(update={"losses": own})
+        if name != "teacher":
             teacher = self._teacher_of(name)
             if teacher is not None and weights is not None:
                 teacher = teacher.model_copy(update={"weights": weights})

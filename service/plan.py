@@ -36,7 +36,7 @@ class Plan:
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
-        distill = config.distill and config.distill.model_copy(update={"method": tuple(map(_located, config.distill.method))})
+        distill = config.distill and config.distill.model_copy(update={"method": tuple(map(located, config.distill.method))})
         changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto}
         return Assignment(
             config.model_copy(update=changed),
@@ -103,7 +103,7 @@ def absolute(data_path: str) -> str:
     return str(path.absolute()) if path.exists() else data_path
 
 
-def _located(method: str) -> str:
+def located(method: str) -> str:
     """A method's name; where it is a file's, by the file's absolute path."""
     file = file_of(method)
     return method if file is None else f"{file.absolute()}:{key_of(method)}"

@@ -25,7 +25,7 @@ from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
-from trainables.global_batch_norm import convert, normalizes_alone
+from trainables.global_batch_norm import convert, takes_none
 from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, choose, student_name
 from trainables.models.registry import build_model
@@ -120,6 +120,7 @@ def build(
             f"distill.method: {', '.join(config.distill.method if config.distill else ())} has a warm-up stage, which has one"
             " optimizer: leave out optim.losses, and set optim.name to sgd or adamw"
         )
+    init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
@@ -143,15 +144,16 @@ def build(
         prepare=TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=device),
         autocast=autocast(config.precision, device),
         steps_per_epoch=train_loader.steps_per_epoch,
-        init_epochs=pupil.init_epochs,
-        blanks=2 if normalizes_alone(model) else 0,
+        init_epochs=init_epochs,
+        blanks=0 if takes_none(model) else 2,
         accumulate=config.optim.accumulate,
         noise=None if updates.several else watch(student, group, config.optim.accumulate),
-        hosts=hosts_group(group) if pupil.needs_whole_batch else None,
+        hosts=hosts_group(group) if pupil.methods else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
     warmup = max(config.train.warmup_steps, train_loader.steps_per_epoch if several else 0)
+    warmup += max(init_epochs * train_loader.steps_per_epoch - state.progress.step, 0)
     timer, throughput = (
         PhaseTimer(device, warmup_steps=warmup),
         Throughput(state.progress.step + warmup, warm=state.progress.warm, cold=state.progress.cold),

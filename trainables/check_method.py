@@ -105,7 +105,7 @@ def settings(case: Case, output: Path, *, precision: str = "fp64", same: bool = 
         "distill": {"method": [case.name], "options": {key_of(case.name): options}},
         "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
         "scale": {"sync_batch_norm": True},
-        "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 2},
+        "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
     })  # fmt: skip
 
 
@@ -151,6 +151,8 @@ class Answered(NamedTuple):
     """Trainable parameter → its largest gradient, None where no gradient arrives: DDP would wait for it."""
     taught: float
     """The largest gradient of the student from the method alone."""
+    gathers: bool
+    """Whether it asks for the rows of all workers."""
 
 
 def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answered:
@@ -161,7 +163,8 @@ def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answer
         learner.pupil.student.train(not as_taught)
         images, rows = learner.prepare(batch).images_BCHW, len(batch.labels_B)
         taught = learner.teacher(images, rows) if learner.teacher is not None else None
-        said = learner.pupil(images, Samples(images, batch.labels_B, batch.indices_B, 0.0, Gather(rows, group)), taught)
+        gather = Gather(rows, group)
+        said = learner.pupil(images, Samples(images, batch.labels_B, batch.indices_B, 0.0, gather), taught)
         loss = losses(said, batch.labels_B, None, learner.pupil.weights(1.0))
         named = {name: p for name, p in learner.pupil.named_parameters() if p.requires_grad}
         one = torch.ones((), dtype=torch.float64)
@@ -174,7 +177,7 @@ def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answer
         (terms,) = said.terms.values() if said.terms else ({},)
         return Answered(
             {name: tuple(term.shape) for name, term in terms.items()}, rows,
-            {name: _largest(gradient) for name, gradient in zip(named, every, strict=True)}, method,
+            {name: _largest(gradient) for name, gradient in zip(named, every, strict=True)}, method, gather.used,
         )  # fmt: skip
 
 
@@ -187,6 +190,8 @@ def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
     declared = load(case.name).terms
     if set(said.terms) != set(declared):
         return f"it returns {', '.join(said.terms) or 'none'} and declares {', '.join(declared) or 'none'}"
+    if said.gathers and not load(case.name).needs.whole_batch:
+        return "it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused with it"
     wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]
     return f"neither ({said.rows},) nor a scalar: {', '.join(wrong)}" if wrong else None
 

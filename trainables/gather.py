@@ -5,6 +5,7 @@ Shapes: B rows of this rank, N rows of all ranks in the order of ranks, R ranks.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from trainables.distributed import Group
 
 
 class Gather:
-    """Gathers tensors that have a row for each of a step's samples. Made anew for each step; all ranks make the same calls.
+    """Gathers tensors that have a row for each sample. Made anew for each micro-batch; all ranks make the same calls.
 
     The ranks' numbers of rows are exchanged once, between the hosts, so that no rank waits for its device.
     """
@@ -24,6 +25,8 @@ class Gather:
         """`hosts` is a group that carries CPU tensors, where the default one does not: see `hosts_group`."""
         self._num_rows, self._group, self._hosts = num_rows, group, hosts
         self._sizes: list[int] | None = None
+        self.used = False
+        """Whether anyone has asked for rows."""
 
     def __call__(self, own: Tensor) -> Tensor:
         """(N, …) for this rank's (B, …).
@@ -31,6 +34,7 @@ class Gather:
         The gradient of a loss that every rank computes alike from the gathered rows needs no communication: each rank keeps
         that of its own rows, times the number of ranks, since DDP averages over them.
         """
+        self.used = True
         if self._group.world_size == 1:
             return own
         gathered: Tensor = _Gathered.apply(own, self.sizes, self._group.rank)  # type: ignore[no-untyped-call]
@@ -48,6 +52,7 @@ class Gather:
         return self._sizes
 
 
+@cache
 def hosts_group(group: Group) -> dist.ProcessGroup | None:
     """A process group for CPU tensors; None where the default group carries them. All ranks call it."""
     if group.world_size == 1 or group.device.type == "cpu":

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainables.distributed import Group
+from trainables.errors import ModelError
 
 
 class _AllReduce(torch.autograd.Function):
@@ -44,6 +45,8 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if not self.training:
             return super().forward(input)
+        dtype = input.dtype
+        input = input if dtype == torch.float64 else input.float()  # sums in half precision would overflow
         axes = (0, *range(2, input.ndim))
         view = (1, -1, *([1] * (input.ndim - 2)))
         values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
@@ -54,7 +57,7 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         var_C = self._over_ranks(centred.square().sum(axes)) / count
         self._note(mean_C.detach(), var_C.detach(), count.detach())
         scale_C = self.weight * torch.rsqrt(var_C + self.eps)
-        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view))
+        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view)).to(dtype)
 
     def _over_ranks(self, own: Tensor) -> Tensor:
         if self._group.world_size == 1:
@@ -74,21 +77,37 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def convert(model: nn.Module, group: Group) -> nn.Module:
-    """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are."""
+    """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are.
+
+    Raises:
+        ModelError: it has a batch norm of another kind.
+    """
     kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if kind := kinds.get(type(child)):
-                assert isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d)
-                made = kind(child.num_features, group, child.eps, child.momentum or 0.0)
-                made.load_state_dict(child.state_dict())
-                setattr(parent, name, made.to(next(child.parameters()).device, next(child.parameters()).dtype))
+            if not isinstance(child, nn.modules.batchnorm._BatchNorm) or isinstance(child, GlobalBatchNorm):
+                continue
+            kind = kinds.get(type(child))
+            if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
+                raise ModelError(
+                    f"scale.sync_batch_norm: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
+                    "set scale.sync_batch_norm to false, or choose another model"
+                )
+            made = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
+            made.load_state_dict(child.state_dict())
+            made.weight, made.bias = child.weight, child.bias
+            setattr(parent, name, made.train(child.training))
     return model
 
 
 def normalizes_alone(model: nn.Module) -> bool:
     """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
+
+
+def takes_none(model: nn.Module) -> bool:
+    """Whether a rank may run it on no images at all. Models without such norms may reshape by the number of images."""
+    return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not normalizes_alone(model)
 
 
 def normalizes_together(model: nn.Module) -> bool:

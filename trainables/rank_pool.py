@@ -35,7 +35,7 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             for rank, pipe in enumerate(self._pipes[:world_size]):
                 pipe.send((function, rank, world_size, str(Path(folder) / "store"), args))
-            answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+            answers = [_received(pipe) for pipe in self._pipes[:world_size]]  # all of them, whatever one holds
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -46,6 +46,13 @@ class Ranks:
             pipe.send(None)
         for process in self._processes:
             process.join(10)
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except Exception as error:  # an answer that cannot be unpickled, or no process any more
+        return error
 
 
 def _serve(pipe: Connection) -> None:

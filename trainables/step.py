@@ -156,7 +156,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
     epoch = step / learner.steps_per_epoch - learner.init_epochs
-    weights, only = learner.pupil.weights(epoch), learner.pupil.warms_up(epoch)
+    weights, only, asks = learner.pupil.weights(epoch), learner.pupil.warms_up(epoch), learner.pupil.asks_teacher(epoch)
     student = learner.student if only is None else learner.pupil  # a warm-up stage does not reach all that DDP would wait for
     batch.wait()
     timer.mark("h2d")
@@ -168,7 +168,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
         asked = Asked(batch.known_B[seen : seen + rows], batch.epoch)
         seen += rows
         with learner.autocast():
-            taught = learner.teacher(part.images_BCHW, rows, asked) if learner.teacher is not None else None
+            taught = learner.teacher(part.images_BCHW, rows, asked) if learner.teacher is not None and asks else None
         timer.mark("teacher")
         samples = Samples(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, learner.hosts))
         synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)

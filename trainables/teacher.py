@@ -53,6 +53,8 @@ class Teacher:
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
         """See `Answers`: it answers whatever images it is shown."""
+        if self._gradient:  # the graph begins somewhere: its parameters are frozen
+            images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode, whose tensors a method's backward could not keep.
         with torch.set_grad_enabled(self._gradient), self._reader.reading():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]

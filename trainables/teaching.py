@@ -16,6 +16,7 @@ from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
+from trainables.global_batch_norm import normalizes_together
 from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.reused import ReusedClassifier
 from trainables.several import load_network, teacher_reader
@@ -36,7 +37,8 @@ def build_pupil(
     chosen = choose(config.distill) if config.distill is not None else ()
     if config.distill is None or not chosen:
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
-    taught = given is not None and given.weights is not None and any(method.kind.needs.teacher for method in chosen)
+    reading = [method for method in chosen if method.kind.needs.teacher]
+    taught = given is not None and given.weights is not None and bool(reading)
     kept = taught and given is not None and given.cache is not None
     if kept:
         check_reads_logits(chosen)
@@ -48,7 +50,7 @@ def build_pupil(
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
-    of_teacher = teacher_reader(given, model, chosen, size) if model is not None and given is not None else None
+    of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(
         chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
         global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
@@ -58,15 +60,15 @@ def build_pupil(
         place(model, config, group)
         teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
     elif kept:
-        teacher = kept_teacher(config, group, classes, loader, [c.key for c in chosen])
+        teacher = kept_teacher(config, group, classes, loader, [c.key for c in reading])
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
-    if pupil.needs_whole_batch and config.optim.accumulate > 1:
-        names = ", ".join(config.distill.method)
+    if (pupil.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
+        names = ", ".join(config.distill.method) if pupil.needs_whole_batch else "scale.sync_batch_norm"
         raise ExperimentError(
-            f"distill.method: {names} compares the samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
+            f"{names} looks at all samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
             "set optim.accumulate to 1, or use more workers"
         )
     return pupil, teacher

@@ -56,6 +56,15 @@ def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: Ranks) -> N
     assert found[1].startswith("no loss reaches methods.Forgetful.unused.weight, methods.Forgetful.unused.bias")
 
 
+def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: Ranks) -> None:
+    assert set(problems(ranks, "Slopes")) == {"everything is finite in bf16"}  # there, what is read is a copy in float32
+
+
+def test_rows_of_all_workers_without_a_word_are_found_out(ranks: Ranks) -> None:
+    found = problems(ranks, "Unsaid")
+    assert "declare needs = Needs(whole_batch=True)" in found["its terms are those that it declares, of samples or of the batch"]
+
+
 def test_a_root_at_zero_is_found_out(ranks: Ranks) -> None:
     ((title, problem),) = problems(ranks, "Rooted").items()
     assert title == "a student that equals its teacher has finite gradients"

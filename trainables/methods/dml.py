@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainables.config import MethodOptions, Positive
 from trainables.errors import ExperimentError, ModelError
-from trainables.global_batch_norm import convert, normalizes_alone, normalizes_together
+from trainables.global_batch_norm import convert, normalizes_together, takes_none
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux
@@ -52,7 +52,7 @@ class DML(Method):
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
         self.peer = convert(peer, setting.group) if normalizes_together(setting.student.model) else peer
         # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
-        self._blanks = 2 if normalizes_alone(self.peer) else 0
+        self._blanks = 0 if takes_none(self.peer) else 2
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""

@@ -88,9 +88,9 @@ def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
 
 
 def body_parameters(student: nn.Module) -> list[nn.Parameter]:
-    """All parameters of a model but those of its final linear layer, which no loss on maps moves."""
+    """All trainable parameters of a model but those of its final linear layer, which no loss on maps moves."""
     last = {id(parameter) for parameter in classifier(student).parameters()}
-    return [parameter for parameter in student.parameters() if id(parameter) not in last]
+    return [parameter for parameter in student.parameters() if parameter.requires_grad and id(parameter) not in last]
 
 
 class ConvReg(nn.Module):

@@ -104,14 +104,19 @@ class Reader:
 
     def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, Seen]:
         """For each method what the last forward gave, in float32 or wider, its first `num_rows` rows; the model is let go of."""
-        logits_BK = widened(logits_BK[:num_rows])
-        found = {key: tuple(widened(tensor[:num_rows]) for tensor in taps.take()) for key, taps in self._taps.items()}
+        logits_BK = _first(logits_BK, num_rows)
+        found = {key: tuple(_first(tensor, num_rows) for tensor in taps.take()) for key, taps in self._taps.items()}
         return {key: Seen(logits_BK, found.get(key, ())) for key in self.shapes}
 
 
 def widened(tensor: Tensor) -> Tensor:
     """In float32, unless it is wider: sums of half-precision numbers are not exact enough for a loss."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _first(tensor: Tensor, num_rows: int) -> Tensor:
+    """The first rows, widened; the tensor itself where that is all of it, so that it stays a part of its model's graph."""
+    return widened(tensor if len(tensor) == num_rows else tensor[:num_rows])
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ class Pupil(nn.Module):
             seen = self._reader.take(logits_BK, rows)
         with torch.autocast(images_BCHW.device.type, enabled=False):
             terms = {
-                key: call(seen[key], teacher[key] if teacher else _detached(seen[key]), batch)
+                key: call(seen[key], teacher[key] if teacher and key in teacher else _detached(seen[key]), batch)
                 for key, call in self._calls(batch.epoch).items()
             }
         return Answer(widened(logits_BK[:rows]), _cut(aux, rows), terms)
@@ -182,6 +187,10 @@ class Pupil(nn.Module):
         if epoch < 0:
             return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
+
+    def asks_teacher(self, epoch: float) -> bool:
+        """Whether a method that is asked for its loss now reads the teacher."""
+        return any(self.methods_by_name[key].needs.teacher for key in self._calls(epoch))
 
     def warms_up(self, epoch: float) -> Only | None:
         """What a warm-up stage trains; None from epoch 0 on."""
@@ -241,7 +250,7 @@ def build_methods(
     methods = {}
     for key, kind, options in chosen:
         own, other = Side(student, student_reader.shapes[key], student_reader.name), None
-        if teacher is not None and teacher_reader is not None:
+        if teacher is not None and teacher_reader is not None and kind.needs.teacher:
             other = Side(teacher, teacher_reader.shapes[key], teacher_reader.name)
         setting = Setting(student=own, teacher=other, **about)
         with seeded(f"method/{key}:{setting.seed}"):

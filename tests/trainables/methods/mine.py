@@ -122,3 +122,26 @@ class Rooted(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         return {"distance": (student.logits_BK - teacher.logits_BK).square().sum(1).sqrt()}
+
+
+class Slopes(Method):
+    """The teacher's logits should change with its last map as a learned multiple of the student's do."""
+
+    terms = ("slope",)
+    taps = ("stage-1",)
+    needs = Needs(teacher_gradient=True)
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        (theirs,) = torch.autograd.grad(teacher.logits_BK.square().sum(), teacher.features, retain_graph=True)
+        (mine,) = torch.autograd.grad(student.logits_BK.square().sum(), student.features, create_graph=True)
+        return {"slope": (self.scale * mine - theirs.detach()).square().flatten(1).sum(1)}
+
+
+class Unsaid(Alike):
+    """Gathers, and does not say so."""
+
+    needs = Needs()
