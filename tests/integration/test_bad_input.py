@@ -103,6 +103,7 @@ def truncate(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
+@pytest.mark.slow
 def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_error(tmp_path: Path) -> None:
     root = write_photos(tmp_path / "photos", num_train=12, num_val=4)
     bad = [truncate(root / name) for name in ("train/cat/03.jpg", "train/dog/07.jpg", "val/dog/02.jpg")]

@@ -12,6 +12,7 @@ from tests.trainables.jobs import write_teacher
 pytestmark = [pytest.mark.integration]
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: Distill, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     kept = (

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")
+@pytest.mark.slow
 def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(distill: Distill) -> None:
     run = distill.runs / "rows"
     # The first layer of this network on images of 4096 pixels takes 51 GB.
@@ -117,6 +118,7 @@ def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stoppe
     assert {row["metrics"]["images_per_s"] for row in measured} <= {speed for (speed,) in speeds}
 
 
+@pytest.mark.slow
 def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill) -> None:
     run = distill.runs / "killed-guided"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED))

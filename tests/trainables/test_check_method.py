@@ -50,12 +50,14 @@ def test_a_method_that_compares_the_samples_of_one_worker_is_found_out(ranks: Ra
     assert not others
 
 
+@pytest.mark.slow
 def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: Ranks) -> None:
     found = list(problems(ranks, "Forgetful").values())
     assert found[0] == "it returns kept and declares kept, lost"
     assert found[1].startswith("no loss reaches methods.Forgetful.unused.weight, methods.Forgetful.unused.bias")
 
 
+@pytest.mark.slow
 def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: Ranks) -> None:
     assert set(problems(ranks, "Slopes")) == {"everything is finite in bf16"}  # there, what is read is a copy in float32
 
@@ -65,12 +67,14 @@ def test_rows_of_all_workers_without_a_word_are_found_out(ranks: Ranks) -> None:
     assert "declare needs = Needs(whole_batch=True)" in found["its terms are those that it declares, of samples or of the batch"]
 
 
+@pytest.mark.slow
 def test_a_root_at_zero_is_found_out(ranks: Ranks) -> None:
     ((title, problem),) = problems(ranks, "Rooted").items()
     assert title == "a student that equals its teacher has finite gradients"
     assert problem.startswith("the gradient is not finite of student.")
 
 
+@pytest.mark.slow
 def test_memory_outside_the_checkpoint_is_found_out(ranks: Ranks) -> None:
     ((title, problem),) = problems(ranks, "Counting").items()
     assert title == "a job that was cut off goes on exactly"

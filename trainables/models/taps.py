@@ -209,7 +209,7 @@ def _survey(model: nn.Module, image_size: int) -> tuple[Trace, dict[str, Site]]:
     border = trace.last(path, "in")
     if border is not None and border.value is not None and border.value.ndim == 2:
         sites["pooled"] = Site((border,))
-        if (unpooled := last_map(trace, border)) is not None:
+        if "stage1" in sites and (unpooled := last_map(trace, border)) is not None:  # tokens are no map
             sites["unpooled"] = unpooled
     return trace, sites
 
