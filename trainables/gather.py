@@ -37,15 +37,12 @@ class Gather:
         self.used = True
         if self._group.world_size == 1:
             return own
-        gathered: Tensor = _Gathered.apply(own, self.sizes, self._group.rank)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gathered.apply(own, self._sizes_R(), self._group.rank)  # type: ignore[no-untyped-call]
         return gathered
 
-    @property
-    def sizes(self) -> list[int]:
+    def _sizes_R(self) -> list[int]:
         """The number of rows of each rank."""
         if self._sizes is None:
-            if self._group.world_size == 1:
-                return [self._num_rows]
             counts_R = torch.zeros(self._group.world_size, dtype=torch.int64)
             dist.all_gather_into_tensor(counts_R, torch.tensor([self._num_rows]), group=self._hosts)
             self._sizes = counts_R.tolist()

@@ -55,11 +55,6 @@ class AB(Method):
         """No terms: the method ends before training."""
         return {}
 
-    @property
-    def init_epochs(self) -> int:
-        """As long as `init_epochs` of the options."""
-        return self._options.init_epochs
-
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))

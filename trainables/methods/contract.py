@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions
@@ -123,11 +122,8 @@ class Method(nn.Module):
             ExperimentError: the models do not fit the method; one line.
         """
         super().__init__()
-
-    @property
-    def init_epochs(self) -> int:
-        """The length of the warm-up stage before the first epoch."""
-        return 0
+        self.init_epochs = int(getattr(options, "init_epochs", 0))
+        """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`."""
@@ -160,10 +156,3 @@ class Method(nn.Module):
 def mean_per_sample(values: Tensor) -> Tensor:
     """The mean of each sample's values: (B, …) to (B,), also for B = 0."""
     return values.flatten(1).mean(1) if values.ndim > 1 else values
-
-
-def squared_distances(rows_ND: Tensor, others_MD: Tensor) -> Tensor:
-    """Squared Euclidean distances (N, M), never negative. No square root: its gradient at 0 is not finite."""
-    products_NM = rows_ND @ others_MD.T
-    squares_NM = rows_ND.square().sum(1)[:, None] + others_MD.square().sum(1)[None] - 2 * products_NM
-    return torch.clamp(squares_NM, min=0)

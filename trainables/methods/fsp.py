@@ -51,11 +51,6 @@ class FSP(Method):
         """No terms: the method ends before training."""
         return {}
 
-    @property
-    def init_epochs(self) -> int:
-        """As long as `init_epochs` of the options."""
-        return self._options.init_epochs
-
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))

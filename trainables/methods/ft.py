@@ -68,11 +68,6 @@ class FT(Method):
             total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
         return {"factor": total_B}
 
-    @property
-    def init_epochs(self) -> int:
-        """As long as `init_epochs` of the options."""
-        return self._options.init_epochs
-
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`reconstruction` of each sample, (B,). The student has no part in it."""
         total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Samples, Seen, Setting, squared_distances
+from trainables.methods.contract import Samples, Seen, Setting
 
 
 def check_one_tap(method: str, setting: Setting) -> None:
@@ -35,7 +35,9 @@ def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:
     rows = len(rows_ND)
     # Distances do not change with the origin, but far from it a difference of squares loses digits.
     centred_ND = rows_ND - rows_ND.detach().sum(0) / max(rows, 1)
-    return squared_distances(centred_ND, centred_ND).clamp(min=1e-12) * off_diagonal(rows_ND)
+    squares_N = centred_ND.square().sum(1)
+    squared_NN = squares_N[:, None] + squares_N[None] - 2 * centred_ND @ centred_ND.T
+    return squared_NN.clamp(min=1e-12) * off_diagonal(rows_ND)
 
 
 def off_diagonal(rows_ND: Tensor) -> Tensor:

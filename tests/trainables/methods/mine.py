@@ -61,10 +61,6 @@ class Prepared(Method):
         self.translator = nn.Linear(setting.num_classes, 4)
         self._options = options
 
-    @property
-    def init_epochs(self) -> int:
-        return self._options.init_epochs
-
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         return self.settled_parameters()
 
