@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import tempfile
 import traceback
@@ -16,58 +17,91 @@ import torch.distributed as dist
 
 from trainables.distributed import Group
 
+PATIENCE = timedelta(seconds=60)  # of a rank whose peers do not come
+
+
+class Lost(RuntimeError):
+    """The process of a rank ended during a run."""
+
 
 class Ranks:
     """`run(n, function, *args)` calls `function(group, *args)` on n ranks and returns their results in rank order."""
 
     def __init__(self, most: int = 3):
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(most):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._most = most
+        self._runs = itertools.count()
+        # Ranks meet in a file. It outlives them all: a group that is collected late and finds no file ends its process.
+        self._meetings = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(self._pipes[:world_size]):
-                pipe.send((function, rank, world_size, str(Path(folder) / "store"), args))
-            answers = [_received(pipe) for pipe in self._pipes[:world_size]]  # all of them, whatever one holds
-        for answer in answers:
+        """Raises `Lost`, or what a rank raised with the rank's stack as a note; the pool may be used again whatever happened."""
+        meeting = Path(self._meetings.name, str(next(self._runs)))
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            pipe.send((function, Group(rank, world_size, rank), meeting, args))
+        answers = [_received(pipe, rank) for rank, pipe in enumerate(self._pipes[:world_size])]  # all, whatever one holds
+        lost = [answer for answer in answers if isinstance(answer, Lost)]
+        if lost:
+            self._end()
+            self._start()
+        for answer in lost + answers:  # what the others say follows from a rank that is lost
             if isinstance(answer, BaseException):
                 raise answer
         return answers
 
     def close(self) -> None:
+        self._end()
+        self._meetings.cleanup()
+
+    def _end(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            pipe.close()  # a rank that waits for its next task reads the end of its pipe
         for process in self._processes:
             process.join(10)
+            process.kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(self._most):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
 
 
-def _received(pipe: Connection) -> Any:
+def _received(pipe: Connection, rank: int) -> Any:
     try:
         return pipe.recv()
-    except Exception as error:  # an answer that cannot be unpickled, or no process any more
+    except (EOFError, OSError):
+        return Lost(f"rank {rank} ended without an answer")
+    except Exception as error:  # an answer that cannot be unpickled
         return error
 
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    while (task := pipe.recv()) is not None:
-        function, rank, world_size, store, args = task
+    while True:
         try:
-            if world_size > 1:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-                )
-            pipe.send(function(Group(rank, world_size, rank), *args))
+            function, group, meeting, args = pipe.recv()
+        except EOFError:  # the pool is closed
+            return
+        try:
+            answer = _answer(function, group, meeting, args)
         except BaseException as error:
             error.add_note(traceback.format_exc())
-            pipe.send(error)
-        finally:
-            if world_size > 1:
-                dist.destroy_process_group()
+            answer = error
+        pipe.send(answer)
+
+
+def _answer(function: Callable[..., Any], group: Group, meeting: Path, args: tuple[Any, ...]) -> Any:
+    if group.world_size == 1:
+        return function(group, *args)
+    dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=group.rank, world_size=group.world_size, timeout=PATIENCE)
+    try:
+        return function(group, *args)
+    finally:
+        dist.destroy_process_group()
