@@ -44,7 +44,10 @@ class Samples:
     epoch: float
     """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
     everyone: Gather
-    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones."""
+    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
+
+    `everyone.together(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
+    """
 
 
 @dataclass(frozen=True)
