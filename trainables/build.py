@@ -115,11 +115,6 @@ def build(
         model.compile()
     stage = StageDir(Path(config.output_dir))
     updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
-    if updates.several and pupil.init_epochs:
-        raise ExperimentError(
-            f"distill.method: {', '.join(config.distill.method if config.distill else ())} has a warm-up stage, which has one"
-            " optimizer: leave out optim.losses, and set optim.name to sgd or adamw"
-        )
     init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
