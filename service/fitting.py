@@ -64,7 +64,7 @@ def _told(experiment: Experiment, stage: str) -> str:
         "output_dir": "/", "model": config.model, "teacher": config.teacher, "distill": config.distill,
         "optim": {**optim, "losses": {key: {} for key in config.optim.losses}},
         "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
-        "scale": config.scale.model_dump(include={"sync_batch_norm"}),
+        "precision": config.precision, "scale": config.scale.model_dump(include={"sync_batch_norm"}),
     })  # fmt: skip
     return whole.model_dump_json()
 

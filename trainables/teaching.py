@@ -17,6 +17,7 @@ from trainables.data.loader import Loader
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import normalizes_together
+from trainables.inputs import AUTOCAST
 from trainables.methods.pupil import Chosen, Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.reused import ReusedClassifier
 from trainables.several import load_network, teacher_reader
@@ -72,6 +73,11 @@ def unite(
             raise ExperimentError(
                 f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
             )
+    differentiates = next((method.key for method in reading if method.kind.needs.teacher_gradient), None)
+    if differentiates and config.precision in AUTOCAST:
+        raise ExperimentError(
+            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
+        )
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)

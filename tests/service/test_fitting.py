@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from service.checks import check_inputs
 from service.experiment import Resolved, load
 from service.fitting import refuse_misfits
 from service.trials import plan_trials
+from tests.trainables.methods import mine
 from trainables.errors import ExperimentError
 
+MINE = Path(mine.__file__)
 SMALL = ("data.image_size=16", "student.model=resnet8", "teacher.model=resnet14")
 
 
@@ -27,6 +31,7 @@ def small(*overrides: str) -> Resolved:
         (["distill.method=simkd", "teacher.model=mlp_small"], "model mlp_small has no unpooled"),
         (["distill.method=fitnet", "optim.accumulate=2"], "fitnet looks at all samples of a batch, which optim.accumulate 2"),
         (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
+        ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
         (["distill.method=ab", "optim.losses={task: {lr: 0.1}}"], "ab has a warm-up stage, which has one optimizer"),
         (["student.model=resnet8+resnet14", "teacher.cache=kept"], "teacher.cache: it keeps logits, and resnet8+resnet14 takes"),
         (

@@ -59,7 +59,7 @@ def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: Ranks) -> N
 
 @pytest.mark.slow
 def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: Ranks) -> None:
-    assert set(problems(ranks, "Slopes")) == {"everything is finite in bf16"}  # there, what is read is a copy in float32
+    assert problems(ranks, "Slopes") == {}
 
 
 def test_rows_of_all_workers_without_a_word_are_found_out(ranks: Ranks) -> None:

@@ -60,7 +60,8 @@ class Needs:
     reuses_classifier: bool = False
     """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `trainables.models.reused`."""
     teacher_gradient: bool = False
-    """The teacher runs with a graph from its features to its logits, in jobs without autocast. Its parameters are frozen."""
+    """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
+    what a method is given is a copy in float32, of which the logits are no function."""
     teacher_model: bool = False
     """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
 
