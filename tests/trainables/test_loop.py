@@ -1,7 +1,8 @@
-"""Where a training ends: at its epochs, at the accuracy that was asked for, or when its time is up."""
+"""Where a training ends: at its epochs, at the accuracy asked for, or when its time is up; and which terms it reports."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from service.experiment import load
-from tests.trainables.jobs import config, train
+from tests.trainables.jobs import config, train, write_teacher
+from tests.trainables.methods import mine
 from trainables.config import TrainConfig
 from trainables.rank_pool import Ranks
 
@@ -72,3 +74,15 @@ def test_the_target_is_the_students_alone(tmp_path: Path) -> None:
     assert experiment.stage("student", tmp_path, {}).train.until_top1_pct == 90
     teacher = experiment.stage("teacher", tmp_path, {}).train
     assert (teacher.until_top1_pct, teacher.until_s) == (None, None)
+
+
+def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {"Prepared": {"init_epochs": 1}}}
+    settings = config(tmp_path / "job", teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
+    calls = ranks.run(1, train, settings)[0]["calls"]
+    terms = {"Prepared/kept", "Prepared/code", "kd/kl", "distill_loss"}
+    for kind, prefix in (("step", ""), ("epoch", "train/")):
+        said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
+        stages = [names for names, _ in itertools.groupby(said)]
+        assert stages == [{"Prepared/kept", "distill_loss"}, {"Prepared/code", "kd/kl", "distill_loss"}]

@@ -222,6 +222,12 @@ class Pupil(nn.Module):
         methods = self.methods_by_name.items()
         return tuple(dict.fromkeys(f"{key}/{term}" for key, m in methods for term in (*m.init_terms, *m.terms)))
 
+    def told_at(self, epoch: float) -> frozenset[str]:
+        """Those of `term_names` that are computed when so many epochs have passed, and `distill_loss` where there are any."""
+        asked = ((key, self.methods_by_name[key]) for key in self._calls(epoch))
+        names = frozenset(f"{key}/{term}" for key, m in asked for term in (m.terms if epoch >= 0 else m.init_terms))
+        return names | {"distill_loss"} if names else names
+
     @property
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
