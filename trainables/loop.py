@@ -277,7 +277,8 @@ def finish_epoch(job: Job) -> None:
             )  # fmt: skip
     job.report(
         "epoch", progress.step, float(progress.epoch),
-        {**metrics, **throughput(job), "train_s": job.throughput.train_s, **progress.reached, **used},
+        {**metrics, **throughput(job), "training_epoch": float(progress.epoch - job.learner.init_epochs),
+         "train_s": job.throughput.train_s, **progress.reached, **used},
     )  # fmt: skip
 
 

@@ -86,3 +86,4 @@ def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks
         said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
         stages = [names for names, _ in itertools.groupby(said)]
         assert stages == [{"Prepared/kept", "distill_loss"}, {"Prepared/code", "kd/kl", "distill_loss"}]
+    assert [metrics["training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
