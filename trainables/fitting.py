@@ -6,11 +6,10 @@ Built on the CPU as the job itself would build them, in a second or so: what doe
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.global_batch_norm import convert
+from trainables.global_batch_norm import synchronized
 from trainables.methods.pupil import choose, student_name
 from trainables.models.registry import build_model, construct
 from trainables.several import SeveralTeachers
@@ -29,7 +28,7 @@ def check_fit(config: TrainConfig, num_classes: int, *, use_gpu: bool) -> None:
     name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
     student = build_model(name, num_classes=num_classes, image_size=size, seed=seed)
     if config.scale.sync_batch_norm:
-        student = nn.SyncBatchNorm.convert_sync_batchnorm(student) if use_gpu else convert(student, Group())
+        student = synchronized(student, Group(device=torch.device("cuda" if use_gpu else "cpu")))
     teacher, given = None, config.teacher
     if given is not None and given.cache is None and readers_of(config):
         names = (given.model, *(other.model for other in given.others))

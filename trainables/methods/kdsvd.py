@@ -6,8 +6,9 @@ the one of the student's first k + 3 that is most parallel to it, turned to its 
 values. How a map's vectors a relate to the next map's b is told by exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
 loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow code takes ½·√k of it.
 
-A small map of the teacher has fewer than k vectors. Then k is, also in that factor, the number that all of them have; the authors'
-code goes down to it from that map on (and to the student's), RepDistiller's cannot relate maps with different numbers of vectors.
+A small map of the teacher has fewer than k vectors. Then k is, also in that factor, the number that all of them have. The
+authors' code goes down to it from that map on, and to the student's; RepDistiller's cannot relate maps with different numbers
+of vectors.
 
 A singular vector's sign is arbitrary, and the loss depends on it, which published codes leave to the library. Here the teacher's
 is turned so that its largest component is positive. The gradient of a singular vector has the differences of squared singular
