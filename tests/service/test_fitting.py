@@ -47,6 +47,18 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
     assert "\n" not in str(refused.value)
 
 
+def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from trainables.methods.contract import Method\n\nclass Own(Method):\n    terms = ('own',)\n\n"
+        "    def __init__(self, options, setting):\n        super().__init__(options, setting)\n"
+        "        setting.student.shapes[0]\n"
+    )
+    with pytest.raises(ExperimentError) as refused:
+        check_inputs(small(f"distill.method={tmp_path}/own.py:Own"), "train")
+    said = "distill.method: Own cannot be built for these models (IndexError: tuple index out of range)"
+    assert str(refused.value) == said
+
+
 @pytest.mark.parametrize("kind", ["train", "sweep"])
 def test_an_assistant_that_does_not_fit_is_refused_as_the_student_would_be(kind: str) -> None:
     chain = small("assistants=[{model: mlp_small}]", "distill.method=at", "sweep.space={seed: [1]}")
