@@ -12,7 +12,7 @@ from service.experiment import Experiment
 from service.trial import Outcome
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
-from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.errors import NO_MEMORY, DataError, DistillError, ExperimentError
 
 if TYPE_CHECKING:
     from service.trials import Trial
@@ -42,6 +42,8 @@ def refuse_misfits(trials: Iterable[Trial]) -> None:
             except DataError:
                 continue  # a search over data.path: the trial itself says what is wrong with it
             except ExperimentError as error:
+                if NO_MEMORY.search(str(error)):
+                    continue  # where it runs there may be more; if not, it ends as `oom`
                 trial.outcome = Outcome("infeasible", str(error))
 
 

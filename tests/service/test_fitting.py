@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from service.checks import check_inputs
@@ -77,6 +78,13 @@ def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others
         assert reasons["mlp_small", "kd", size] == reasons["resnet8", "kd", size] == reasons["resnet8", "at", size] == ""
         assert "mlp_small has no stages" in reasons["mlp_small", "at", size]
         assert "equally many channels" in reasons["resnet8", "kdsvd", size]
+
+
+@pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")
+def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters() -> None:
+    trials = plan_trials(load("digits", ["student.model=mlp_large", "sweep.space={data.image_size: [4096]}"]))
+    refuse_misfits(trials)
+    assert trials[0].outcome is None
 
 
 def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
