@@ -90,9 +90,9 @@ def synchronized(model: nn.Module, group: Group) -> nn.Module:
     """
     if group.device.type != "cuda":
         return convert(model, group)
-    before = dict(model.named_modules())
+    before = dict(model.named_modules(remove_duplicate=False))
     made: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    for path, module in made.named_modules():
+    for path, module in made.named_modules(remove_duplicate=False):
         if module is not before[path]:
             _take_hooks(module, before[path])
     return made
