@@ -19,6 +19,8 @@ from trainables.errors import ExperimentError
 from trainables.global_batch_norm import normalizes_together
 from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.reused import ReusedClassifier
+from trainables.served.asking import asking_teacher
+from trainables.served.contract import Line
 from trainables.several import load_network, teacher_reader
 from trainables.teacher import Answers, Teacher
 
@@ -26,9 +28,11 @@ log = logging.getLogger("raydistill")
 
 
 def build_pupil(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
 ) -> tuple[Pupil, Answers | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
+
+    `lines` lead to the actors of `teacher.service`.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -39,14 +43,14 @@ def build_pupil(
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
     reading = [method for method in chosen if method.kind.needs.teacher]
     taught = given is not None and given.weights is not None and bool(reading)
-    kept = taught and given is not None and given.cache is not None
-    if kept:
-        check_reads_logits(chosen)
+    logits_only = given.logits_only if given is not None and taught else None
+    if logits_only is not None:
+        check_reads_logits(chosen, logits_only)
         if isinstance(student, ReusedClassifier):
             raise ExperimentError(
-                f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
+                f"{logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
             )
-    model = load_network(given, classes, size, config.seed) if given is not None and taught and not kept else None
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
@@ -59,8 +63,10 @@ def build_pupil(
     if model is not None and of_teacher is not None:
         place(model, config, group)
         teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
-    elif kept:
+    elif logits_only == "teacher.cache":
         teacher = kept_teacher(config, group, classes, loader, [c.key for c in reading])
+    elif logits_only == "teacher.service":
+        teacher = asking_teacher(config, group, loader, classes, lines, [c.key for c in reading], numbers(config)[0])
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
@@ -90,18 +96,28 @@ def kept_teacher(
     Raises:
         DistillError: see `open_store`.
     """
-    given, size = config.teacher, config.data.image_size
-    assert given is not None
-    name = given.model
+    assert config.teacher is not None
+    name = config.teacher.model
 
     def run() -> Teacher:
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        network = load_network(given, classes, size, config.seed)
-        place(network, config, group)
-        return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
+        return running_teacher(config, group, classes, methods)
 
     store = open_store(config, group, loader, classes)
     return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
+
+
+def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:
+    """The experiment's teacher as a network, for methods that read its logits.
+
+    Raises:
+        CheckpointError, ModelError: see `load_network`.
+    """
+    given, size = config.teacher, config.data.image_size
+    assert given is not None
+    network = load_network(given, classes, size, config.seed)
+    place(network, config, group)
+    return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
 
 
 def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:

@@ -440,9 +440,9 @@ KEPT = "teacher.cache=/logits"
 
 def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
-    assert "teacher.cache: it keeps the logits of each image" in mixed
+    assert "teacher.cache: it gives the logits of each image" in mixed
     features = refusal(KEPT, "distill.method=fitnet")
-    assert "teacher.cache: it keeps a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
+    assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
     assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
     assert all("\n" not in text for text in (mixed, features))
 

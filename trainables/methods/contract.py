@@ -62,7 +62,7 @@ class Needs:
     teacher_gradient: bool = False
     """The teacher runs with a graph from its features to its logits, in jobs without autocast. Its parameters are frozen."""
     teacher_model: bool = False
-    """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
+    """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,261 @@
+"""A teacher that answers several students, and computes each answer once.
+
+An answer is a function of key, epoch and sample: it does not matter who asked, how often, or in which order. So whoever lost an
+answer asks again; two who ask for the same image at once wait for the same computation.
+
+Shapes: B samples asked about, R of them whose images come along, n rows of one job or network call, N samples of the training
+split, H=W pixels, C=3 channels, K classes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.served.contract import Question, Reply
+from trainables.served.memory import UNKNOWN, Memory, Page
+
+KEEP_BYTES = 1 << 30
+"""Logits that a service remembers of each network: 26 million images of 10 classes, 268,000 of 1000. Students of a sweep that run
+side by side need those of the steps that lie between them."""
+
+
+class Network(Protocol):
+    """A teacher as the service runs it."""
+
+    num_classes: int
+    dtype: np.dtype[Any]
+    """Of its logits."""
+
+    def begin(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
+        """Begin to answer images that come in parts (·, H, W, C), n in all; the call that this returns waits for their (n, K).
+
+        On a GPU the work is launched at once, on a CPU it is done when it is waited for.
+        """
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A question that waits for its last rows."""
+
+    logits_BK: NDArray[Any]
+    computed: int
+    reply: Future[Reply] = field(default_factory=Future)
+    waits_for: int = 0
+
+
+@dataclass(eq=False)
+class _Job:
+    """Rows of one question that a network is to answer."""
+
+    page: Page
+    samples_n: NDArray[np.int64]
+    images_nHWC: NDArray[np.uint8]
+    waiting: list[tuple[_Asked, NDArray[np.intp], NDArray[np.intp]]] = field(default_factory=list)
+    """Who, which of its rows, and which of ours they are."""
+
+
+@dataclass(eq=False)
+class _Teacher:
+    network: Network
+    memory: Memory
+
+
+class Service:
+    """Networks by key, and what they have answered. Its methods return at once, from any thread; one thread runs the networks."""
+
+    def __init__(self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES) -> None:
+        """`build` makes a network from a worker's settings and the classes; of each so many bytes of logits are remembered."""
+        self._build, self._keep_bytes = build, keep_bytes
+        self._change = threading.Condition()
+        self._teachers: dict[str, _Teacher] = {}
+        self._opening: dict[str, Future[None]] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._queue: deque[tuple[_Teacher, int, int]] = deque()
+        """Network, epoch and job, in the order in which they came."""
+        self._numbered, self._most_rows = 0, 1
+        self._computed, self._answered = 0, 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="teacher", daemon=True)
+        self._thread.start()
+
+    def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> Future[None]:
+        """Have the network of `key`, for samples 0 … N-1; done when it is there. After a failure the next call tries again."""
+        name = network_of(key)
+        with self._change:
+            if name in self._opening and not _failed(self._opening[name]):
+                return self._opening[name]
+            done = self._opening[name] = Future()
+        threading.Thread(target=self._open, args=(name, settings, classes, num_samples, done), daemon=True).start()
+        return done
+
+    def answer(self, question: Question) -> Future[Reply]:
+        """See `Reply`. Rows that are not known need their images; those that come along are computed in any case."""
+        with self._change:
+            teacher = self._teachers.get(network_of(question.key))
+            if teacher is None:
+                return _done(Reply())
+            samples_B = question.samples_B
+            self._most_rows = max(self._most_rows, len(samples_B))
+            page = teacher.memory.page((question.key, question.epoch))
+            computed = self._take_on(teacher, page, question)
+            at_B = page.places_N[samples_B]
+            wanted_B = at_B == UNKNOWN
+            if wanted_B.any():
+                return _done(Reply(wanted=np.flatnonzero(wanted_B), computed=computed))
+            asked = _Asked(np.empty((len(samples_B), teacher.network.num_classes), teacher.network.dtype), computed)
+            known_B = at_B > UNKNOWN
+            asked.logits_BK[known_B] = teacher.memory.read(at_B[known_B])
+            for note in np.unique(at_B[~known_B]).tolist():
+                job, rows = self._jobs[note], np.flatnonzero(at_B == note)
+                order = np.argsort(job.samples_n)
+                job.waiting.append((asked, rows, order[np.searchsorted(job.samples_n, samples_B[rows], sorter=order)]))
+                asked.waits_for += 1
+            self._answered += len(samples_B)
+        if not asked.waits_for:
+            asked.reply.set_result(Reply(asked.logits_BK, computed=computed))
+        return asked.reply
+
+    def counts(self) -> dict[str, int]:
+        """Images that the networks ran for, and images that were answered, since the service began."""
+        with self._change:
+            return {"computed": self._computed, "answered": self._answered}
+
+    def close(self) -> None:
+        """End the thread; what waits is not answered any more."""
+        with self._change:
+            self._closed = True
+            self._change.notify()
+        self._thread.join()
+
+    def _open(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int, done: Future[None]) -> None:
+        try:
+            network = self._build(settings, classes)
+            memory = Memory(self._keep_bytes, num_samples, network.num_classes, network.dtype)
+        except BaseException as error:
+            done.set_exception(error)
+            return
+        with self._change:
+            self._teachers[name] = _Teacher(network, memory)
+        done.set_result(None)
+
+    def _take_on(self, teacher: _Teacher, page: Page, question: Question) -> int:
+        """Queue those of the images that came along whose answer is unknown; returns how many."""
+        rows_R = question.rows_R
+        new_R = page.places_N[question.samples_B[rows_R]] == UNKNOWN
+        if question.images_RHWC is None or not new_R.any():
+            return 0
+        images_nHWC = question.images_RHWC if new_R.all() else question.images_RHWC[new_R]
+        job = _Job(page, question.samples_B[rows_R[new_R]], images_nHWC)
+        self._numbered += 1
+        note = UNKNOWN - self._numbered
+        self._jobs[note] = job
+        teacher.memory.promise(page, job.samples_n, note)
+        self._queue.append((teacher, question.epoch, note))
+        self._change.notify()
+        return len(job.samples_n)
+
+    def _work(self) -> None:
+        """While a GPU computes, what comes next is copied to it and launched; only then is the first waited for."""
+        running: Callable[[], None] | None = None
+        while True:
+            taken = self._next(wait=running is None)
+            if taken is None and running is None:
+                return
+            following = self._begin(*taken) if taken is not None else None
+            if running is not None:
+                running()
+            running = following
+
+    def _next(self, *, wait: bool) -> tuple[_Teacher, int, list[int]] | None:
+        """The oldest job, and with it others of its network and epoch, as many images as a worker's largest batch has.
+
+        So many of them once fitted beside a student. None: there is none now, or the service is closed.
+        """
+        with self._change:
+            while wait and not self._queue and not self._closed:
+                self._change.wait()
+            if not self._queue or self._closed:
+                return None
+            teacher, epoch, note = self._queue.popleft()
+            notes, rows, left = [note], len(self._jobs[note].samples_n), deque[tuple[_Teacher, int, int]]()
+            while self._queue:
+                entry = self._queue.popleft()
+                more = len(self._jobs[entry[2]].samples_n)
+                if entry[0] is teacher and entry[1] == epoch and rows + more <= self._most_rows:
+                    notes.append(entry[2])
+                    rows += more
+                else:
+                    left.append(entry)
+            self._queue = left
+            return teacher, epoch, notes
+
+    def _begin(self, teacher: _Teacher, epoch: int, notes: list[int]) -> Callable[[], None]:
+        jobs = [self._jobs[note] for note in notes]
+        try:
+            result = teacher.network.begin(
+                [job.images_nHWC for job in jobs], np.concatenate([job.samples_n for job in jobs]), epoch
+            )
+        except Exception as error:
+            failure = error
+            return lambda: self._fail(teacher, notes, failure)
+
+        def finish() -> None:
+            try:
+                logits_nK = result()
+            except Exception as error:
+                self._fail(teacher, notes, error)
+            else:
+                self._deliver(teacher, notes, logits_nK)
+
+        return finish
+
+    def _deliver(self, teacher: _Teacher, notes: list[int], logits_nK: NDArray[Any]) -> None:
+        complete, begin = list[_Asked](), 0
+        with self._change:
+            self._computed += len(logits_nK)
+            for note in notes:
+                job = self._jobs.pop(note)
+                mine_nK = logits_nK[begin : begin + len(job.samples_n)]
+                begin += len(job.samples_n)
+                teacher.memory.write(job.page, job.samples_n, mine_nK)
+                for asked, rows, ours in job.waiting:
+                    asked.logits_BK[rows] = mine_nK[ours]
+                    asked.waits_for -= 1
+                    if not asked.waits_for:
+                        complete.append(asked)
+        for asked in complete:
+            if not asked.reply.done():
+                asked.reply.set_result(Reply(asked.logits_BK, computed=asked.computed))
+
+    def _fail(self, teacher: _Teacher, notes: list[int], error: Exception) -> None:
+        """Whoever waits for these learns why; asked again, they are computed again."""
+        with self._change:
+            jobs = [self._jobs.pop(note) for note in notes]
+            for job in jobs:
+                teacher.memory.forget(job.page, job.samples_n)
+        for asked in {id(asked): asked for job in jobs for asked, *_ in job.waiting}.values():
+            if not asked.reply.done():
+                asked.reply.set_exception(error)
+
+
+def network_of(key: str) -> str:
+    """The key's part that names the network: what follows a `-` keeps the answers of one run to itself."""
+    return key.partition("-")[0]
+
+
+def _done(reply: Reply) -> Future[Reply]:
+    done: Future[Reply] = Future()
+    done.set_result(reply)
+    return done
+
+
+def _failed(opening: Future[None]) -> bool:
+    return opening.done() and opening.exception() is not None
