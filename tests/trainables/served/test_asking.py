@@ -24,6 +24,7 @@ from trainables.distributed import Group
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.served.asking import AHEAD, AskingTeacher
 from trainables.served.contract import Line
+from trainables.teacher import Asked
 
 ROWS = 1442
 
@@ -59,22 +60,21 @@ def test_a_student_of_a_service_learns_what_the_live_teacher_teaches(
 
 
 def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: Path) -> None:
-    results = dict[str, Any]()
-    with lines(2) as to:
-        students = [
-            threading.Thread(
-                target=lambda n=n: results.update(
-                    {n: served(settings(tmp_path, f"s{n}", data={"global_batch_size": 50 + 7 * n}), to)}
-                )  # type: ignore[misc]
-            )
-            for n in range(3)
+    told = [Recorded() for _ in range(3)]
+    asked = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}) for n in range(3)]
+    with lines(2) as to, contextlib.ExitStack() as jobs:
+        built = [
+            jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, lines=to)))
+            for config, report in zip(asked, told, strict=True)
         ]
+        students = [threading.Thread(target=loop.run, args=(job,)) for job in built]
         for student in students:
             student.start()
         for student in students:
             student.join()
         assert sum(line.service.counts()["computed"] for line in to if line.service) == 2 * ROWS
-    assert [sum(ran_for(results[n])[epoch] for n in range(3)) for epoch in range(2)] == [ROWS, ROWS]
+    results = [{"calls": report.calls} for report in told]
+    assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS, ROWS]
     assert losses_of(results[1]) == pytest.approx(losses_of(live(tmp_path, "live", data={"global_batch_size": 57})), abs=1e-12)
 
 
@@ -123,25 +123,15 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
 
 
 def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
-    teacher = AskingTeacher(
-        [lambda *_: pytest.fail("unreachable")],
-        "key",
-        {},
-        ("a", "b"),
-        10,
-        ["kd"],
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-    )
-    teacher.close()
-    with lines() as to:
+    with lines() as to, contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, lines=to)) as job:
         to[0].kill()
-        patient = settings(tmp_path, "ours")
-        with contextlib.closing(build(patient, Group(), Recorded(), no_telemetry, lines=to)) as job:
-            assert isinstance(job.learner.teacher, AskingTeacher)
-            job.learner.teacher._patience_s = 0.3
-            with pytest.raises(ClusterError, match=r"teacher.service: no answer for 0.3 s: see that .*`distill resume`") as error:
-                loop.run(job)
+        asking = AskingTeacher(
+            to, "key", {}, ("a", "b"), ROWS, ["kd"], device=torch.device("cpu"), dtype=torch.float64, patience_s=0.3
+        )
+        with contextlib.closing(asking):
+            batch = next(asking.ahead(job.train_loader.epoch(0), 0))
+            with pytest.raises(ClusterError, match=r"teacher.service: no answer for 0.3 s: see .* `distill resume`") as error:
+                asking(batch.images_BCHW, len(batch.labels_B), Asked(batch.indices_B, 0))
     assert "\n" not in str(error.value)
 
 

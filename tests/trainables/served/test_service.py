@@ -130,7 +130,7 @@ def test_what_waits_is_computed_together_up_to_a_workers_largest_batch() -> None
 
 
 def test_the_oldest_answers_make_room_and_are_computed_again() -> None:
-    service, network = served(keep_bytes=100 * ROW_BYTES)
+    service, _ = served(keep_bytes=100 * ROW_BYTES)
     for begin in (0, 50, 100):
         ask(service, np.arange(begin, begin + 50))
     assert ask(service, np.arange(50, 150)).computed == 0
@@ -140,7 +140,7 @@ def test_the_oldest_answers_make_room_and_are_computed_again() -> None:
 
 
 def test_a_batch_larger_than_the_memory_is_answered_all_the_same() -> None:
-    service, network = served(keep_bytes=7 * ROW_BYTES)
+    service, _ = served(keep_bytes=7 * ROW_BYTES)
     for epoch in range(3):
         assert is_right(ask(service, np.arange(40), epoch), np.arange(40), epoch)
     assert is_right(ask(service, np.arange(20, 60), 2), np.arange(20, 60), 2)
@@ -149,7 +149,7 @@ def test_a_batch_larger_than_the_memory_is_answered_all_the_same() -> None:
 
 
 def test_runs_with_a_key_of_their_own_share_the_network_and_no_answer() -> None:
-    service, network = served()
+    service, _ = served()
     assert ask(service, np.arange(10)).computed == 10
     assert ask(service, np.arange(10), key="key-trial").computed == 10
     assert ask(service, np.arange(10), key="key-trial").computed == 0
