@@ -100,6 +100,7 @@ def evidence_of(
         steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=_epochs(lines),
+        teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )  # fmt: skip
 
 

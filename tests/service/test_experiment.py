@@ -447,6 +447,20 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     assert all("\n" not in text for text in (mixed, features))
 
 
+def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
+    served = "teacher.service=1"
+    said = {
+        refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
+        refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
+        refusal(served, KEPT): "cache keeps what service would compute: leave out one of the two",
+        refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
+        refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
+        refusal("teacher.service=0"): "teacher.service",
+    }
+    assert all(part in line and "teacher" in line and "\n" not in line for line, part in said.items()), said
+    assert load("digits", [served]).experiment.stage("student", Path("/"), {}).seed_epochs == 1
+
+
 def test_methods_on_logits_may_read_a_cache() -> None:
     experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
     assert experiment.teacher is not None
