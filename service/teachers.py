@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from service.cluster import Cluster, beside
+from service.cluster import Cluster, Need, beside
 from service.plan import Plan
 
 if TYPE_CHECKING:
@@ -25,28 +25,18 @@ def serving(now: Session, plan: Plan, cluster: Cluster, weights: str | None) -> 
     An actor that dies Ray starts again, on another node where its own is gone; what it remembered is computed again when it is
     asked for. Actors that other jobs leave no room for wait, and say so.
     """
-    teacher, need = plan.experiment.teacher, plan.need()
+    teacher, need = plan.experiment.stage("student", now.run_dir.root, {}).teacher, plan.need()
     if teacher is None or weights is None or need.service is None:
         yield ()
         return
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from trainables.served.actor import TeacherActor
-    from trainables.worker import CPU_MALLOC, TEACHERS
 
     each, actors = need.service, dict[str, Any]()
     nodes = beside(cluster.nodes, need)
-    environment = {} if plan.use_gpu else {"env_vars": {k: v for k, v in CPU_MALLOC.items() if k not in os.environ}}
     try:
         for number in range(each.num_workers):
             name = f"{now.run_dir.root.name}-{time.time_ns():x}-teacher-{number}"
-            # A node that the sweep's trials lose least by; soft: where it dies, another will do.
-            where = NodeAffinitySchedulingStrategy(nodes[number].node_id, soft=True) if nodes else "DEFAULT"
-            actors[name] = ray.remote(TeacherActor).options(
-                name=name, namespace=TEACHERS, max_restarts=-1, num_cpus=each.cpus, num_gpus=each.gpus,
-                scheduling_strategy=where, runtime_env=environment,
-            ).remote("cuda" if plan.use_gpu else "cpu", each.cpus)  # fmt: skip
+            actors[name] = start(name, each, nodes[number].node_id if nodes else None)
         kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
         now.display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
         now.wait_for(lambda: _stand(now, actors))
@@ -62,6 +52,28 @@ def serving(now: Session, plan: Plan, cluster: Cluster, weights: str | None) -> 
         for actor in actors.values():
             with contextlib.suppress(Exception):  # its node may be gone, and Ray with it
                 ray.kill(actor)
+
+
+def start(name: str, each: Need, node_id: str | None = None) -> Any:
+    """The handle of a new actor of a teacher's service, which `trainables.worker.ActorLine` finds by its name.
+
+    `node_id`: where it stands, as long as that node does.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from trainables.served.actor import TeacherActor
+    from trainables.worker import CPU_MALLOC, TEACHERS
+
+    environment = {} if each.gpus else {"env_vars": {k: v for k, v in CPU_MALLOC.items() if k not in os.environ}}
+    return (
+        ray.remote(TeacherActor)
+        .options(
+            name=name, namespace=TEACHERS, max_restarts=-1, num_cpus=each.cpus, num_gpus=each.gpus, runtime_env=environment,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT",
+        )
+        .remote("cuda" if each.gpus else "cpu", each.cpus)
+    )  # fmt: skip
 
 
 def _stand(now: Session, actors: dict[str, Any]) -> None:
