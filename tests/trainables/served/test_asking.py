@@ -22,11 +22,13 @@ from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.rank_pool import Ranks
 from trainables.served.asking import AHEAD, AskingTeacher
 from trainables.served.contract import Line
 from trainables.teacher import Asked
 
 ROWS = 1442
+ALONE = Group()
 
 
 def settings(folder: Path, name: str, *, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
@@ -38,9 +40,9 @@ def live(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     return train(Group(), settings(folder, name, teacher={"service": None}, **sections))
 
 
-def served(config: TrainConfig, to: Sequence[Line]) -> dict[str, Any]:
+def served(config: TrainConfig, to: Sequence[Line], group: Group = ALONE) -> dict[str, Any]:
     report = Recorded()
-    with contextlib.closing(build(config, Group(), report, no_telemetry, lines=to)) as job:
+    with contextlib.closing(build(config, group, report, no_telemetry, lines=to)) as job:
         loop.run(job)
         state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
     return {"calls": report.calls, "state": state}
@@ -76,6 +78,17 @@ def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: 
     results = [{"calls": report.calls} for report in told]
     assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS, ROWS]
     assert losses_of(results[1]) == pytest.approx(losses_of(live(tmp_path, "live", data={"global_batch_size": 57})), abs=1e-12)
+
+
+def with_its_own_service(group: Group, config: TrainConfig) -> dict[str, Any]:
+    with lines() as to:
+        return served(config, to, group)
+
+
+def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: Ranks) -> None:
+    ours = ranks.run(2, with_its_own_service, settings(tmp_path, "ours"))[0]
+    assert losses_of(ours) == pytest.approx(losses_of(live(tmp_path, "live")), abs=1e-12)
+    assert ran_for(ours) == [ROWS, ROWS]
 
 
 def test_without_augmentation_one_epoch_serves_all(tmp_path: Path) -> None:
