@@ -52,15 +52,15 @@ class Memory:
         return self._by_name[name]
 
     def promise(self, page: Page, samples_n: NDArray[np.int64], note: int) -> None:
-        """Unknown samples are on their way; `note`, below UNKNOWN, says by what."""
+        """Samples, unknown or promised before, are on their way; `note`, below UNKNOWN, says by what."""
+        page.in_use += int((page.places_N[samples_n] == UNKNOWN).sum())
         page.places_N[samples_n] = note
-        page.in_use += len(samples_n)
 
     def forget(self, page: Page, samples_n: NDArray[np.int64]) -> None:
         """These are unknown again."""
         page.places_N[samples_n] = UNKNOWN
         page.in_use -= len(samples_n)
-        if not page.in_use:
+        if not page.in_use and page.number in self._by_number:
             name, _ = self._by_number.pop(page.number)
             del self._by_name[name]
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,11 @@ from trainables.served.memory import UNKNOWN, Memory, Page
 KEEP_BYTES = 1 << 30
 """Logits that a service remembers of each network: 26 million images of 10 classes, 268,000 of 1000. Students of a sweep that run
 side by side need those of the steps that lie between them."""
+
+
+_NONE = np.empty(0, dtype=np.int64)
+FETCH_S = 2.0
+"""So long whoever asks for the same images waits for the one who was told to send them; then it is told so itself."""
 
 
 class Network(Protocol):
@@ -47,7 +52,7 @@ class _Asked:
 
     logits_BK: NDArray[Any]
     computed: int
-    reply: Future[Reply] = field(default_factory=Future)
+    reply: Future[Reply]
     waits_for: int = 0
 
 
@@ -62,6 +67,27 @@ class _Job:
     """Who, which of its rows, and which of ours they are."""
 
 
+class _Held(NamedTuple):
+    """A question that may have to wait for images which another brings."""
+
+    question: Question
+    reply: Future[Reply]
+    computed: int = 0
+    """Of the images that came along before."""
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """Rows whose images somebody was told to send."""
+
+    teacher: _Teacher
+    page: Page
+    samples_n: NDArray[np.int64]
+    expiry: threading.Timer
+    held: list[_Held] = field(default_factory=list)
+    """Who asked for them meanwhile."""
+
+
 @dataclass(eq=False)
 class _Teacher:
     network: Network
@@ -71,13 +97,17 @@ class _Teacher:
 class Service:
     """Networks by key, and what they have answered. Its methods return at once, from any thread; one thread runs the networks."""
 
-    def __init__(self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES) -> None:
+    def __init__(
+        self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES, fetch_s: float = FETCH_S
+    ) -> None:
         """`build` makes a network from a worker's settings and the classes; of each so many bytes of logits are remembered."""
-        self._build, self._keep_bytes = build, keep_bytes
+        self._build, self._keep_bytes, self._fetch_s = build, keep_bytes, fetch_s
         self._change = threading.Condition()
         self._teachers: dict[str, _Teacher] = {}
         self._opening: dict[str, Future[None]] = {}
         self._jobs: dict[int, _Job] = {}
+        self._fetches: dict[int, _Fetch] = {}
+        """Both by the note that stands in a page in the place of their rows."""
         self._queue: deque[tuple[_Teacher, int, int]] = deque()
         """Network, epoch and job, in the order in which they came."""
         self._numbered, self._most_rows = 0, 1
@@ -98,30 +128,50 @@ class Service:
 
     def answer(self, question: Question) -> Future[Reply]:
         """See `Reply`. Rows that are not known need their images; those that come along are computed in any case."""
+        reply: Future[Reply] = Future()
+        self._answer([_Held(question, reply)])
+        return reply
+
+    def _answer(self, questions: Sequence[_Held]) -> None:
+        """Look at questions, and at those whose images come along with them, and give the answers that are there."""
+        ready, waiting = list[tuple[Future[Reply], Reply]](), list(questions)
         with self._change:
-            teacher = self._teachers.get(network_of(question.key))
-            if teacher is None:
-                return _done(Reply())
-            samples_B = question.samples_B
-            self._most_rows = max(self._most_rows, len(samples_B))
-            page = teacher.memory.page((question.key, question.epoch))
-            computed = self._take_on(teacher, page, question)
-            at_B = page.places_N[samples_B]
-            wanted_B = at_B == UNKNOWN
-            if wanted_B.any():
-                return _done(Reply(wanted=np.flatnonzero(wanted_B), computed=computed))
-            asked = _Asked(np.empty((len(samples_B), teacher.network.num_classes), teacher.network.dtype), computed)
-            known_B = at_B > UNKNOWN
-            asked.logits_BK[known_B] = teacher.memory.read(at_B[known_B])
-            for note in np.unique(at_B[~known_B]).tolist():
-                job, rows = self._jobs[note], np.flatnonzero(at_B == note)
-                order = np.argsort(job.samples_n)
-                job.waiting.append((asked, rows, order[np.searchsorted(job.samples_n, samples_B[rows], sorter=order)]))
-                asked.waits_for += 1
-            self._answered += len(samples_B)
-        if not asked.waits_for:
-            asked.reply.set_result(Reply(asked.logits_BK, computed=computed))
-        return asked.reply
+            while waiting:
+                held = waiting.pop()
+                if (found := self._look(held, waiting)) is not None:
+                    ready.append((held.reply, found))
+        for reply, found in ready:
+            _give(reply, found)
+
+    def _look(self, held: _Held, waiting: list[_Held]) -> Reply | None:
+        """What can be replied now; None: later. Others who waited for what came along are `waiting` to be looked at again."""
+        question = held.question
+        teacher = self._teachers.get(network_of(question.key))
+        if teacher is None:
+            return Reply()
+        samples_B = question.samples_B
+        self._most_rows = max(self._most_rows, len(samples_B))
+        page = teacher.memory.page((question.key, question.epoch))
+        computed = held.computed + self._take_on(teacher, page, question, waiting)
+        at_B = page.places_N[samples_B]
+        wanted_B = at_B == UNKNOWN
+        if wanted_B.any():
+            self._fetch(teacher, page, samples_B[wanted_B])
+            return Reply(wanted=np.flatnonzero(wanted_B), computed=computed)
+        if fetched := self._fetched(at_B):
+            asks_alone = question._replace(rows_R=_NONE, images_RHWC=None)
+            self._fetches[fetched[0]].held.append(_Held(asks_alone, held.reply, computed))
+            return None
+        asked = _Asked(np.empty((len(samples_B), teacher.network.num_classes), teacher.network.dtype), computed, held.reply)
+        known_B = at_B > UNKNOWN
+        asked.logits_BK[known_B] = teacher.memory.read(at_B[known_B])
+        for note in np.unique(at_B[~known_B]).tolist():
+            job, rows = self._jobs[note], np.flatnonzero(at_B == note)
+            order = np.argsort(job.samples_n)
+            job.waiting.append((asked, rows, order[np.searchsorted(job.samples_n, samples_B[rows], sorter=order)]))
+            asked.waits_for += 1
+        self._answered += len(samples_B)
+        return None if asked.waits_for else Reply(asked.logits_BK, computed=computed)
 
     def counts(self) -> dict[str, int]:
         """Images that the networks ran for, and images that were answered, since the service began."""
@@ -146,21 +196,54 @@ class Service:
             self._teachers[name] = _Teacher(network, memory)
         done.set_result(None)
 
-    def _take_on(self, teacher: _Teacher, page: Page, question: Question) -> int:
+    def _fetch(self, teacher: _Teacher, page: Page, samples_n: NDArray[np.int64]) -> None:
+        """Somebody is told to send these images."""
+        note = self._note()
+        expiry = threading.Timer(self._fetch_s, self._expire, (note,))
+        expiry.daemon = True
+        self._fetches[note] = _Fetch(teacher, page, samples_n, expiry)
+        teacher.memory.promise(page, samples_n, note)
+        expiry.start()
+
+    def _expire(self, note: int) -> None:
+        """They did not come: who waits for them is told to send them."""
+        with self._change:
+            held = self._end_fetch(note) if note in self._fetches else []
+        self._answer(held)
+
+    def _fetched(self, places: NDArray[np.int64]) -> list[int]:
+        """The notes in these places by which images are on their way."""
+        return [note for note in np.unique(places[places < UNKNOWN]).tolist() if note in self._fetches]
+
+    def _take_on(self, teacher: _Teacher, page: Page, question: Question, waiting: list[_Held]) -> int:
         """Queue those of the images that came along whose answer is unknown; returns how many."""
-        rows_R = question.rows_R
-        new_R = page.places_N[question.samples_B[rows_R]] == UNKNOWN
-        if question.images_RHWC is None or not new_R.any():
+        if question.images_RHWC is None:
             return 0
-        images_nHWC = question.images_RHWC if new_R.all() else question.images_RHWC[new_R]
-        job = _Job(page, question.samples_B[rows_R[new_R]], images_nHWC)
-        self._numbered += 1
-        note = UNKNOWN - self._numbered
-        self._jobs[note] = job
-        teacher.memory.promise(page, job.samples_n, note)
-        self._queue.append((teacher, question.epoch, note))
+        at_R = page.places_N[question.samples_B[question.rows_R]]
+        fetched = self._fetched(at_R)
+        new_R = (at_R == UNKNOWN) | np.isin(at_R, fetched)
+        if not new_R.any():
+            return 0
+        samples_n, job_note = question.samples_B[question.rows_R[new_R]], self._note()
+        self._jobs[job_note] = _Job(page, samples_n, question.images_RHWC if new_R.all() else question.images_RHWC[new_R])
+        teacher.memory.promise(page, samples_n, job_note)
+        self._queue.append((teacher, question.epoch, job_note))
         self._change.notify()
-        return len(job.samples_n)
+        for note in fetched:
+            waiting += self._end_fetch(note)
+        return len(samples_n)
+
+    def _end_fetch(self, note: int) -> list[_Held]:
+        """Nobody is told any more to send these images; those of them that have not come are unknown. Returns who waited."""
+        fetch = self._fetches.pop(note)
+        fetch.expiry.cancel()
+        left_n = fetch.samples_n[fetch.page.places_N[fetch.samples_n] == note]
+        fetch.teacher.memory.forget(fetch.page, left_n)
+        return fetch.held
+
+    def _note(self) -> int:
+        self._numbered += 1
+        return UNKNOWN - self._numbered
 
     def _work(self) -> None:
         """While a GPU computes, what comes next is copied to it and launched; only then is the first waited for."""
@@ -232,8 +315,7 @@ class Service:
                     if not asked.waits_for:
                         complete.append(asked)
         for asked in complete:
-            if not asked.reply.done():
-                asked.reply.set_result(Reply(asked.logits_BK, computed=asked.computed))
+            _give(asked.reply, Reply(asked.logits_BK, computed=asked.computed))
 
     def _fail(self, teacher: _Teacher, notes: list[int], error: Exception) -> None:
         """Whoever waits for these learns why; asked again, they are computed again."""
@@ -251,10 +333,9 @@ def network_of(key: str) -> str:
     return key.partition("-")[0]
 
 
-def _done(reply: Reply) -> Future[Reply]:
-    done: Future[Reply] = Future()
-    done.set_result(reply)
-    return done
+def _give(reply: Future[Reply], found: Reply) -> None:
+    if not reply.done():  # nobody waits any more, or an error came first
+        reply.set_result(found)
 
 
 def _failed(opening: Future[None]) -> bool:

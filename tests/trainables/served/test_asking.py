@@ -215,3 +215,24 @@ def test_the_same_training_twice_asks_nothing_new_and_ends_alike(tmp_path: Path)
         first, second = (served(settings(tmp_path, name), to) for name in ("first", "second"))
     assert ran_for(second) == [0, 0]
     assert equal(first["state"], second["state"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_takes_its_answer_without_waiting_for_the_device(tmp_path: Path) -> None:
+    group = Group(device=torch.device("cuda"))
+    with (
+        lines() as to,
+        contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, lines=to)) as job,
+    ):
+        teacher = job.learner.teacher
+        assert isinstance(teacher, AskingTeacher)
+        batch = next(teacher.ahead(job.train_loader.epoch(0), 0))
+        until_s = time.monotonic() + 60
+        while not all(part.reply.done() for part in teacher._coming[0].parts) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            taught = teacher(batch.images_BCHW, len(batch.labels_B), Asked(batch.indices_B, 0))["kd"].logits_BK
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert (taught.shape, taught.device.type) == ((100, 10), "cuda")

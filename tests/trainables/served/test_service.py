@@ -55,11 +55,13 @@ def served(**options: Any) -> tuple[Service, Numbered]:
     return service, network
 
 
-def ask(service: Service, samples: NDArray[np.int64], epoch: int = 0, key: str = "key") -> Reply:
-    """As a worker does: first without images, then with those that are wanted."""
+def ask(service: Service, samples: NDArray[np.int64], epoch: int = 0, key: str = "key", sent: list[int] | None = None) -> Reply:
+    """As a worker does: first without images, then with those that are wanted; how many is noted in `sent`."""
+    sent = [] if sent is None else sent
     rows, computed = NONE, 0
     while True:
         images = pixels(samples[rows]) if len(rows) else None
+        sent.append(len(rows))
         reply = service.answer(Question(key, epoch, samples, rows, images)).result(5)
         computed += reply.computed
         if reply.logits_BK is not None:
@@ -74,7 +76,8 @@ def is_right(reply: Reply, samples: NDArray[np.int64], epoch: int = 0) -> bool:
 
 
 def test_many_who_ask_the_same_at_once_cause_one_computation() -> None:
-    service, network = served()
+    service, network = served(fetch_s=60.0)
+    sent = list[int]()
     order = np.random.default_rng(0).permutation(1000)
 
     def student(number: int) -> int:
@@ -82,7 +85,7 @@ def test_many_who_ask_the_same_at_once_cause_one_computation() -> None:
         for epoch in range(2):
             for part in np.array_split(order, 20):
                 mine = np.random.default_rng(number).permutation(part)
-                reply = ask(service, mine, epoch)
+                reply = ask(service, mine, epoch, sent=sent)
                 assert is_right(reply, mine, epoch)
                 computed += reply.computed
         return computed
@@ -90,8 +93,39 @@ def test_many_who_ask_the_same_at_once_cause_one_computation() -> None:
     with ThreadPoolExecutor(8) as students:
         computed = sum(students.map(student, range(8)))
     assert sorted(network.ran) == [(epoch, sample) for epoch in range(2) for sample in range(1000)]
-    assert computed == 2000
+    assert computed == sum(sent) == 2000
     assert service.counts() == {"computed": 2000, "answered": 16000}
+    service.close()
+
+
+def test_batches_that_overlap_bring_each_image_once() -> None:
+    service, network = served(fetch_s=60.0)
+    sent = list[int]()
+
+    def student(size: int) -> None:
+        for begin in range(0, 1000, size):
+            mine = np.arange(begin, min(begin + size, 1000))
+            assert is_right(ask(service, mine, sent=sent), mine)
+
+    with ThreadPoolExecutor(4) as students:
+        list(students.map(student, (30, 41, 64, 100)))
+    assert sorted(network.ran) == [(0, sample) for sample in range(1000)]
+    assert sum(sent) == 1000
+    service.close()
+
+
+def test_images_that_are_promised_and_do_not_come_are_asked_of_another() -> None:
+    service, network = served(fetch_s=0.2)
+    lost = service.answer(Question("key", 0, np.arange(10), NONE, None)).result(5)
+    assert lost.wanted is not None
+    assert lost.wanted.tolist() == list(range(10))
+    held = service.answer(Question("key", 0, np.arange(5, 10), NONE, None))
+    assert not held.done()
+    told = held.result(5)
+    assert told.wanted is not None
+    assert told.wanted.tolist() == list(range(5))
+    assert is_right(ask(service, np.arange(10)), np.arange(10))
+    assert len(network.ran) == 10
     service.close()
 
 
