@@ -24,7 +24,7 @@ _ASKER = "service"
 
 
 class LiveNetwork:
-    """See `trainables.served.service.Network`."""
+    """See `trainables.served.computing.Network`."""
 
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""

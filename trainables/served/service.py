@@ -3,47 +3,31 @@
 An answer is a function of key, epoch and sample: it does not matter who asked, how often, or in which order. So whoever lost an
 answer asks again; two who ask for the same image at once wait for the same computation.
 
-Shapes: B samples asked about, R of them whose images come along, n rows of one job or network call, N samples of the training
-split, H=W pixels, C=3 channels, K classes.
+Shapes: B samples asked about, R of them whose images come along, n rows of one job, N samples of the training split, K classes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.served.computing import Computer, Job, Network
 from trainables.served.contract import Question, Reply
 from trainables.served.memory import UNKNOWN, Memory, Page
 
 KEEP_BYTES = 1 << 30
 """Logits that a service remembers of each network: 26 million images of 10 classes, 268,000 of 1000. Students of a sweep that run
 side by side need those of the steps that lie between them."""
-
-
-_NONE = np.empty(0, dtype=np.int64)
 FETCH_S = 2.0
 """So long whoever asks for the same images waits for the one who was told to send them; then it is told so itself."""
-
-
-class Network(Protocol):
-    """A teacher as the service runs it."""
-
-    num_classes: int
-    dtype: np.dtype[Any]
-    """Of its logits."""
-
-    def begin(self, images: Sequence[NDArray[np.uint8]], samples_n: NDArray[np.int64], epoch: int) -> Callable[[], NDArray[Any]]:
-        """Begin to answer images that come in parts (·, H, W, C), n in all; the call that this returns waits for their (n, K).
-
-        On a GPU the work is launched at once, on a CPU it is done when it is waited for.
-        """
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(eq=False)
@@ -57,12 +41,11 @@ class _Asked:
 
 
 @dataclass(eq=False)
-class _Job:
-    """Rows of one question that a network is to answer."""
+class _Computed:
+    """Rows that a network is about to answer."""
 
     page: Page
     samples_n: NDArray[np.int64]
-    images_nHWC: NDArray[np.uint8]
     waiting: list[tuple[_Asked, NDArray[np.intp], NDArray[np.intp]]] = field(default_factory=list)
     """Who, which of its rows, and which of ours they are."""
 
@@ -95,31 +78,26 @@ class _Teacher:
 
 
 class Service:
-    """Networks by key, and what they have answered. Its methods return at once, from any thread; one thread runs the networks."""
+    """Networks by key, and what they have answered. Its methods return at once, from any thread."""
 
     def __init__(
         self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES, fetch_s: float = FETCH_S
     ) -> None:
         """`build` makes a network from a worker's settings and the classes; of each so many bytes of logits are remembered."""
         self._build, self._keep_bytes, self._fetch_s = build, keep_bytes, fetch_s
-        self._change = threading.Condition()
+        self._lock = threading.Lock()
         self._teachers: dict[str, _Teacher] = {}
         self._opening: dict[str, Future[None]] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._under_way: dict[int, _Computed] = {}
         self._fetches: dict[int, _Fetch] = {}
         """Both by the note that stands in a page in the place of their rows."""
-        self._queue: deque[tuple[_Teacher, int, int]] = deque()
-        """Network, epoch and job, in the order in which they came."""
-        self._numbered, self._most_rows = 0, 1
-        self._computed, self._answered = 0, 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="teacher", daemon=True)
-        self._thread.start()
+        self._computer = Computer()
+        self._num_notes, self._num_computed, self._num_answered = 0, 0, 0
 
     def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> Future[None]:
         """Have the network of `key`, for samples 0 … N-1; done when it is there. After a failure the next call tries again."""
         name = network_of(key)
-        with self._change:
+        with self._lock:
             if name in self._opening and not _failed(self._opening[name]):
                 return self._opening[name]
             done = self._opening[name] = Future()
@@ -135,7 +113,7 @@ class Service:
     def _answer(self, questions: Sequence[_Held]) -> None:
         """Look at questions, and at those whose images come along with them, and give the answers that are there."""
         ready, waiting = list[tuple[Future[Reply], Reply]](), list(questions)
-        with self._change:
+        with self._lock:
             while waiting:
                 held = waiting.pop()
                 if (found := self._look(held, waiting)) is not None:
@@ -150,7 +128,7 @@ class Service:
         if teacher is None:
             return Reply()
         samples_B = question.samples_B
-        self._most_rows = max(self._most_rows, len(samples_B))
+        self._computer.most_rows = max(self._computer.most_rows, len(samples_B))
         page = teacher.memory.page((question.key, question.epoch))
         computed = held.computed + self._take_on(teacher, page, question, waiting)
         at_B = page.places_N[samples_B]
@@ -166,24 +144,21 @@ class Service:
         known_B = at_B > UNKNOWN
         asked.logits_BK[known_B] = teacher.memory.read(at_B[known_B])
         for note in np.unique(at_B[~known_B]).tolist():
-            job, rows = self._jobs[note], np.flatnonzero(at_B == note)
-            order = np.argsort(job.samples_n)
-            job.waiting.append((asked, rows, order[np.searchsorted(job.samples_n, samples_B[rows], sorter=order)]))
+            other, rows = self._under_way[note], np.flatnonzero(at_B == note)
+            order = np.argsort(other.samples_n)
+            other.waiting.append((asked, rows, order[np.searchsorted(other.samples_n, samples_B[rows], sorter=order)]))
             asked.waits_for += 1
-        self._answered += len(samples_B)
+        self._num_answered += len(samples_B)
         return None if asked.waits_for else Reply(asked.logits_BK, computed=computed)
 
     def counts(self) -> dict[str, int]:
         """Images that the networks ran for, and images that were answered, since the service began."""
-        with self._change:
-            return {"computed": self._computed, "answered": self._answered}
+        with self._lock:
+            return {"computed": self._num_computed, "answered": self._num_answered}
 
     def close(self) -> None:
         """End the thread; what waits is not answered any more."""
-        with self._change:
-            self._closed = True
-            self._change.notify()
-        self._thread.join()
+        self._computer.close()
 
     def _open(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int, done: Future[None]) -> None:
         try:
@@ -192,7 +167,7 @@ class Service:
         except BaseException as error:
             done.set_exception(error)
             return
-        with self._change:
+        with self._lock:
             self._teachers[name] = _Teacher(network, memory)
         done.set_result(None)
 
@@ -207,7 +182,7 @@ class Service:
 
     def _expire(self, note: int) -> None:
         """They did not come: who waits for them is told to send them."""
-        with self._change:
+        with self._lock:
             held = self._end_fetch(note) if note in self._fetches else []
         self._answer(held)
 
@@ -224,13 +199,14 @@ class Service:
         new_R = (at_R == UNKNOWN) | np.isin(at_R, fetched)
         if not new_R.any():
             return 0
-        samples_n, job_note = question.samples_B[question.rows_R[new_R]], self._note()
-        self._jobs[job_note] = _Job(page, samples_n, question.images_RHWC if new_R.all() else question.images_RHWC[new_R])
-        teacher.memory.promise(page, samples_n, job_note)
-        self._queue.append((teacher, question.epoch, job_note))
-        self._change.notify()
-        for note in fetched:
-            waiting += self._end_fetch(note)
+        samples_n, note = question.samples_B[question.rows_R[new_R]], self._note()
+        images_nHWC = question.images_RHWC if new_R.all() else question.images_RHWC[new_R]
+        self._under_way[note] = _Computed(page, samples_n)
+        teacher.memory.promise(page, samples_n, note)
+        answered, failed = partial(self._deliver, teacher, note), partial(self._fail, teacher, note)
+        self._computer.add(Job(teacher.network, question.epoch, samples_n, images_nHWC, answered, failed))
+        for told in fetched:
+            waiting += self._end_fetch(told)
         return len(samples_n)
 
     def _end_fetch(self, note: int) -> list[_Held]:
@@ -242,88 +218,29 @@ class Service:
         return fetch.held
 
     def _note(self) -> int:
-        self._numbered += 1
-        return UNKNOWN - self._numbered
+        self._num_notes += 1
+        return UNKNOWN - self._num_notes
 
-    def _work(self) -> None:
-        """While a GPU computes, what comes next is copied to it and launched; only then is the first waited for."""
-        running: Callable[[], None] | None = None
-        while True:
-            taken = self._next(wait=running is None)
-            if taken is None and running is None:
-                return
-            following = self._begin(*taken) if taken is not None else None
-            if running is not None:
-                running()
-            running = following
-
-    def _next(self, *, wait: bool) -> tuple[_Teacher, int, list[int]] | None:
-        """The oldest job, and with it others of its network and epoch, as many images as a worker's largest batch has.
-
-        So many of them once fitted beside a student. None: there is none now, or the service is closed.
-        """
-        with self._change:
-            while wait and not self._queue and not self._closed:
-                self._change.wait()
-            if not self._queue or self._closed:
-                return None
-            teacher, epoch, note = self._queue.popleft()
-            notes, rows, left = [note], len(self._jobs[note].samples_n), deque[tuple[_Teacher, int, int]]()
-            while self._queue:
-                entry = self._queue.popleft()
-                more = len(self._jobs[entry[2]].samples_n)
-                if entry[0] is teacher and entry[1] == epoch and rows + more <= self._most_rows:
-                    notes.append(entry[2])
-                    rows += more
-                else:
-                    left.append(entry)
-            self._queue = left
-            return teacher, epoch, notes
-
-    def _begin(self, teacher: _Teacher, epoch: int, notes: list[int]) -> Callable[[], None]:
-        jobs = [self._jobs[note] for note in notes]
-        try:
-            result = teacher.network.begin(
-                [job.images_nHWC for job in jobs], np.concatenate([job.samples_n for job in jobs]), epoch
-            )
-        except Exception as error:
-            failure = error
-            return lambda: self._fail(teacher, notes, failure)
-
-        def finish() -> None:
-            try:
-                logits_nK = result()
-            except Exception as error:
-                self._fail(teacher, notes, error)
-            else:
-                self._deliver(teacher, notes, logits_nK)
-
-        return finish
-
-    def _deliver(self, teacher: _Teacher, notes: list[int], logits_nK: NDArray[Any]) -> None:
-        complete, begin = list[_Asked](), 0
-        with self._change:
-            self._computed += len(logits_nK)
-            for note in notes:
-                job = self._jobs.pop(note)
-                mine_nK = logits_nK[begin : begin + len(job.samples_n)]
-                begin += len(job.samples_n)
-                teacher.memory.write(job.page, job.samples_n, mine_nK)
-                for asked, rows, ours in job.waiting:
-                    asked.logits_BK[rows] = mine_nK[ours]
-                    asked.waits_for -= 1
-                    if not asked.waits_for:
-                        complete.append(asked)
+    def _deliver(self, teacher: _Teacher, note: int, logits_nK: NDArray[Any]) -> None:
+        complete = list[_Asked]()
+        with self._lock:
+            ours = self._under_way.pop(note)
+            self._num_computed += len(logits_nK)
+            teacher.memory.write(ours.page, ours.samples_n, logits_nK)
+            for asked, rows, mine in ours.waiting:
+                asked.logits_BK[rows] = logits_nK[mine]
+                asked.waits_for -= 1
+                if not asked.waits_for:
+                    complete.append(asked)
         for asked in complete:
             _give(asked.reply, Reply(asked.logits_BK, computed=asked.computed))
 
-    def _fail(self, teacher: _Teacher, notes: list[int], error: Exception) -> None:
+    def _fail(self, teacher: _Teacher, note: int, error: Exception) -> None:
         """Whoever waits for these learns why; asked again, they are computed again."""
-        with self._change:
-            jobs = [self._jobs.pop(note) for note in notes]
-            for job in jobs:
-                teacher.memory.forget(job.page, job.samples_n)
-        for asked in {id(asked): asked for job in jobs for asked, *_ in job.waiting}.values():
+        with self._lock:
+            ours = self._under_way.pop(note)
+            teacher.memory.forget(ours.page, ours.samples_n)
+        for asked, *_ in ours.waiting:
             if not asked.reply.done():
                 asked.reply.set_exception(error)
 
