@@ -178,6 +178,8 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     # A trial's end is noticed at the controller's next poll: two seconds are long beside a short trial.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    # By default whoever asks Ray for anything starts one: after Ctrl-C, a thread whose training was just taken from it.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if is_local():
         os.environ.update(LOOPBACK)
         # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.

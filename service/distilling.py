@@ -33,7 +33,8 @@ class Said(Protocol):
 
 def distills(experiment: Said) -> bool:
     """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
-    return experiment.teacher is not None or experiment.distill.method != ("kd",)
+    method = experiment.distill.method
+    return bool(method) and (experiment.teacher is not None or method != ("kd",))
 
 
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:

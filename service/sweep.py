@@ -12,7 +12,7 @@ from service.cluster import Cluster
 from service.distilling import asks_teacher
 from service.experiment import Resolved
 from service.plan import Plan, absolute
-from service.report.tables import sweep_table, verdict
+from service.report.tables import compared
 from service.run import Session, prepare, record_student, session, start_tracking, written_ms
 from service.search.replay import conclusion, race, replay
 from service.teachers import serving
@@ -273,9 +273,8 @@ def finish(now: Session, trials: list[Trial]) -> None:
         if now.tracker and not untested and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):
             begin_record(now, trial)
             end_trial(now, trial)
-    now.display.console.print(sweep_table(now.result))
-    for line in verdict(now.result):
-        now.display.say(line)
+    for part in compared(now.result):
+        now.display.say(part) if isinstance(part, str) else now.display.console.print(part)
     best = now.result["best"]
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {now.experiment.sweep.metric}: see the reasons in the table")

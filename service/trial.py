@@ -95,6 +95,8 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
         except DistillError as error:
             return Outcome("failed", str(error), restarts=restarts)
         except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
+            if not ray.is_initialized():  # the driver is ending: nobody waits for this trial any more
+                raise
             if visit is not None:
                 there = ray.get(visit.guide.current.remote(visit.name))
                 if there is None:  # its last point was measured; the workers died on their way out

@@ -226,6 +226,8 @@ class MethodOptions(Section):
 
 
 def _listed(value: Any) -> Any:
+    if value == "none":
+        return ()
     return (value,) if isinstance(value, str) else value
 
 
@@ -233,7 +235,7 @@ class DistillConfig(Section):
     """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
 
     method: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
-        ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS"
+        ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS; none: the labels alone"
     )
     task_weight: NonNegative | None = Field(
         None, description="weight of the labels' cross-entropy; absent: as the methods have it by default, the largest"
@@ -246,8 +248,6 @@ class DistillConfig(Section):
     @classmethod
     def _each_once(cls, method: tuple[str, ...]) -> tuple[str, ...]:
         keys = [name.rpartition(":")[2] for name in method]
-        if not keys:
-            raise ValueError("names no method: write one, such as kd")
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise ValueError(f"names {twice} twice: set its weight in distill.options.{twice}.weight instead")
         return method

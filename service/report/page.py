@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.experiment import read_resolved
-from service.report import along, figures, hardware, listings, names, timeline, winner
+from service.report import along, figures, hardware, listings, names, seeds, timeline, winner
 from service.report.curve import model_of
 from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
@@ -70,12 +70,14 @@ def sweep_page(records: Records) -> Page:
             f"{winner.won(best, unit, keys, metric)} (trial {best['id']})",
             winner.why(rows, best, metric, mode, unit),
         ]
+        lead += seeds.sentence(result)
         if shares := winner.step_shares(best["metrics"]):
             lead[1] += f" Its step: {shares}."
         facts, notes = facts_of(best["metrics"]), [*winner.bound(result), *winner.doubts(result)]
     sections = [
         Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
                 tables=[table for table in (listings.grid(records), listings.trials(records)) if table]),
+        Section("Over seeds", tables=kept(seeds.page_table(result)), figures=kept(seeds.figure(result))),
         Section("Speed over each axis", figures=over_axes(records)),
         Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
         Section("Scaling and cost", figures=kept(

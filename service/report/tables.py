@@ -10,6 +10,7 @@ from rich.table import Table
 
 from service.report.names import natural, number
 from service.report.records import SCALE, spread
+from service.report.seeds import seed_table, sentence
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.search.rows import probes
@@ -150,10 +151,16 @@ def overview(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] |
         f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
     ]
     if result["kind"] == "sweep" and "trials" in result:
-        parts += [sweep_table(result, only), *verdict(result)]
+        parts += compared(result, only)
     elif result.get("stages"):
         parts.append(stage_table(result))
     return parts
+
+
+def compared(result: Mapping[str, Any], only: Collection[str] | None = None) -> list[Any]:
+    """A sweep's trials, what its points are over several seeds, and what that says. `only`: as in `sweep_table`."""
+    over_seeds = seed_table(result)
+    return [sweep_table(result, only), *([over_seeds] if over_seeds else []), *verdict(result), *sentence(result)]
 
 
 def under_way(run_dir: RunDir) -> list[str]:

@@ -119,7 +119,7 @@ def slow_teacher(job: Job, extra_s: float) -> Undo:
     """A teacher that takes long on each image."""
     assert job.learner.teacher is not None
     each_s = extra_s / images(job)
-    job.learner.teacher.register_forward_pre_hook(lambda module, args: time.sleep(each_s * len(args[0])))
+    job.learner.teacher.model.register_forward_pre_hook(lambda module, args: time.sleep(each_s * len(args[0])))
     return nothing
 
 

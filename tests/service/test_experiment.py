@@ -82,6 +82,13 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert all(stage.distill == experiment.distill for stage in told[1:])
 
 
+def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
+    experiment = load("digits", ["distill.method=none"]).experiment
+    student = experiment.stage("student", Path("/s"), {}, "weights")
+    assert student.distill is None
+    assert experiment.distill.method == ()
+
+
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
     def asked(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
@@ -236,7 +243,6 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("distill.options.dkd.beta=-2", "--set: distill.options.dkd.beta: must be at least 0, not -2"),
         ("distill.options.kdd.weight=1", "--set: distill.options.kdd: there is no method 'kdd'; did you mean kd?"),
         ("distill.method=[kd, kd]", "--set: distill.method: names kd twice: set its weight in distill.options.kd.weight instead"),
-        ("distill.method=[]", "--set: distill.method: names no method: write one, such as kd"),
         (
             "distill.method=no.py:Mine",
             "--set: distill.method: there is no file no.py: give the path of a Python file, as FILE.py:CLASS",

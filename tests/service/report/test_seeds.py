@@ -1,0 +1,112 @@
+"""Trials over several seeds: the numbers against scipy's own paired test, and what a reader is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from service.report.seeds import figure, groups, holm, page_table, seed_table, sentence
+from tests.service.test_tables import SCALE
+
+ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
+
+
+def trial(method: Any, seed: int, top1_pct: float | None, **more: Any) -> dict[str, Any]:
+    params = {**SCALE, "distill.method": method, "seed": seed, **more}
+    metrics = {} if top1_pct is None else {"top1_pct": top1_pct, "images_per_s": 100.0}
+    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE, "status": "ok" if metrics else "failed",
+            "reason": "", "metrics": metrics}  # fmt: skip
+
+
+def result(trials: list[dict[str, Any]], metric: str = "top1_pct", mode: str = "max") -> dict[str, Any]:
+    return {
+        "kind": "sweep",
+        "name": "methods",
+        "status": "complete",
+        "space": {},
+        "metric": metric,
+        "mode": mode,
+        "trials": trials,
+    }
+
+
+def sweep() -> dict[str, Any]:
+    each = {"none": ALONE, "kd": KD, "sp": SP}
+    return result([trial(method, seed, top1) for method, tops in each.items() for seed, top1 in enumerate(tops)])
+
+
+def test_differences_are_those_of_a_paired_t_test() -> None:
+    first, *others = groups(sweep())
+    assert first.difference is None
+    for group, values in zip(others, (KD, SP), strict=True):
+        test = stats.ttest_rel(values, ALONE)
+        low, high = test.confidence_interval(0.95)
+        assert group.difference is not None
+        assert group.difference.mean == pytest.approx((low + high) / 2)
+        assert group.difference.half == pytest.approx((high - low) / 2)
+    kd, sp = (group.difference for group in others)
+    assert kd is not None
+    assert sp is not None
+    assert kd.p == pytest.approx(2 * stats.ttest_rel(KD, ALONE).pvalue)  # the smaller of two
+    assert sp.p == pytest.approx(stats.ttest_rel(SP, ALONE).pvalue)
+    assert (kd.significant, sp.significant) == (True, False)
+
+
+def test_holms_p_are_those_of_the_paper() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    held = sweep()
+    held["trials"][5] = trial("kd", 1, None)  # failed
+    (_, kd, _) = groups(held)
+    assert kd.difference is not None
+    assert kd.difference.num == 3
+    assert kd.difference.mean == pytest.approx(sum(KD[seed] - ALONE[seed] for seed in (0, 2, 3)) / 3)
+
+
+def test_equal_runs_differ_by_nothing_and_that_is_not_significant() -> None:
+    held = result([trial(method, seed, 50.0 + seed) for method in ("none", "kd") for seed in range(3)])
+    difference = groups(held)[1].difference
+    assert difference is not None
+    assert (difference.mean, difference.half, difference.p) == (0.0, 0.0, 1.0)
+
+
+def test_the_table_and_the_sentence_say_what_is_sure() -> None:
+    console = Console(width=170, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
+    console.print(seed_table(sweep()))
+    lines = {line.split()[1]: line for line in console.export_text().splitlines() if "│" in line}
+    assert "better" in lines["kd"]
+    assert " no " in lines["sp"]
+    assert sentence(sweep()) == [
+        "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 beside none (95% interval of 4 pairs; significant)."
+    ]
+
+
+def test_a_slower_point_is_worse() -> None:
+    rows = [trial(method, seed, 50.0) for method in ("kd", "sp") for seed in range(3)]
+    for row in rows:
+        row["metrics"]["epoch_s"] = (20.0 if row["params"]["distill.method"] == "sp" else 10.0) + row["params"]["seed"] / 10
+        row["metrics"]["epoch_s"] += 0.01 * (row["id"] == "sp-1")
+    table = page_table(result(rows, "epoch_s", "min"))
+    assert table is not None
+    assert [row[-1] for row in table.rows] == ["–", "worse"]
+
+
+def test_points_are_named_by_what_they_set() -> None:
+    rows = [trial(["crd", "kd"], seed, 50.0 + seed, **{"optim.lr": 0.1}) for seed in (0, 1)]
+    rows += [trial("kd", seed, 50.0, **{"distill.options.kd.weight": 0}) for seed in (0, 1)]
+    assert [group.label for group in groups(result(rows))] == ["method crd + kd, optim.lr 0.1", "method kd, options.kd.weight 0"]
+
+
+@pytest.mark.parametrize("held", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
+def test_without_two_seeds_of_a_point_nothing_is_said(held: dict[str, Any]) -> None:
+    assert seed_table(held) is None
+    assert page_table(held) is None
+    assert figure(held) is None
+    assert sentence(held) == []
