@@ -69,7 +69,7 @@ class Needs:
     """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
     what a method is given is a copy in float32, of which the logits are no function."""
     teacher_model: bool = False
-    """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
+    """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
 
 
 @dataclass(frozen=True)
