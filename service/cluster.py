@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,10 +35,21 @@ class Need:
     num_workers: int
     cpus: int
     gpus: int = 0
+    service: Need | None = None
+    """What the actors of `teacher.service` reserve, once for all jobs of a sweep."""
 
     @property
     def total_cpus(self) -> int:
-        return self.num_workers * self.cpus
+        """With those of the service."""
+        return self.num_workers * self.cpus + (self.service.total_cpus if self.service else 0)
+
+    def places(self, node: Node) -> int:
+        """How many bundles fit on an empty node."""
+        return int(min(node.cpus // self.cpus, node.gpus // self.gpus if self.gpus else float("inf")))
+
+    def __str__(self) -> str:
+        """A bundle."""
+        return f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}" + (f" and {self.gpus} GPU" if self.gpus else "")
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,22 @@ class Node:
     node_id: str
     cpus: float
     gpus: float
+
+
+def beside(nodes: Sequence[Node], need: Need) -> list[Node]:
+    """The node for each actor of the service, where it takes the fewest places of the workers; [] where they do not all fit."""
+    left, chosen = {node.node_id: node for node in nodes}, list[Node]()
+    service = need.service
+    for _ in range(service.num_workers if service else 0):
+        assert service is not None
+        fitting = [node for node in left.values() if service.places(node)]
+        if not fitting:
+            return []
+        after = {node.node_id: replace(node, cpus=node.cpus - service.cpus, gpus=node.gpus - service.gpus) for node in fitting}
+        best = min(fitting, key=lambda node: need.places(node) - need.places(after[node.node_id]))
+        left[best.node_id] = after[best.node_id]
+        chosen.append(best)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -65,8 +93,17 @@ class Cluster:
         return sum(node.gpus for node in self.nodes)
 
     def places(self, need: Need) -> int:
-        """How many workers of `need` the empty cluster holds, each on one node."""
-        return sum(int(min(node.cpus // need.cpus, node.gpus // need.gpus if need.gpus else float("inf"))) for node in self.nodes)
+        """How many workers of `need` the empty cluster holds, each on one node, beside the service."""
+        return sum(need.places(node) for node in self._left(need))
+
+    def _left(self, need: Need) -> list[Node]:
+        """The nodes without what the service takes; none where it does not fit."""
+        if need.service is None:
+            return list(self.nodes)
+        taken = Counter(node.node_id for node in beside(self.nodes, need))
+        cpus, gpus = need.service.cpus, need.service.gpus
+        left = [replace(n, cpus=n.cpus - taken[n.node_id] * cpus, gpus=n.gpus - taken[n.node_id] * gpus) for n in self.nodes]
+        return left if taken else []
 
     def refusal(self, need: Need) -> str | None:
         """Why the empty cluster could never hold `need`, or None where it can."""
@@ -74,8 +111,9 @@ class Cluster:
         if places >= need.num_workers:
             return None
         has = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} with {self.cpus:g} CPUs and {self.gpus:g} GPUs in all"
-        each = f"{need.cpus} CPU{'s' if need.cpus > 1 else ''}" + (f" and {need.gpus} GPU" if need.gpus else "")
-        return f"{need.num_workers} workers of {each} each do not fit: {has} hold{'' if len(self.nodes) > 1 else 's'} {places}"
+        actors = f" and teacher.service's {need.service.num_workers} actors of {need.service}" if need.service else ""
+        hold = f"hold{'' if len(self.nodes) > 1 else 's'} {places}{' workers beside them' if need.service else ''}"
+        return f"{need.num_workers} workers of {need} each{actors} do not fit: {has} {hold}"
 
     def concurrent(self, need: Need, wanted: int) -> int:
         """How many jobs of `need` may run at a time, at most `wanted`: so few that none waits on another's bundles for ever."""

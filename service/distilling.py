@@ -101,10 +101,10 @@ def _check_needs(experiment: Said) -> None:
     losses = {"task", *map(key_of, distill.method)}
     if unknown := sorted(set(experiment.optim.losses) - losses):
         raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(losses))}")
-    if experiment.teacher is not None and experiment.teacher.cache is not None and distill.method != ("kd",):
+    if experiment.teacher is not None and experiment.teacher.logits_only is not None and distill.method != ("kd",):
         from trainables.methods.pupil import check_reads_logits, choose
 
-        check_reads_logits(choose(distill))
+        check_reads_logits(choose(distill), experiment.teacher.logits_only)
     for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
         if load(name).needs.reuses_classifier:
             raise ExperimentError(

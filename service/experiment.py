@@ -93,10 +93,15 @@ class Experiment(Section):
                     "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
                     "set data.last_batch to drop, or both to 0"
                 )
-        if self.data.device_augment.mixes and self.teacher is not None and self.teacher.cache is not None:
+        if self.data.device_augment.mixes and self.teacher is not None and (key := self.teacher.logits_only) is not None:
             raise ValueError(
-                "teacher.cache: it keeps the logits of each image, which mixup and cutmix mix with another: "
-                "set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave teacher.cache out"
+                f"{key}: it gives the logits of each image, which mixup and cutmix mix with another: "
+                f"set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {key} out"
+            )
+        if self.data.decodes_on_device and self.teacher is not None and self.teacher.service is not None:
+            raise ValueError(
+                f"teacher.service: it is sent images that the host has decoded, and data.decoder {self.data.decoder} decodes on "
+                "each worker's GPU: set data.decoder to auto, or leave teacher.service out"
             )
         if self.assistants and self.teacher is None:
             raise ValueError("assistants: there is no teacher whom they could assist: write teacher.model")
@@ -139,6 +144,8 @@ class Experiment(Section):
             teacher = self._teacher_of(name)
             if teacher is not None and weights is not None:
                 teacher = teacher.model_copy(update={"weights": weights})
+            if teacher is not None and self.teacher is not None:  # it begins when those whom it answers do, and they are students
+                teacher = teacher.model_copy(update={"service": self.teacher.service if name == "student" else None})
         return TrainConfig(
             stage=name, output_dir=str(output_dir), data=self.data, model=model, teacher=teacher, distill=distill, optim=optim,
             scale=self.scale, train=train, precision=self.precision, seed=self.seed, labels=dict(labels),

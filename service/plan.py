@@ -31,13 +31,15 @@ class Plan:
             wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
         return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
 
-    def assign(self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None) -> Assignment:
-        """One stage's order to the workers."""
+    def assign(
+        self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None, teachers: tuple[str, ...] = ()
+    ) -> Assignment:
+        """One stage's order to the workers. `teachers` are the names of the actors that answer for its teacher."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
         auto = self.experiment.data.loader_workers == "auto"
         distill = config.distill and config.distill.model_copy(update={"method": tuple(map(located, config.distill.method))})
-        changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto}
+        changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto, "teachers": teachers}
         return Assignment(
             config.model_copy(update=changed),
             self.use_gpu,
@@ -57,7 +59,7 @@ class Plan:
             instead = (
                 "set scale.use_gpu to false"
                 if self.use_gpu and not cluster.gpus
-                else "lower scale.num_workers or data.loader_workers"
+                else "lower scale.num_workers or data.loader_workers" + (", or teacher.service" if self.need().service else "")
             )
             return f"{refusal}: {instead}"
         return None
@@ -81,6 +83,8 @@ class Plan:
             f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
         )
+        if actors := self.need().service:
+            line += f", and {actors.num_workers} for the teacher"
         if self.loader_workers == 0:
             line += "; 0 loader workers: every step waits for its images to be decoded"
         if cluster.oversubscribed(self.need()):

@@ -18,6 +18,7 @@ from service.places import locked
 from service.plan import Plan, absolute
 from service.progress import Display, wait_for
 from service.report.tables import phase_table, stage_table
+from service.teachers import serving
 from service.tracking import Tracker, default_uri, sync_neighbours
 from service.trees import flatten
 from service.trial import Assignment, Outcome, carry_out
@@ -199,7 +200,8 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = prepare(now, plan)
-            student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights))
+            with serving(now, plan, cluster, weights) as teachers:
+                student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
         now.display.console.print(
             stage_table(now.result), phase_table(now.result["stages"][-1]["metrics"], "a step of the student")

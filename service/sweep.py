@@ -16,12 +16,16 @@ from service.plan import Plan, absolute
 from service.report.tables import compared
 from service.run import Session, prepare, record_student, session, start_tracking, written_ms
 from service.search.replay import conclusion, race, replay
+from service.teachers import serving
 from service.trees import flatten
 from service.trial import Assignment, Outcome, need
 from service.trials import Trial, finished_trainings, plan_trials, recall, refuse, training_of
 from service.tuning import guide_trials, sharing_starts, tune_trials
 from trainables.errors import TrainingError
 from trainables.rundir import RunDir, headline, read_lines, write_atomic, write_json
+
+Taught = tuple[str | None, tuple[str, ...]]
+"""Where the teacher's weights are, and the names of the actors of `teacher.service`."""
 
 
 def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
@@ -72,12 +76,14 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     if config.races:
         trained = [stage["metrics"] for stage in now.result.get("stages", ())]
         now.save(noise_scales=[m["noise_scale"] for m in trained if m.get("noise_scale", 0.0) > 0])
-    carry_on(now, trials, pending, cluster, weights)
-    if config.races:
-        race_trials(now, trials, cluster, weights)
+    with serving(now, plan, cluster, weights) as teachers:
+        taught = weights, teachers
+        carry_on(now, trials, pending, cluster, taught)
+        if config.races:
+            race_trials(now, trials, cluster, taught)
 
 
-def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, weights: str | None) -> None:
+def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, taught: Taught) -> None:
     """Hand the pending ones of the trials to Ray Tune and record each as it ends."""
     config = now.experiment.sweep
     guided = config.policy == "guided" and not any(trial.probe for trial in pending)
@@ -91,7 +97,7 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
         if guided:  # what a kill left of a probe is of no use, and would look as if the point had been begun again
             shutil.rmtree(trial_dir.stage("student").root, ignore_errors=True)
         write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
-        assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, weights)
+        assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, *taught)
         needs.append(mine.need())
     report(now, trials)
     if not assignments:
@@ -134,7 +140,7 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
     report(now, trials)
 
 
-def race_trials(now: Session, trials: list[Trial], cluster: Cluster, weights: str | None) -> None:
+def race_trials(now: Session, trials: list[Trial], cluster: Cluster, taught: Taught) -> None:
     """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
     if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
         return
@@ -147,7 +153,7 @@ def race_trials(now: Session, trials: list[Trial], cluster: Cluster, weights: st
             return
         probe = next(trial for trial in trials if trial.id == ids[row])
         trials.append(training_of(now.resolved, probe, contest.until_s))
-        carry_on(now, trials, trials[-1:], cluster, weights)
+        carry_on(now, trials, trials[-1:], cluster, taught)
 
 
 def untrained_teacher(now: Session) -> str | None:

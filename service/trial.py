@@ -178,8 +178,10 @@ def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
 
 
 def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:
-    """What a stage reserves."""
-    return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu))
+    """What a stage reserves, and beside it the actors that answer for its teacher."""
+    count = config.teacher.service if config.teacher is not None else None
+    actors = Need(count, config.scale.cpus_per_worker, int(use_gpu)) if count is not None else None
+    return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu), actors)
 
 
 def wait_for_room(work: Assignment, patience_s: float = 120.0) -> str | None:

@@ -31,6 +31,8 @@ from trainables.methods.pupil import Pupil, choose, student_name
 from trainables.models.registry import build_model
 from trainables.noise_scale import NoiseHistory, watch
 from trainables.rundir import StageDir
+from trainables.served.asking import AHEAD
+from trainables.served.contract import Line
 from trainables.step import Learner
 from trainables.teaching import build_pupil, numbers
 from trainables.throughput import Throughput
@@ -95,8 +97,11 @@ def build(
     report: Report,
     telemetry: Snapshot,
     enough: Callable[[Sequence[float]], bool] | None = None,
+    lines: Sequence[Line] = (),
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
+
+    `lines` lead to the actors of `teacher.service`.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
@@ -109,7 +114,7 @@ def build(
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
         model = synchronized(model, group)
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader)
+    pupil, teacher = build_pupil(config, group, model, classes, train_loader, lines)
     pupil.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
@@ -175,6 +180,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             loader_workers=data.loader_workers, device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
             seed_epochs=config.seed_epochs if split == "train" else None,
+            held=AHEAD if split == "train" and config.teacher is not None and config.teacher.service is not None else 0,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

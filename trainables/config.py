@@ -171,6 +171,9 @@ class TeacherConfig(ModelConfig):
     cache_epochs: Count | None = Field(
         None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
     )
+    service: Annotated[Count, Field(le=1024)] | None = Field(
+        None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
+    )
     share: Positive = Field(1.0, description="how much its answer counts beside those of `others`")
     others: tuple[OtherTeacherConfig, ...] = Field(
         (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
@@ -183,7 +186,16 @@ class TeacherConfig(ModelConfig):
                 raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
         if self.cache is not None and self.others:
             raise ValueError("cache keeps the logits of one teacher: leave out cache, or others")
+        if self.service is not None and self.others:
+            raise ValueError("service computes the logits of one teacher: leave out service, or others")
+        if self.service is not None and self.cache is not None:
+            raise ValueError("cache keeps what service would compute: leave out one of the two")
         return self
+
+    @property
+    def logits_only(self) -> str | None:
+        """The key of what answers for the teacher with its logits, and with no more of it; None: a network in each worker."""
+        return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -352,6 +364,7 @@ class TrainConfig(Section):
     loader_auto: bool = Field(False, description="data.loader_workers was `auto`: it is the most threads, fewer may be enough")
     model: str
     teacher: TeacherConfig | None = None
+    teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
     distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
@@ -363,7 +376,7 @@ class TrainConfig(Section):
     @property
     def seed_epochs(self) -> int | None:
         """How many ways there are in which an image is augmented, one after the other; None: every epoch has its own."""
-        if self.teacher is None or self.teacher.cache is None:
+        if self.teacher is None or self.teacher.logits_only is None:
             return None
         return self.teacher.cache_epochs if self.data.draws else 1
 

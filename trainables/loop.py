@@ -86,11 +86,14 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     if not progress.position:
         begin_epoch(job)
     loader = job.train_loader
-    batches = on_device(loader.epoch(progress.epoch, progress.position), job.group.device, loader.seed_epoch(progress.epoch))
+    batches, drawn = loader.epoch(progress.epoch, progress.position), loader.seed_epoch(progress.epoch)
+    if learner.teacher is not None and learner.pupil.asks_teacher(progress.epoch - learner.init_epochs):
+        batches = learner.teacher.ahead(batches, drawn)
+    ready = on_device(batches, job.group.device, drawn)
     job.throughput.begin(progress.step)
     timer.start()
     try:
-        for batch in batches:
+        for batch in ready:
             timer.mark("data")
             learner.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
             with one_sample_explained(job):
@@ -115,7 +118,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
                 save_inside_epoch(job, in_epoch)
             timer.start()
     finally:
-        batches.close()
+        ready.close()
     return False
 
 
@@ -283,7 +286,10 @@ def finish_epoch(job: Job) -> None:
 
 
 def teacher_images(job: Job) -> dict[str, float]:
-    """With `teacher.cache`, images of the epoch for which the teacher ran all the same; every rank calls it."""
+    """Images of the epoch for which the teacher ran all the same: they were in no cache, or no other student had asked a service.
+
+    None of either: nothing is told. Every rank calls it.
+    """
     if job.learner.teacher is None:
         return {}
     ran_for = [count for count in gather_objects(job.learner.teacher.end_epoch(), job.group) if count is not None]

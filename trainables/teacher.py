@@ -5,11 +5,13 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trainables.data.loader import Batch
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Reader
 from trainables.models.forward import logits_and_aux
@@ -25,12 +27,18 @@ class Asked(NamedTuple):
 
 
 class Answers(Protocol):
-    """What a step asks: a teacher that runs, or what one has answered before."""
+    """What a step asks: a teacher that runs, here or elsewhere, or what one has answered before."""
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
         """Method → the answer to the first `num_rows` images, without waiting for the device.
 
         `asked` tells which images they are; None: images that are no samples, such as those of a trial run.
+        """
+
+    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """The host batches of an epoch, on their way to the device; whoever answers from elsewhere may look at them before.
+
+        `epoch`: by which they are augmented. Closing this closes `batches`.
         """
 
     def end_epoch(self) -> int | None:
@@ -59,6 +67,10 @@ class Teacher:
         with torch.set_grad_enabled(self._gradient), self._reader.reading():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
             return self._reader.take(logits_BK, num_rows)
+
+    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """See `Answers`."""
+        return batches
 
     def end_epoch(self) -> None:
         """Nothing of it is kept."""

@@ -20,6 +20,8 @@ from trainables.global_batch_norm import normalizes_together
 from trainables.inputs import AUTOCAST
 from trainables.methods.pupil import Chosen, Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.reused import ReusedClassifier
+from trainables.served.asking import asking_teacher
+from trainables.served.contract import Line
 from trainables.several import load_network, teacher_reader
 from trainables.teacher import Answers, Teacher
 
@@ -27,9 +29,11 @@ log = logging.getLogger("raydistill")
 
 
 def build_pupil(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
 ) -> tuple[Pupil, Answers | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
+
+    `lines` lead to the actors of `teacher.service`.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -37,13 +41,18 @@ def build_pupil(
     given, size = config.teacher, config.data.image_size
     reading = readers_of(config)
     taught = given is not None and given.weights is not None and bool(reading)
-    kept = taught and given is not None and given.cache is not None
-    model = load_network(given, classes, size, config.seed) if given is not None and taught and not kept else None
+    logits_only = given.logits_only if given is not None and taught else None
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
     pupil, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
     if model is not None and of_teacher is not None:
         place(model, config, group)
         return pupil, Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading))
-    return pupil, kept_teacher(config, group, classes, loader, [method.key for method in reading]) if kept else None
+    asking = [method.key for method in reading]
+    if logits_only == "teacher.cache":
+        return pupil, kept_teacher(config, group, classes, loader, asking)
+    if logits_only == "teacher.service":
+        return pupil, asking_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+    return pupil, None
 
 
 def readers_of(config: TrainConfig) -> tuple[Chosen, ...]:
@@ -67,11 +76,11 @@ def unite(
     if config.distill is None or not chosen:
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
     reading = readers_of(config)
-    if reading and given is not None and given.cache is not None:
-        check_reads_logits(chosen)
+    if reading and given is not None and given.logits_only is not None:
+        check_reads_logits(chosen, given.logits_only)
         if isinstance(student, ReusedClassifier):
             raise ExperimentError(
-                f"teacher.cache: it keeps logits, and {config.model} takes in the teacher's classifier: leave it out"
+                f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
             )
     differentiates = next((method.key for method in reading if method.kind.needs.teacher_gradient), None)
     if differentiates and config.precision in AUTOCAST:
@@ -120,18 +129,28 @@ def kept_teacher(
     Raises:
         DistillError: see `open_store`.
     """
-    given, size = config.teacher, config.data.image_size
-    assert given is not None
-    name = given.model
+    assert config.teacher is not None
+    name = config.teacher.model
 
     def run() -> Teacher:
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        network = load_network(given, classes, size, config.seed)
-        place(network, config, group)
-        return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=name, image_size=size))
+        return running_teacher(config, group, classes, methods)
 
     store = open_store(config, group, loader, classes)
     return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
+
+
+def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:
+    """The experiment's teacher as a network, for methods that read its logits.
+
+    Raises:
+        CheckpointError, ModelError: see `load_network`.
+    """
+    given, size = config.teacher, config.data.image_size
+    assert given is not None
+    network = load_network(given, classes, size, config.seed)
+    place(network, config, group)
+    return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
 
 
 def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:

@@ -38,6 +38,7 @@ from trainables.distributed import Group, gather_objects
 from trainables.errors import NO_MEMORY, ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
 from trainables.rundir import StageDir, append_line, headline, read_lines, write_json
+from trainables.served.contract import LostError
 from trainables.telemetry import Telemetry
 
 GAUGES = {
@@ -52,6 +53,8 @@ CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), 
 By default every step maps its activations anew, page fault by page fault: a tenth of its time. The thresholds are the largest
 that mallopt(3) takes; they count in the main arena alone, and Ray Train runs the loop in a thread, which would have another.
 """
+TEACHERS = "raydistill"
+"""Ray's namespace of the actors of `teacher.service`."""
 _GAUGE_OF = {"images_per_s": "raydistill_images_per_s", "data_pct": "raydistill_data_pct", "loss": "raydistill_loss",
              "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
 
@@ -119,7 +122,9 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
         with (
             Reporter(config, stage, group) as reporter,
             NodeTelemetry(config, group) as telemetry,
-            contextlib.closing(build(config, group, reporter.report, telemetry.snapshot, enough)) as job,
+            contextlib.closing(
+                build(config, group, reporter.report, telemetry.snapshot, enough, [ActorLine(name) for name in config.teachers])
+            ) as job,
         ):
             if group.is_main:
                 loader = job.train_loader
@@ -300,6 +305,36 @@ def this_group() -> Group:
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
     return Group(dist.get_rank(), dist.get_world_size(), context.get_local_rank(), device)
+
+
+class ActorLine:
+    """A `Line` to an actor of a teacher's service. Large arrays lie in Ray's object store, where both sides read them."""
+
+    def __init__(self, name: str) -> None:
+        """Raises ClusterError: there is no such actor any more."""
+        try:
+            self._actor = ray.get_actor(name, namespace=TEACHERS)
+        except ValueError as error:
+            raise ClusterError(f"teacher.service: its actor {name} has ended: `distill resume` starts another") from error
+
+    def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
+        """See `Line`."""
+        try:
+            reference = getattr(self._actor, method).remote(*arguments)
+        except ray.exceptions.RayError as error:
+            raise LostError(str(error).splitlines()[0]) from error
+
+        def result(timeout_s: float) -> Any:
+            try:
+                return ray.get(reference, timeout=timeout_s)
+            except ray.exceptions.GetTimeoutError:
+                raise
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:  # the actor's process or node has died, or what it had sent went with them
+                raise LostError(type(error).__name__) from error
+
+        return result
 
 
 def leave_out_triton() -> None:

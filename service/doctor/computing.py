@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from service.doctor.evidence import Evidence, Finding, gain_pct
+from service.doctor.serving import advice
 
 FITS = 0.9
 """Share of a GPU's memory that a larger batch may take."""
@@ -66,7 +67,7 @@ def idle_gpu(e: Evidence) -> Finding | None:
     if not known or (e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * e.compute_ms):
         return None
     busy_pct = sum(known) / len(known)
-    waits_pct = 100 * (step.data_ms + step.h2d_ms + (e.exposed_ms or 0.0)) / step.step_ms
+    waits_pct = 100 * (step.data_ms + step.h2d_ms + e.service_ms + (e.exposed_ms or 0.0)) / step.step_ms
     gain, memory, room = max(0.0, 100 - busy_pct - waits_pct), "", float(MOST_TIMES)
     if e.peak_memory_mib and e.gpu_memory_mib:
         room = FITS * e.gpu_memory_mib / e.peak_memory_mib
@@ -88,7 +89,7 @@ def idle_gpu(e: Evidence) -> Finding | None:
 def teacher(e: Evidence) -> Finding | None:
     """A teacher that takes longer than all of the student's own work. Logits that are kept save it: T' = T - teacher."""
     step = e.typical
-    if step.teacher_ms <= e.compute_ms - step.teacher_ms:
+    if e.teacher_actors is not None or step.teacher_ms <= e.compute_ms - step.teacher_ms:
         return None
     cheaper = "--set precision=bf16, " if e.precision == "fp32" and e.gpus else ""
     return Finding(
@@ -96,6 +97,6 @@ def teacher(e: Evidence) -> Finding | None:
         f"the teacher takes {step.teacher_ms:.1f} of a step's {step.step_ms:.1f} ms, more than the student's forward and "
         "backward together",
         f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, keep its answers for all epochs, trials "
-        "and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share)",
+        f"and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share); or, {advice(e)}",
         gain_pct(step.step_ms, step.step_ms - step.teacher_ms),
     )

@@ -102,6 +102,8 @@ class Evidence:
     steps_per_epoch: int | None = None
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
+    teacher_actors: int | None = None
+    """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
     @property
     def num_workers(self) -> int:
@@ -159,7 +161,13 @@ class Evidence:
     def compute_ms(self) -> float:
         """The models' own work in a step: forward of both, loss, backward."""
         step = self.typical
-        return step.teacher_ms + step.student_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
+        teacher_ms = step.teacher_ms if self.teacher_actors is None else 0.0
+        return teacher_ms + step.student_ms + min(self.own_backward_ms(rank) for rank in self.ranks)
+
+    @property
+    def service_ms(self) -> float:
+        """What a step waits for the teacher's service."""
+        return self.typical.teacher_ms if self.teacher_actors is not None else 0.0
 
     def own_student_ms(self, rank: RankTimes) -> float:
         """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins."""

@@ -15,6 +15,7 @@ from service.places import begin, check_places, new_run_dir
 from service.plan import Plan
 from service.run import run_stage, session
 from service.sweep import untrained_teacher
+from service.teachers import serving
 from trainables.rundir import RunDir
 
 STEPS = 40
@@ -47,5 +48,7 @@ def carry_out(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             plan.check(cluster)
             now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
-            run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, untrained_teacher(now)))
+            weights = untrained_teacher(now)
+            with serving(now, plan, cluster, weights) as teachers:
+                run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return now.result

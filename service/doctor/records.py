@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from service.doctor.evidence import EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
@@ -62,9 +62,8 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: Mapping[str, Any], n
     metrics = metrics or next((line["metrics"] for line in reversed(lines) if "phase/step_ms" in line["metrics"]), {})
     if "phase/step_ms" not in metrics:
         return None
-    return Case(
-        f"the {name}", evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
-    )
+    evidence = evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
+    return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
 
 
 def _summary(stage: StageDir) -> dict[str, float]:
@@ -100,6 +99,7 @@ def evidence_of(
         steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=_epochs(lines),
+        teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )  # fmt: skip
 
 

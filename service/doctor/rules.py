@@ -12,8 +12,9 @@ from service.doctor.evidence import LEAST_PCT, Evidence, Finding
 from service.doctor.feeding import copy, loading, no_prefetch
 from service.doctor.over_time import evaluation, thermal_drift
 from service.doctor.ranks import all_reduce, straggler, uneven
+from service.doctor.serving import service_waits
 
-RULES = (no_prefetch, loading, copy, straggler, uneven, all_reduce, launches, teacher, thermal_drift, evaluation)
+RULES = (no_prefetch, loading, copy, straggler, uneven, all_reduce, launches, teacher, service_waits, thermal_drift, evaluation)
 
 
 def findings(e: Evidence) -> list[Finding]:

@@ -53,7 +53,7 @@ def notes(e: Evidence) -> list[str]:
     step, said = e.typical, list[str]()
     if e.gpus and e.precision == "fp32":
         said.append("not tried here: --set precision=bf16")
-    if step.teacher_ms > 0.05 * step.step_ms:
+    if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
         share = 100 * step.teacher_ms / step.step_ms
         said.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
     if e.epochs and e.steps_per_epoch:

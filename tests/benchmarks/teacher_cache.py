@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from trainables import loop
 from trainables.build import Job, build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
+from trainables.served.contract import Line
 
 STUDENTS = 3
 PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}
@@ -66,12 +67,18 @@ class Bench:
             "distill": {},
         }  # fmt: skip
 
-    def job(self, jobs: contextlib.ExitStack, **changes: Any) -> Job:
+    @property
+    def num_images(self) -> int:
+        """Of a round."""
+        return int(self._steps * self._tree["data"]["global_batch_size"])
+
+    def job(self, jobs: contextlib.ExitStack, *, lines: Sequence[Line] = (), **changes: Any) -> Job:
         """A job that is closed with `jobs`. `teacher`: None, or what is changed of it."""
         teacher = changes.pop("teacher", {})
         taught = {"teacher": {**self._tree["teacher"], **teacher}} if teacher is not None else {"teacher": None, "distill": None}
         tree = {**self._tree, **taught, **changes, "output_dir": tempfile.mkdtemp(dir=self._folder)}
-        return jobs.enter_context(contextlib.closing(build(TrainConfig.model_validate(tree), Group(), Recorded(), no_telemetry)))
+        config = TrainConfig.model_validate(tree)
+        return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, lines=lines)))
 
     def full(self, jobs: contextlib.ExitStack) -> Job:
         """A job whose cache holds all that it asks for; its teacher was never built."""

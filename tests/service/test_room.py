@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.cluster import Cluster, Need, Node, auto_loader_workers, use_gpu
+from service.cluster import Cluster, Need, Node, auto_loader_workers, beside, use_gpu
 from service.experiment import load
 from service.plan import Plan
+from service.trial import need
 from trainables.rundir import RunDir
 
 
@@ -34,6 +35,51 @@ def test_jobs_at_a_time_leave_each_its_whole_group() -> None:
     assert cluster((8, 0)).concurrent(Need(2, 2), wanted=1) == 1
     # 9 CPUs, but each node has a place for one worker of 2: the second group would wait for a third of the first's.
     assert cluster((3, 0), (3, 0), (3, 0)).concurrent(Need(2, 2), wanted=2) == 1
+
+
+def test_the_actors_of_a_service_are_reserved_once_for_all_jobs() -> None:
+    two = Need(2, 3, gpus=1, service=Need(2, 1, gpus=1))
+    assert two.total_cpus == 8
+    node = cluster((64, 8))
+    assert node.places(two) == 6
+    assert node.concurrent(two, wanted=10) == 3
+    refusal = cluster((64, 3)).refusal(two)
+    assert refusal is not None
+    assert refusal.startswith("2 workers of 3 CPUs and 1 GPU each and teacher.service's 2 actors of 1 CPU and 1 GPU do not fit: ")
+    assert refusal.endswith("holds 1 workers beside them")
+    assert cluster((64, 1)).places(two) == 0
+
+
+def test_actors_go_where_workers_lose_least() -> None:
+    # Of 3 CPUs a worker of 2 leaves one, which is enough for an actor: a node of 4 would lose a worker.
+    need = Need(1, 2, service=Need(2, 1))
+    nodes = cluster((4, 0), (3, 0), (3, 0))
+    assert [node.node_id for node in beside(nodes.nodes, need)] == ["1", "2"]
+    assert nodes.places(need) == 4
+    assert [node.node_id for node in beside(cluster((2, 0), (2, 0)).nodes, Need(1, 2, service=Need(2, 1)))] == ["0", "0"]
+    assert beside(cluster((1, 0)).nodes, need) == []
+
+
+def test_only_students_have_a_service_and_an_experiment_says_what_it_takes(tmp_path: Path) -> None:
+    asked = ["teacher.service=2", "scale.cpus_per_worker=2", "data.loader_workers=1"]
+    plan = Plan.on(load("digits", asked).experiment, cluster((16, 0)))
+    assert plan.need() == Need(1, 3, service=Need(2, 2))
+    assert plan.describe(cluster((16, 0))).endswith("on 1 node, and 2 for the teacher")
+    student = plan.assign("student", RunDir(tmp_path), {}, "/teacher", ("first", "second"))
+    assert (student.config.teachers, student.config.teacher and student.config.teacher.service) == (("first", "second"), 2)
+    assert need(student.config, student.loader_workers, student.use_gpu) == plan.need()
+    assert plan.assign("teacher", RunDir(tmp_path), {}).config.teacher is None
+    refusal = Plan.on(load("digits", asked).experiment, cluster((6, 0))).refusal(cluster((6, 0)))
+    assert refusal is not None
+    assert refusal.endswith(": lower scale.num_workers or data.loader_workers, or teacher.service")
+
+
+def test_an_assistant_learns_from_the_network_and_its_student_from_the_service(tmp_path: Path) -> None:
+    experiment = load("digits", ["teacher.service=1", "assistants=[{model: convnet_small}]"]).experiment
+    stages = {name: experiment.stage(name, tmp_path, {}, "/weights").teacher for name in ("assistant1", "student")}
+    assert {name: (t.model, t.service) for name, t in stages.items() if t} == {
+        "assistant1": ("convnet_large", None), "student": ("convnet_small", 1),
+    }  # fmt: skip
 
 
 def test_more_reserved_than_real_cores_is_oversubscribed() -> None:

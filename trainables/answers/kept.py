@@ -6,7 +6,7 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from trainables.answers.key import key_of, key_parts
 from trainables.answers.layout import Layout
 from trainables.answers.store import Shelf, Store
 from trainables.config import TrainConfig
-from trainables.data.loader import Loader
+from trainables.data.loader import Batch, Loader
 from trainables.data.place.hold import free_bytes, human
 from trainables.distributed import Group, gather_objects
 from trainables.errors import DataError, DistillError, ExperimentError
@@ -62,6 +62,10 @@ class KeptTeacher:
         if self._keeper is not None:
             self._keeper.add(asked.epoch, samples_B, answer[self._methods[0]].logits_BK, missing_B)
         return answer
+
+    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """See `Answers`."""
+        return batches
 
     def end_epoch(self) -> int:
         """See `Answers`. The next epoch finds what all workers have written by now."""
@@ -109,14 +113,23 @@ def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Seque
     if isinstance(told, DistillError):
         raise told
     key, top_k = told
+    agree_on_decoder(loader, group, "teacher.cache")
+    assert config.teacher is not None
+    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), loader.num_samples)
+
+
+def agree_on_decoder(loader: Loader, group: Group, key: str) -> None:
+    """Refuse what would give one sample two answers; `key` says who shares them. Every rank calls it.
+
+    Raises:
+        ExperimentError: one line.
+    """
     decoders = gather_objects(loader.decoder, group)
     if len(set(decoders)) > 1:
         raise ExperimentError(
-            f"teacher.cache: the workers decode JPEG by {' and '.join(sorted(set(decoders)))}, which differ in a rounding: "
+            f"{key}: the workers decode JPEG by {' and '.join(sorted(set(decoders)))}, which differ in a rounding: "
             "install the same on all nodes, or set data.decoder"
         )
-    assert config.teacher is not None
-    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), loader.num_samples)
 
 
 def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[str, int | None] | DistillError:

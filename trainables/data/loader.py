@@ -24,7 +24,7 @@ from trainables.config import DataConfig
 from trainables.data.auto import Enough
 from trainables.data.order import Order, Split, rank_part
 from trainables.data.reading import Costs, Part, Reader, outcome
-from trainables.data.ring import Buffer, buffer_bytes, num_buffers, ring
+from trainables.data.ring import GIVEN_OUT, Buffer, buffer_bytes, ring
 from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.data.undecoded import Undecoded
 from trainables.data.view import View
@@ -68,6 +68,7 @@ class Loader:
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
     does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
+    `held` more batches than `Batch` says hold after they were given out.
     With `seed_epochs` images are augmented as in epoch 0, 1, … `seed_epochs` - 1 and then again; the order never comes again.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
@@ -90,6 +91,7 @@ class Loader:
         device: torch.device = _CPU,
         auto: Enough | None = None,
         seed_epochs: int | None = None,
+        held: int = 0,
     ) -> None:
         if data.val_resize is not None and data.val_resize < data.image_size:
             raise DataError(
@@ -124,6 +126,7 @@ class Loader:
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0
+        self._num_buffers = self._ahead + GIVEN_OUT + held
         self._rows = math.ceil(min(batch, num_samples) / world_size)
         self._stop = Event()
 
@@ -147,8 +150,8 @@ class Loader:
 
     @property
     def buffers_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and the two that were given out last."""
-        return num_buffers(self._ahead) * buffer_bytes(self._rows, self._data.image_size) / 2**20
+        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and those that were given out last."""
+        return self._num_buffers * buffer_bytes(self._rows, self._data.image_size) / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -181,8 +184,8 @@ class Loader:
         batch, num_samples = self._data.global_batch_size, len(self._source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        # Batch k+2+ahead is begun when batch k+2 is asked for, and gets the buffer of batch k.
-        buffers = ring(self._ahead, self._rows, self._data.image_size, pinned=self._device.type == "cuda")
+        # Batch k+2+ahead is begun when batch k+2 is asked for, and gets the buffer of batch k, or with `held` an earlier one's.
+        buffers = ring(self._num_buffers, self._rows, self._data.image_size, pinned=self._device.type == "cuda")
         pending: deque[_Pending] = deque()
         given_s = None  # when the batch before was given out
         try:

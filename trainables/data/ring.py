@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-_GIVEN_OUT = 2  # the batch that was asked for last and the one before, see `loader.Batch`
+GIVEN_OUT = 2
+"""Batches that hold after they were given out: the one that was asked for last and the one before, see `loader.Batch`."""
 
 
 class Buffer:
@@ -22,14 +23,9 @@ class Buffer:
         self.indices_B = torch.empty(rows, dtype=torch.int64, pin_memory=pinned)
 
 
-def num_buffers(batches_ahead: int) -> int:
-    """The batches that are read ahead, and those that were given out and may still be in use."""
-    return batches_ahead + _GIVEN_OUT
-
-
-def ring(batches_ahead: int, rows: int, image_size: int, pinned: bool) -> Iterator[Buffer]:
+def ring(num_buffers: int, rows: int, image_size: int, pinned: bool) -> Iterator[Buffer]:
     """A buffer for each batch of an epoch, each made when it is first needed; after `num_buffers` the first one comes again."""
-    return itertools.cycle(Buffer(rows, image_size, pinned) for _ in range(num_buffers(batches_ahead)))
+    return itertools.cycle(Buffer(rows, image_size, pinned) for _ in range(num_buffers))
 
 
 def buffer_bytes(rows: int, image_size: int) -> int:

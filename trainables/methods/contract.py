@@ -44,7 +44,10 @@ class Samples:
     epoch: float
     """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
     everyone: Gather
-    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones."""
+    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
+
+    `everyone.together(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Needs:
     """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
     what a method is given is a copy in float32, of which the logits are no function."""
     teacher_model: bool = False
-    """It keeps the teacher, or a part of it: refused with `teacher.cache`, like `teacher_gradient` and taps on the teacher."""
+    """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     return tuple(method for method in every if method.options.weight)
 
 
-def check_reads_logits(chosen: Sequence[Chosen]) -> None:
-    """Refuse methods to which a teacher's logits alone would not do, where `teacher.cache` keeps no more of it.
+def check_reads_logits(chosen: Sequence[Chosen], key: str) -> None:
+    """Refuse methods to which a teacher's logits alone would not do, where the experiment's `key` gives no more of it.
 
     Raises:
         ExperimentError: one line.
@@ -66,8 +66,8 @@ def check_reads_logits(chosen: Sequence[Chosen]) -> None:
         }
         if needs.teacher and (what := next((name for name, needed in more.items() if needed), None)):
             raise ExperimentError(
-                f"teacher.cache: it keeps a teacher's logits, and {method.key} needs its {what}: set teacher.cache to null, or "
-                "distill.method to methods on logits, such as kd"
+                f"{key}: it gives a teacher's logits, and {method.key} needs its {what}: set {key} to null, or distill.method "
+                "to methods on logits, such as kd"
             )
 
 

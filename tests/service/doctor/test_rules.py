@@ -12,6 +12,7 @@ from service.doctor.feeding import copy, loading, no_prefetch
 from service.doctor.over_time import evaluation, thermal_drift
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.rules import findings
+from service.doctor.serving import service_waits
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, longer, run_of, waiting, waits
 
 
@@ -218,6 +219,16 @@ def test_micro_batches_that_the_memory_could_hold_as_one_are_named_before_a_larg
 def test_a_teacher_that_outweighs_the_student_is_named_and_a_smaller_one_is_not() -> None:
     assert the(teacher(run_of(longer(RANK, teacher=100)))).gain_pct == pytest.approx(100 * 125 / 200)
     assert teacher(HEALTHY) is None
+    assert teacher(run_of(longer(RANK, teacher=100), teacher_actors=1)) is None
+
+
+def test_a_step_that_waits_for_a_service_names_how_many_actors_do() -> None:
+    found = the(service_waits(run_of(longer(RANK, teacher=100), teacher_actors=1)))
+    # 200 ms of work a step for what else takes 75: three actors do it in 67.
+    assert found.change.startswith("--set teacher.service=3; or, ")
+    assert found.gain_pct == pytest.approx(100 * 125 / 200)
+    assert service_waits(run_of(longer(RANK, teacher=100))) is None
+    assert findings(run_of(longer(RANK, teacher=100), teacher_actors=2))[0].cause == "service-bound"
 
 
 # Over time

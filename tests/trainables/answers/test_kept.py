@@ -207,7 +207,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
     asked = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
-    with pytest.raises(ExperimentError, match=r"teacher.cache: it keeps a teacher's logits, and kd needs its features") as error:
+    with pytest.raises(ExperimentError, match=r"teacher.cache: it gives a teacher's logits, and kd needs its features") as error:
         train(Group(), asked)
     assert "\n" not in str(error.value)
 

@@ -1,0 +1,93 @@
+"""When a teacher's service pays, and when not: `teacher.service` beside a teacher in each worker, and beside `teacher.cache`.
+
+Let a step of a worker be t of the teacher and s of all else; let k students run side by side on n workers each, all with the same
+images (one seed, one data section), and m more GPUs be at hand (without GPUs: cores).
+
+- **A teacher in each worker**: k·n GPUs, a step takes s + t: k·n·(s + t) GPU-seconds for a step of all students. Were the m more
+  workers instead, and did k·n + m of them work without loss, it would take A = (s + t)·k·n/(k·n + m).
+- **A service of m**: each image is computed once for all k, n·t of work for a step of all: it takes B = max(s, n·t/m), on
+  k·n + m GPUs. m₀ = ⌈n·t/s⌉ is the least that hides the teacher: then B = s, and k·n·s + n·t of the GPU-seconds are work.
+
+It pays where B < A: for k·n·t/(k·s + (k-1)·t) < m < k·n·t/s. With fewer actors all students wait, with more it is they that idle.
+
+**For k = 1 it never does.** A = (n·s + m·(n·t/m))/(n + m) is the mean of s and n·t/m, weighted by n and m, which is not above the
+larger of the two, B; they are equal where m = n·t/s exactly. One student alone so does better with one GPU more as a worker, but
+where another worker does not help it: a batch too small to part, a network too slow, or GPUs whose memory has no room for the
+teacher beside the student.
+
+A cache costs no GPU, and what it holds is never computed again: it is better where images repeat (no augmentation,
+`teacher.cache_epochs`), and for trials and runs that come later. While it is being filled it does nothing for students side by
+side, each of whom computes what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from service.doctor.evidence import Evidence, Finding, gain_pct
+
+
+def hiding(teacher_ms: float, rest_ms: float, workers: int) -> int:
+    """m₀ = ⌈n·t/s⌉: the fewest actors that answer as fast as one student's n workers take steps of `rest_ms`."""
+    return max(1, math.ceil(workers * teacher_ms / max(rest_ms, 1e-9) - 1e-9))
+
+
+def served_ms(teacher_ms: float, rest_ms: float, workers: int, actors: int) -> float:
+    """B = max(s, n·t/m): a step of students who share so many actors."""
+    return max(rest_ms, workers * teacher_ms / actors)
+
+
+def spread_ms(teacher_ms: float, rest_ms: float, workers: int, students: int, more: int) -> float:
+    """A = (s + t)·k·n/(k·n + m): a step where the actors' GPUs are workers instead, which work without loss."""
+    mine = students * workers
+    return (rest_ms + teacher_ms) * mine / (mine + more)
+
+
+def pays(teacher_ms: float, rest_ms: float, workers: int, students: int, actors: int) -> bool:
+    """Whether the actors' GPUs do more for all students as a service than as workers: B < A."""
+    served = served_ms(teacher_ms, rest_ms, workers, actors)
+    return served < spread_ms(teacher_ms, rest_ms, workers, students, actors) * (1 - 1e-9)
+
+
+def least_students(teacher_ms: float, rest_ms: float, workers: int, actors: int) -> int:
+    """From how many students side by side on the service pays: the least k with B < A.
+
+    B·(k·n + m) < (s + t)·k·n, hence k > B·m/(n·(s + t - B)); there is always one, since m₀ actors have B = s < s + t.
+    """
+    served = served_ms(teacher_ms, rest_ms, workers, actors)
+    return math.floor(served * actors / (workers * (rest_ms + teacher_ms - served)) + 1e-9) + 1
+
+
+def advice(e: Evidence) -> str:
+    """What is to be said of a service where the teacher of each worker outweighs its student."""
+    step = e.typical
+    rest_ms = max(step.step_ms - step.teacher_ms, 1e-9)
+    actors = hiding(step.teacher_ms, rest_ms, e.num_workers)
+    least = least_students(step.teacher_ms, rest_ms, e.num_workers, actors)
+    of = "GPU" if e.on_gpu else "core"
+    those = f"{actors} {of}s that compute" if actors > 1 else f"one {of} that computes"
+    it, workers = ("them", "workers") if actors > 1 else ("it", "a worker")
+    return (
+        f"with {least} or more students side by side (sweep.max_concurrent), {those} the teacher once for all of them "
+        f"(--set teacher.service={actors}); one student alone gains more from {it} as {workers}"
+    )
+
+
+def service_waits(e: Evidence) -> Finding | None:
+    """Steps that wait for `teacher.service`: it is busy all the time, and m actors need m·T for what a step asks of them.
+
+    Without the wait w a step takes s = T - w, which m' = ⌈m·T/s⌉ actors would allow: T' = max(s, m·T/m'). Nothing where none is.
+    """
+    step = e.typical
+    if e.teacher_actors is None or not step.teacher_ms:
+        return None
+    rest_ms = max(step.step_ms - step.teacher_ms, 1e-9)
+    work_ms = e.teacher_actors * step.step_ms
+    actors = hiding(work_ms, rest_ms, 1)
+    return Finding(
+        "service-bound",
+        f"a step waits {step.teacher_ms:.1f} of its {step.step_ms:.1f} ms for the teacher's service",
+        f"--set teacher.service={actors}; or, where images repeat or runs follow, keep the answers (--set teacher.cache=FOLDER "
+        "in its place)",
+        gain_pct(step.step_ms, served_ms(work_ms, rest_ms, 1, actors)),
+    )

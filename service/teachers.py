@@ -1,0 +1,89 @@
+"""The actors of `teacher.service`: started before the students of a run or sweep, ended after them, however they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from service.cluster import Cluster, Need, beside
+from service.plan import Plan
+
+if TYPE_CHECKING:
+    from service.run import Session
+
+WORD_S = 60.0
+"""Between two words about actors that find no room."""
+
+
+@contextlib.contextmanager
+def serving(now: Session, plan: Plan, cluster: Cluster, weights: str | None) -> Iterator[tuple[str, ...]]:
+    """The names of the actors that answer for the teacher with these weights; none where workers run it, or where none is asked.
+
+    An actor that dies Ray starts again, on another node where its own is gone; what it remembered is computed again when it is
+    asked for. Actors that other jobs leave no room for wait, and say so.
+    """
+    teacher, need = plan.experiment.stage("student", now.run_dir.root, {}).teacher, plan.need()
+    if teacher is None or weights is None or need.service is None:
+        yield ()
+        return
+    import ray
+
+    each, actors = need.service, dict[str, Any]()
+    nodes = beside(cluster.nodes, need)
+    try:
+        for number in range(each.num_workers):
+            name = f"{now.run_dir.root.name}-{time.time_ns():x}-teacher-{number}"
+            actors[name] = start(name, each, nodes[number].node_id if nodes else None)
+        kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
+        now.display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
+        now.wait_for(lambda: _stand(now, actors))
+        yield tuple(actors)
+        with contextlib.suppress(ray.exceptions.RayError):  # it is only told
+            counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
+            computed, answered = (sum(count[name] for count in counts) for name in ("computed", "answered"))
+            now.display.say(
+                f"teacher.service: since its actors were last started {teacher.model} ran for {computed:,} images, "
+                f"and {answered:,} were answered"
+            )
+    finally:
+        for actor in actors.values():
+            with contextlib.suppress(Exception):  # its node may be gone, and Ray with it
+                ray.kill(actor)
+
+
+def start(name: str, each: Need, node_id: str | None = None) -> Any:
+    """The handle of a new actor of a teacher's service, which `trainables.worker.ActorLine` finds by its name.
+
+    `node_id`: where it stands, as long as that node does.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from trainables.served.actor import TeacherActor
+    from trainables.worker import CPU_MALLOC, TEACHERS
+
+    environment = {} if each.gpus else {"env_vars": {k: v for k, v in CPU_MALLOC.items() if k not in os.environ}}
+    return (
+        ray.remote(TeacherActor)
+        .options(
+            name=name, namespace=TEACHERS, max_restarts=-1, num_cpus=each.cpus, num_gpus=each.gpus, runtime_env=environment,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT",
+        )
+        .remote("cuda" if each.gpus else "cpu", each.cpus)
+    )  # fmt: skip
+
+
+def _stand(now: Session, actors: dict[str, Any]) -> None:
+    """Return once all actors have been started."""
+    import ray
+
+    waiting = [actor.counts.remote() for actor in actors.values()]
+    while True:
+        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=WORD_S)
+        ray.get(ready)
+        if not waiting:
+            return
+        now.display.say("teacher.service: the cluster has no room for its actors yet: still waiting")

@@ -1,0 +1,1 @@
+"""The teacher as a service (`teacher.service`): one network answers for several students, in processes of its own."""
