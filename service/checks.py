@@ -7,10 +7,12 @@ only the last ones import torch.
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from service import cluster as clusters
 from service.experiment import Experiment, Resolved, read_resolved
+from service.fitting import check_fits, refuse_misfits
 from service.plan import Plan
 from service.tracking.tracker import checked_uri
 from trainables.config import DataConfig
@@ -20,6 +22,9 @@ from trainables.data.source import Source, check_placement, open_source
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.header import read_header
 from trainables.rundir import RunDir, StageDir
+
+if TYPE_CHECKING:
+    from service.trials import Trial
 
 PROBED_IMAGES = 8
 
@@ -35,7 +40,8 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
         clusters.knock(os.environ["RAY_ADDRESS"])
     if experiment.tracking.enabled and experiment.tracking.uri:
         checked_uri(experiment.tracking.uri)
-    searched = check_points(resolved) if kind == "sweep" else frozenset()
+    trials = check_points(resolved) if kind == "sweep" else []
+    searched = frozenset(experiment.sweep.axes) if kind == "sweep" else frozenset()
     teacher = experiment.teacher
     trains_base = kind == "train" or bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
     if kind == "train":  # a point of a sweep that does not fit is a row, not an error
@@ -52,11 +58,17 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
             f"write at most {len(train)}, or data.last_batch=short"
         )
     if "data.image_size" not in searched:
-        check_models(experiment, val.classes, student="student.model" not in searched)
+        check_models(experiment, val.classes)
+        check_fits(experiment, len(val.classes), [name for name in experiment.preparation if name != "teacher"])
+    if kind == "train":
+        check_fits(experiment, len(val.classes), ["student"])
+    else:
+        refuse_misfits(trials)
+        check_any_runs(trials)
 
 
-def check_points(resolved: Resolved) -> frozenset[str]:
-    """Refuse a sweep without a single point that could run. Returns the keys that it searches over.
+def check_points(resolved: Resolved) -> list[Trial]:
+    """Refuse a sweep without a single point that could run. Returns all of its points.
 
     Raises:
         ExperimentError: nothing to search, or the reason why the first point cannot run.
@@ -66,10 +78,15 @@ def check_points(resolved: Resolved) -> frozenset[str]:
     trials = plan_trials(resolved)
     if clusters.is_local():
         refuse(trials, clusters.local_capacity())
+    check_any_runs(trials)
+    return trials
+
+
+def check_any_runs(trials: Sequence[Trial]) -> None:
+    """Refuse trials of which none is left to run. Raises ExperimentError with the first one's reason."""
     if all(trial.outcome is not None for trial in trials):
         reason = trials[0].outcome.reason if trials[0].outcome else ""
         raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
-    return frozenset(resolved.experiment.sweep.axes)
 
 
 def check_room(experiment: Experiment) -> None:
@@ -106,29 +123,25 @@ def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:
     )
 
 
-def check_models(experiment: Experiment, classes: tuple[str, ...], *, student: bool = True) -> None:
-    """Build the models for these classes, and load the teacher's weights. Imports torch.
+def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
+    """Build the teachers for these classes, or load their weights. Imports torch.
 
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
-    from trainables.methods.pupil import choose, student_name
+    from trainables.methods.pupil import choose
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 
     teacher, distill = experiment.teacher, experiment.distill
     size, seed = experiment.data.image_size, experiment.seed
-    names = [assistant.model for assistant in experiment.assistants]
-    names += [student_name(experiment.student.model, teacher, choose(distill))] if student else []
     if teacher is not None and teacher.weights is None:
-        names.insert(0, teacher.model)
+        build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
     if teacher is not None and choose(distill):
         weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
         for model, path in weights:
             if path is not None:
                 load_teacher(model, path, num_classes=len(classes), image_size=size, classes=classes, seed=seed)
-    for name in dict.fromkeys(names):
-        build_model(name, num_classes=len(classes), image_size=size, seed=seed)
 
 
 def check_checkpoints(run_dir: RunDir) -> None:

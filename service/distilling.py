@@ -11,7 +11,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from service.mistakes import explain
-from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, TeacherConfig
+from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, ScaleConfig, TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods import check_name, key_of, load
 
@@ -29,6 +29,8 @@ class Said(Protocol):
     def data(self) -> DataConfig: ...
     @property
     def optim(self) -> OptimConfig: ...
+    @property
+    def scale(self) -> ScaleConfig: ...
 
 
 def distills(experiment: Said) -> bool:
@@ -129,4 +131,9 @@ def _check_needs(experiment: Said) -> None:
             raise ExperimentError(
                 f"distill.method: {name} compares the samples of a batch, which optim.accumulate {parts} parts:"
                 " set optim.accumulate to 1, or use more workers"
+            )
+        if needs.all_workers and parts > 1 and experiment.scale.num_workers > 1:
+            raise ExperimentError(
+                f"distill.method: {name} takes up what every worker's samples are answered, and of a short batch one worker has"
+                " fewer parts than another: set optim.accumulate to 1, or scale.num_workers to 1"
             )

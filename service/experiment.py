@@ -155,7 +155,10 @@ class Experiment(Section):
         """Whom a stage after the teacher's learns from: the experiment's teacher, or the assistant before it."""
         names = [*self.preparation, name]
         nearest = names[names.index(name) - 1]
-        return self.teacher if nearest in ("teacher", name) else TeacherConfig(model=self.preparation[nearest].model)
+        if nearest in ("teacher", name) or self.teacher is None:
+            return self.teacher
+        kept = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs"})
+        return TeacherConfig(model=self.preparation[nearest].model, **kept)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from service import cluster as clusters
 from service.cluster import Cluster
 from service.distilling import asks_teacher
 from service.experiment import Resolved
+from service.fitting import refuse_misfits
 from service.plan import Plan, absolute
 from service.report.tables import compared
 from service.run import Session, prepare, record_student, session, start_tracking, written_ms
@@ -44,6 +45,7 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
         capacity = clusters.local_capacity()
         if clusters.is_local():
             refuse(trials, capacity)
+        refuse_misfits(trials)
         pending = [trial for trial in trials if trial.outcome is None]
         if pending or resolved.experiment.sweep.races:
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]

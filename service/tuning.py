@@ -7,11 +7,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from service.search.config import SweepConfig
 from service.trial import Assignment, run_trial, run_visit
 from trainables.rundir import RunDir
+
+if TYPE_CHECKING:
+    from ray.tune.schedulers import ASHAScheduler
 
 LEADER = {"node:__internal_head__": 0.001}
 """What the function of a trial reserves. It only waits for its workers, which reserve what they use, and Tune wants it to
@@ -24,7 +27,6 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
-    from ray.tune.schedulers import ASHAScheduler
 
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
     trainable = tune.with_resources(function, LEADER)
@@ -32,12 +34,6 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     path = run_dir.tune / "tune"
     if path.exists() and sweep.policy != "asha":
         path = path.with_name(f"tune-{time.time_ns():x}")
-    scheduler = None
-    if sweep.policy == "asha":
-        scheduler = ASHAScheduler(
-            time_attr="epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
-            reduction_factor=sweep.reduction_factor, max_t=10**6,
-        )  # fmt: skip
     if tune.Tuner.can_restore(str(path)):
         tuner = tune.Tuner.restore(str(path), trainable, restart_errored=True)
     else:
@@ -45,11 +41,23 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
             trainable,
             param_space={"trial": tune.grid_search(sorted(assignments))},
             tune_config=tune.TuneConfig(
-                max_concurrent_trials=at_once, scheduler=scheduler, trial_dirname_creator=lambda trial: trial.config["trial"]
+                max_concurrent_trials=at_once,
+                scheduler=stopper(sweep) if sweep.policy == "asha" else None,
+                trial_dirname_creator=lambda trial: trial.config["trial"],
             ),
             run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
         )
     tuner.fit()
+
+
+def stopper(sweep: SweepConfig) -> ASHAScheduler:
+    """What ends the worse trials early. Epochs of a method's warm-up stage do not count: no label is learned in them."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    return ASHAScheduler(
+        time_attr="training_epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
+        reduction_factor=sweep.reduction_factor, max_t=10**6,
+    )  # fmt: skip
 
 
 def sharing_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:

@@ -25,7 +25,7 @@ from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
-from trainables.global_batch_norm import convert, takes_none
+from trainables.global_batch_norm import synchronized, takes_none
 from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, choose, student_name
 from trainables.models.registry import build_model
@@ -112,19 +112,14 @@ def build(
     name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
-    if config.scale.sync_batch_norm:  # torch's is fused, and for GPUs only
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else convert(model, group)
+    if config.scale.sync_batch_norm:
+        model = synchronized(model, group)
     pupil, teacher = build_pupil(config, group, model, classes, train_loader, lines)
     pupil.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
     stage = StageDir(Path(config.output_dir))
     updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
-    if updates.several and pupil.init_epochs:
-        raise ExperimentError(
-            f"distill.method: {', '.join(config.distill.method if config.distill else ())} has a warm-up stage, which has one"
-            " optimizer: leave out optim.losses, and set optim.name to sgd or adamw"
-        )
     init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
     pupil.settle(True)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

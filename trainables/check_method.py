@@ -190,7 +190,8 @@ def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
     declared = load(case.name).terms
     if set(said.terms) != set(declared):
         return f"it returns {', '.join(said.terms) or 'none'} and declares {', '.join(declared) or 'none'}"
-    if said.gathers and not load(case.name).needs.whole_batch:
+    needs = load(case.name).needs
+    if said.gathers and not (needs.whole_batch or needs.all_workers):
         return "it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused with it"
     wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]
     return f"neither ({said.rows},) nor a scalar: {', '.join(wrong)}" if wrong else None
@@ -225,6 +226,8 @@ def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
+    if load(case.name).needs.teacher_gradient:
+        return None  # such jobs are refused in half precision
     (state,) = run(1, train, settings(case, root / "bf16", precision="bf16"))  # stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
     return f"not finite: {', '.join(broken)}" if broken else None

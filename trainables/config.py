@@ -163,7 +163,9 @@ class TeacherConfig(ModelConfig):
     )
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
     cache: str | None = Field(
-        None, min_length=1, description="a folder that all nodes share, where its logits are kept for all epochs, trials and runs"
+        None,
+        min_length=1,
+        description="a folder that all nodes share, where its logits, and an assistant's, are kept for all runs",
     )
     cache_top_k: Count | None = Field(None, description="keep so many classes of each image, and what the others add up to")
     cache_epochs: Count | None = Field(

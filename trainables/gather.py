@@ -40,6 +40,15 @@ class Gather:
         gathered: Tensor = _Gathered.apply(own, self._sizes_R(), self._group.rank)  # type: ignore[no-untyped-call]
         return gathered
 
+    def together(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """(N, …) for each (B, …) in one message: ranks wait for each other once. All of one type."""
+        if self._group.world_size == 1:
+            self.used = True
+            return own
+        flat = [tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None] for tensor in own]
+        gathered = self(torch.cat(flat, 1)).split([rows.shape[1] for rows in flat], 1)
+        return tuple(rows.reshape(-1, *tensor.shape[1:]) for rows, tensor in zip(gathered, own, strict=True))
+
     def _sizes_R(self) -> list[int]:
         """The number of rows of each rank."""
         if self._sizes is None:

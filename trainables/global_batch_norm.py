@@ -76,8 +76,35 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.num_batches_tracked.add_(1)
 
 
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def synchronized(model: nn.Module, group: Group) -> nn.Module:
+    """`model` with batch norms over all ranks: torch's on GPUs, where it is fused, ours on the CPU. Hooks go along.
+
+    Raises:
+        ModelError: see `convert`.
+    """
+    if group.device.type != "cuda":
+        return convert(model, group)
+    before = dict(model.named_modules(remove_duplicate=False))
+    made: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    for path, module in made.named_modules(remove_duplicate=False):
+        if module is not before[path]:
+            _take_hooks(module, before[path])
+    return made
+
+
+def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
+    for hooks in _HOOKS:  # the same mapping, from which a hook's handle removes it
+        setattr(module, hooks, getattr(replaced, hooks))
+
+
 def convert(model: nn.Module, group: Group) -> nn.Module:
-    """`model` with every batch norm of torch's replaced by one over all ranks; parameters and statistics stay as they are.
+    """`model` with every batch norm of torch's replaced by one over all ranks; parameters, statistics and hooks stay as they are.
 
     Raises:
         ModelError: it has a batch norm of another kind.
@@ -96,6 +123,7 @@ def convert(model: nn.Module, group: Group) -> nn.Module:
             made = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
             made.load_state_dict(child.state_dict())
             made.weight, made.bias = child.weight, child.bias
+            _take_hooks(made, child)
             setattr(parent, name, made.train(child.training))
     return model
 

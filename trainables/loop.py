@@ -20,7 +20,7 @@ from trainables.evaluate import evaluate
 from trainables.one_image import image_costs
 from trainables.phases import PHASES
 from trainables.rundir import headline
-from trainables.step import train_step
+from trainables.step import Learner, train_step
 
 log = logging.getLogger("raydistill")
 
@@ -168,13 +168,13 @@ def log_step(job: Job, in_epoch: int) -> None:
         stop_not_finite(job)
     check_replicas(learner.pupil, group, progress.step)
     progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
-    metrics = means(learner.names, totals) | (job.noise.add(window) if window else {})
+    metrics = means(learner, totals, progress.epoch) | (job.noise.add(window) if window else {})
     lr = learner.updates.updates[0].optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
                {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip
     if group.is_main:
-        now, epoch = means(learner.names, local.tolist()), means(learner.names, progress.partial)
+        now, epoch = (means(learner, sums, progress.epoch) for sums in (local.tolist(), progress.partial))
         log.info(
             "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
             "  %.1f images/s",
@@ -184,9 +184,13 @@ def log_step(job: Job, in_epoch: int) -> None:
         )  # fmt: skip
 
 
-def means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """Sums over images, see `Learner.names`, as named means; accuracies in percent. No image: nan."""
-    named = dict(zip(names, sums, strict=True))
+def means(learner: Learner, sums: Sequence[float], epoch: int) -> dict[str, float]:
+    """Sums over images of an epoch, see `Learner.names`, as named means; accuracies in percent. No image: nan.
+
+    A term that no method computes in this epoch is left out.
+    """
+    silent = learner.silent(epoch)
+    named = {name: sum_ for name, sum_ in zip(learner.names, sums, strict=True) if name not in silent}
     n = named.pop("images") or math.nan
     return {f"{name}_pct" if (hits := name in ("top1", "top5")) else name: (100 if hits else 1) * sum_ / n
             for name, sum_ in named.items()}  # fmt: skip
@@ -247,8 +251,9 @@ def finish_epoch(job: Job) -> None:
     for split, images in (("training", progress.partial[0]), ("validation", val["num_images"])):
         if not images:
             raise DataError(f"{config.data.path}: not one {split} image could be read")
+    trained = means(job.learner, progress.partial, progress.epoch)
     progress.epoch, progress.position = progress.epoch + 1, 0
-    metrics = {f"train/{name}": value for name, value in means(job.learner.names, progress.partial).items()}
+    metrics = {f"train/{name}": value for name, value in trained.items()}
     metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
     metrics |= {f"val/{name}": value for name, value in val.items()}
     metrics |= {"eval_s": eval_s, "skipped_images": float(skipped), **asked}
@@ -275,7 +280,8 @@ def finish_epoch(job: Job) -> None:
             )  # fmt: skip
     job.report(
         "epoch", progress.step, float(progress.epoch),
-        {**metrics, **throughput(job), "train_s": job.throughput.train_s, **progress.reached, **used},
+        {**metrics, **throughput(job), "training_epoch": float(progress.epoch - job.learner.init_epochs),
+         "train_s": job.throughput.train_s, **progress.reached, **used},
     )  # fmt: skip
 
 

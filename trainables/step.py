@@ -61,7 +61,7 @@ class Learner:
     hosts: dist.ProcessGroup | None = None
     """See `trainables.gather.hosts_group`."""
     names: tuple[str, ...] = field(init=False)
-    """What `sums` adds up over images."""
+    """What `sums` adds up over images; some of it stays 0 while no method computes it, see `silent`."""
     sums: Tensor = field(init=False)
     """Since the last log line, (len(names),) float64 on the device."""
     bad_step: Tensor = field(init=False)
@@ -72,6 +72,11 @@ class Learner:
         self.names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.group.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
+
+    def silent(self, epoch: int) -> frozenset[str]:
+        """Those of `names` that nobody computes in an epoch, counted with those of the warm-up stage: it has terms of its own."""
+        told = self.pupil.told_at(epoch - self.init_epochs)
+        return frozenset({"distill_loss", *self.pupil.term_names} - told) if self.pupil.methods else frozenset()
 
 
 class Losses(NamedTuple):

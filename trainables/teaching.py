@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainables.answers.kept import KeptTeacher, keeps, open_store
 from trainables.config import TrainConfig
@@ -17,7 +17,8 @@ from trainables.data.loader import Loader
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import normalizes_together
-from trainables.methods.pupil import Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
+from trainables.inputs import AUTOCAST
+from trainables.methods.pupil import Chosen, Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
 from trainables.models.reused import ReusedClassifier
 from trainables.served.asking import asking_teacher
 from trainables.served.contract import Line
@@ -38,46 +39,78 @@ def build_pupil(
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
     """
     given, size = config.teacher, config.data.image_size
+    reading = readers_of(config)
+    taught = given is not None and given.weights is not None and bool(reading)
+    logits_only = given.logits_only if given is not None and taught else None
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
+    pupil, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
+    if model is not None and of_teacher is not None:
+        place(model, config, group)
+        return pupil, Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading))
+    asking = [method.key for method in reading]
+    if logits_only == "teacher.cache":
+        return pupil, kept_teacher(config, group, classes, loader, asking)
+    if logits_only == "teacher.service":
+        return pupil, asking_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+    return pupil, None
+
+
+def readers_of(config: TrainConfig) -> tuple[Chosen, ...]:
+    """The methods of a job that read a teacher."""
+    return tuple(method for method in (choose(config.distill) if config.distill else ()) if method.kind.needs.teacher)
+
+
+def unite(
+    config: TrainConfig, group: Group, student: nn.Module, model: nn.Module | None, num_classes: int, labels_M: Tensor
+) -> tuple[Pupil, Reader | None]:
+    """The student with the methods of a job, and what reads the teacher `model` for them.
+
+    `model` is None where no method reads a teacher, or its answers are kept. No weight of it is looked at, but for those that the
+    student takes over: models that nobody has trained fit if the trained ones do.
+
+    Raises:
+        ExperimentError, ModelError: models, methods and options do not fit together.
+    """
+    given, size = config.teacher, config.data.image_size
     chosen = choose(config.distill) if config.distill is not None else ()
     if config.distill is None or not chosen:
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
-    reading = [method for method in chosen if method.kind.needs.teacher]
-    taught = given is not None and given.weights is not None and bool(reading)
-    logits_only = given.logits_only if given is not None and taught else None
-    if logits_only is not None:
-        check_reads_logits(chosen, logits_only)
+    reading = readers_of(config)
+    if reading and given is not None and given.logits_only is not None:
+        check_reads_logits(chosen, given.logits_only)
         if isinstance(student, ReusedClassifier):
             raise ExperimentError(
-                f"{logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
+                f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
             )
-    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
+    differentiates = next((method.key for method in reading if method.kind.needs.teacher_gradient), None)
+    if differentiates and config.precision in AUTOCAST:
+        raise ExperimentError(
+            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
+        )
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(
-        chosen, student, model, (reader, of_teacher), num_classes=len(classes), labels_M=loader.labels_M, image_size=size,
+        chosen, student, model, (reader, of_teacher), num_classes=num_classes, labels_M=labels_M, image_size=size,
         global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
-    teacher: Answers | None = None
-    if model is not None and of_teacher is not None:
-        place(model, config, group)
-        teacher = Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in chosen))
-    elif logits_only == "teacher.cache":
-        teacher = kept_teacher(config, group, classes, loader, [c.key for c in reading])
-    elif logits_only == "teacher.service":
-        teacher = asking_teacher(config, group, loader, classes, lines, [c.key for c in reading], numbers(config)[0])
     pupil = Pupil(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
+    names = ", ".join(config.distill.method)
     if (pupil.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
-        names = ", ".join(config.distill.method) if pupil.needs_whole_batch else "scale.sync_batch_norm"
         raise ExperimentError(
-            f"{names} looks at all samples of a batch, which optim.accumulate {config.optim.accumulate} parts: "
-            "set optim.accumulate to 1, or use more workers"
+            f"{names if pupil.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
+            f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
-    return pupil, teacher
+    if pupil.init_epochs and (config.optim.losses or config.optim.name == "dot"):
+        raise ExperimentError(
+            f"distill.method: {names} has a warm-up stage, which has one optimizer: leave out optim.losses, and set optim.name"
+            " to sgd or adamw"
+        )
+    return pupil, of_teacher
 
 
 def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import queue
-import re
 import socket
 import sys
 import threading
@@ -36,7 +35,7 @@ from trainables.answers.fill import fill
 from trainables.build import build
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
-from trainables.errors import ClusterError, DistillError
+from trainables.errors import NO_MEMORY, ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
 from trainables.rundir import StageDir, append_line, headline, read_lines, write_json
 from trainables.served.contract import LostError
@@ -345,9 +344,6 @@ def leave_out_triton() -> None:
     for kernels that no CPU runs.
     """
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-
-
-NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 def is_out_of_memory(error: Exception) -> bool:

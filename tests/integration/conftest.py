@@ -218,6 +218,7 @@ class RayCluster:
                  "--disable-usage-stats", "--block"],
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.folder,
                 env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file), "HOME": str(self.folder),
+                     "RAY_health_check_period_ms": "1000",  # by default the head asks a dead node five times in 15 s
                      "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
             )  # fmt: skip
         node = RayNode(address, process)

@@ -133,6 +133,7 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
     assert (result(strict)["status"], result(strict)["reason"]) == ("failed", refused)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_the_last_good_state(tmp_path: Path) -> None:
     run = tmp_path / "run"
     every = ["train.checkpoint_every=1", "train.log_every=1", "optim.lr=1e12"]

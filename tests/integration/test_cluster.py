@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import time
 from collections import Counter
 
-import psutil
 import pytest
 
-from tests.integration.conftest import Command, Distill, RayCluster, kill, records, result, wait_until
+from tests.integration.conftest import Distill, RayCluster, kill, records, result, wait_until
 from tests.trainables.data.photos import photo
 
 pytestmark = pytest.mark.integration
@@ -28,7 +26,7 @@ def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_si
 ) -> None:
     run = distill.runs / "death"
     # A node has 3 CPUs and a worker takes 2, its own and its loader's: no node holds both.
-    sets = ("--set", "optim.epochs=16", "--set", "train.checkpoint_every=4", "--set", "train.log_every=1")
+    sets = ("--set", "optim.epochs=8", "--set", "train.checkpoint_every=4", "--set", "train.log_every=1")
     command = distill.start("train", distill.experiment, "--out", run, *TWO, *sets, env=cluster.env)
     wait_until(lambda: len(records(run, "epoch")) >= 3, "third epoch", command)
     assert [len(node.workers()) for node in cluster.nodes] == [1, 1]
@@ -39,15 +37,15 @@ def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_si
     assert result(run)["status"] == "complete"
     found = result(run)["stages"][0]
     assert {"node0/gpus", "node1/gpus"} <= found["metrics"].keys()
-    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 16 * 22)
+    assert (found["status"], found["restarts"], found["metrics"]["steps"]) == ("ok", 1, 8 * 22)
     first, again = records(run, "start")
     assert first["step"] == 0
     # A checkpoint every 4 steps; the record of a step may be a step or two ahead of what rank 0 has on disk.
     assert at_death - 6 <= again["step"] <= at_death + 2
     counts = Counter(line["step"] for line in records(run, "step"))
-    assert sorted(counts) == list(range(1, 16 * 22 + 1))
+    assert sorted(counts) == list(range(1, 8 * 22 + 1))
     assert set(counts.values()) == {1}
-    assert [line["epoch"] for line in records(run, "epoch")] == list(range(1, 17))
+    assert [line["epoch"] for line in records(run, "epoch")] == list(range(1, 9))
     assert "going on from the last checkpoint (restart 1 of at most 3)" in command.output
 
 
@@ -101,30 +99,6 @@ def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: D
         assert len(said.splitlines()) <= 6
     finally:
         cluster.remove(blind)
-
-
-def test_a_local_run_listens_on_loopback_alone(distill: Distill) -> None:
-    run = distill.runs / "local"
-    command = distill.start("train", distill.experiment, "--out", run, *TWO, "--set", "optim.epochs=1000")
-    seen: dict[str, set[str]] = {}
-    while len(records(run, "epoch")) < 5:
-        assert command.process.poll() is None, command.output
-        look_for_listeners(command, seen)
-        time.sleep(0.2)
-    look_for_listeners(command, seen)
-    assert {"gcs_server", "raylet"} <= seen.keys()
-    assert any("RayTrainWork" in name for name in seen)
-    outer = {name: ips for name, ips in seen.items() if not ips <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
-    assert outer == {}
-
-
-def look_for_listeners(command: Command, seen: dict[str, set[str]]) -> None:
-    """Add to `seen`, by process name, the addresses on which the command's processes listen now."""
-    for process in command.family():
-        with contextlib.suppress(psutil.Error):  # it may have ended
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    seen.setdefault(process.name(), set()).add(connection.laddr.ip)
 
 
 def test_a_pack_by_a_cluster_is_the_one_that_this_machine_writes(distill: Distill, cluster: RayCluster) -> None:

@@ -1,16 +1,21 @@
-"""Ctrl-C ends a run cleanly, and the resumed run ends with the bits of one that was never interrupted."""
+"""A run on a Ray of its own: it listens on loopback alone, Ctrl-C ends it cleanly, resumed it ends with a whole one's bits."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 
 from service.experiment import load
 from service.tracking.spool import Spool
-from tests.integration.conftest import Distill, records, result, wait_until
+from tests.integration.conftest import Command, Distill, records, result, wait_until
 from tests.trainables.jobs import equal, train
 from trainables import checkpoint
 from trainables.rank_pool import Ranks
@@ -19,24 +24,73 @@ from trainables.rundir import RunDir
 pytestmark = pytest.mark.integration
 
 
-def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(distill: Distill, ranks: Ranks) -> None:
-    sets = ["optim.epochs=8", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]
-    pieces, whole = distill.runs / "pieces", distill.runs / "whole"
-    command = distill.start("train", distill.experiment, "--out", pieces, *(part for each in sets for part in ("--set", each)))
-    wait_until(lambda: len(records(pieces, "step")) > 40, "step 40", command)
-    family = command.family()[1:]
-    os.kill(command.process.pid, signal.SIGINT)
-    assert command.end(30) == 130
-    _, left = psutil.wait_procs(family, timeout=20)
-    assert not left
+SETS = ["optim.epochs=8", "train.checkpoint_every=5", "train.log_every=1", "scale.num_workers=2"]
+
+
+@dataclass
+class Interrupted:
+    """A run that was interrupted, and what was seen of it."""
+
+    distill: Distill
+    run: Path
+    command: Command
+    listeners: dict[str, set[str]]
+    """The addresses on which its processes listened, by their names."""
+    code: int
+    left: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
+    """A run on a Ray of its own, watched until it is under way and then interrupted."""
+    distill = Distill(tmp_path_factory.mktemp("interrupted"))
+    run = distill.runs / "pieces"
+    listeners: dict[str, set[str]] = {}
+    with contextlib.closing(distill):
+        command = distill.start("train", distill.experiment, "--out", run, *(part for each in SETS for part in ("--set", each)))
+        while not records(run, "start"):
+            assert command.process.poll() is None, command.output
+            look_for_listeners(command, listeners)
+            time.sleep(0.5)
+        wait_until(lambda: len(records(run, "step")) > 40, "step 40", command)
+        look_for_listeners(command, listeners)
+        family = command.family()[1:]
+        os.kill(command.process.pid, signal.SIGINT)
+        code = command.end(30)
+        _, left = psutil.wait_procs(family, timeout=20)
+        yield Interrupted(distill, run, command, listeners, code, left)
+
+
+def look_for_listeners(command: Command, seen: dict[str, set[str]]) -> None:
+    """Add to `seen`, by process name, the addresses on which the command's processes listen now."""
+    for process in command.family():
+        with contextlib.suppress(psutil.Error):  # it may have ended
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    seen.setdefault(process.name(), set()).add(connection.laddr.ip)
+
+
+def test_a_local_run_listens_on_loopback_alone(interrupted: Interrupted) -> None:
+    seen = interrupted.listeners
+    assert {"gcs_server", "raylet"} <= seen.keys()
+    assert any("RayTrainWork" in name for name in seen)
+    outer = {name: ips for name, ips in seen.items() if not ips <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
+    assert outer == {}
+
+
+def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(interrupted: Interrupted, ranks: Ranks) -> None:
+    distill, pieces, whole = interrupted.distill, interrupted.run, interrupted.distill.runs / "whole"
+    said = interrupted.command.output
+    assert interrupted.code == 130, said
+    assert not interrupted.left
     assert result(pieces)["status"] == "interrupted"
-    assert f"interrupted; continue with: distill resume {pieces}" in command.output
-    assert "Traceback" not in command.output
+    assert f"interrupted; continue with: distill resume {pieces}" in said
+    assert "Traceback" not in said
 
     distill.run("resume", pieces)
     assert result(pieces)["status"] == "complete"
     # The same job without Ray and without an interruption: the bits are the loop's own.
-    job = load(str(distill.experiment), sets).experiment.stage("student", RunDir(whole).stage("student").root, {})
+    job = load(str(distill.experiment), SETS).experiment.stage("student", RunDir(whole).stage("student").root, {})
     ranks.run(2, train, job)
     assert equal(*(checkpoint.read(RunDir(run).stage("student").last)[0] for run in (pieces, whole)))
     assert [line["step"] for line in records(pieces, "step")] == list(range(1, 8 * 22 + 1))

@@ -184,7 +184,7 @@ def runs_named(server: Server, name: str) -> list[tuple[str, str]]:
 
 
 def test_a_server_that_is_away_and_then_killed_gets_every_record_once_in_order(server: Server, tmp_path: Path) -> None:
-    num_steps = 20_000
+    num_steps = 8_000
     run_dir = RunDir(tmp_path / "run")
     tracker = Tracker(run_dir, server.uri, "killed", poll_s=0.05)
     server.kill()

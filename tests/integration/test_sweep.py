@@ -61,7 +61,7 @@ def test_a_trial_whose_worker_is_killed_is_begun_again_or_is_a_row(distill: Dist
 
 def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(distill: Distill) -> None:
     run = distill.runs / "killed"
-    keys = ("sweep.space={data.global_batch_size: [32, 64, 128]}", "sweep.steps=5", "tracking.enabled=true")
+    keys = ("sweep.space={data.global_batch_size: [32, 64]}", "sweep.steps=5", "tracking.enabled=true")
     sets = [part for key in keys for part in ("--set", key)]
     command = distill.start("sweep", distill.experiment, "--out", run, *sets)
     first = RunDir(run).trial("000").result
@@ -80,13 +80,13 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
     assert first.stat().st_mtime_ns == written
     found = result(run)
     assert found["status"] == "complete"
-    assert [row["status"] for row in found["trials"]] == ["ok"] * 3
-    assert "2 trials to run, 1 already decided" in said
+    assert [row["status"] for row in found["trials"]] == ["ok"] * 2
+    assert "1 trials to run, 1 already decided" in said
     assert not leftovers(run)
     # MLflow has the end of every trial once, also of the one whose driver died before it could say so.
     with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
-        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * 4
-        assert store.execute("SELECT count(*) FROM metrics WHERE key = 'epoch_s' GROUP BY run_uuid").fetchall() == [(1,)] * 4
+        assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * 3
+        assert store.execute("SELECT count(*) FROM metrics WHERE key = 'epoch_s' GROUP BY run_uuid").fetchall() == [(1,)] * 3
 
 
 GUIDED = (

@@ -288,6 +288,8 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants.epochs?"),
         (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
+        (["optim.accumulate=2", "distill.method=sp"], "sp compares the samples of a batch, which optim.accumulate 2 parts"),
+        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd takes up what every worker's samples are"),
         (["teacher.others=[{model: resnet8}]"], "teacher.others[0].weights: missing: write it in the list"),
         (["teacher.others=[{model: resnet9, weights: x}]"], "teacher.others[0].model: there is no model 'resnet9'"),
         (["teacher.others=[{model: resnet8, weights: x}]", "distill.method=sp"], "there is only a mean of probabilities"),

@@ -25,7 +25,7 @@ def problems(ranks: Ranks, name: str) -> dict[str, str]:
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
-@pytest.mark.parametrize("name", ["kd", "Alike", "Prepared"])
+@pytest.mark.parametrize("name", ["Alike", "Prepared"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
 
@@ -38,7 +38,7 @@ def test_the_method_that_readme_shows_keeps_the_contract(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"kd"}))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_of_ours_keeps_the_contract(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
 
@@ -59,12 +59,13 @@ def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: Ranks) -> N
 
 @pytest.mark.slow
 def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: Ranks) -> None:
-    assert set(problems(ranks, "Slopes")) == {"everything is finite in bf16"}  # there, what is read is a copy in float32
+    assert problems(ranks, "Slopes") == {}
 
 
 def test_rows_of_all_workers_without_a_word_are_found_out(ranks: Ranks) -> None:
-    found = problems(ranks, "Unsaid")
-    assert "declare needs = Needs(whole_batch=True)" in found["its terms are those that it declares, of samples or of the batch"]
+    first = next(check(Case(f"{mine.__file__}:Unsaid", {}), ranks.run))
+    assert first.title == "its terms are those that it declares, of samples or of the batch"
+    assert "declare needs = Needs(whole_batch=True)" in str(first.problem)
 
 
 @pytest.mark.slow

@@ -40,6 +40,14 @@ def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: Ra
         assert relative_difference(whole, parts) < 1e-9
 
 
+def test_a_student_that_learns_from_its_own_last_epoch_may_do_so_in_parts(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"teacher": None, "distill": {"method": ["pskd"], "task_weight": None, "options": {}}}
+    whole, parts = (
+        ranks.run(1, train, config(tmp_path / str(n), **own, optim={"epochs": 2, "accumulate": n}))[0]["state"] for n in (1, 3)
+    )
+    assert relative_difference(whole, parts) < 1e-9
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     settings = {"model": "convnet_small", "precision": "fp32", "data": {"last_batch": "drop"}}

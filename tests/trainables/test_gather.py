@@ -43,6 +43,26 @@ def test_a_loss_over_gathered_rows_and_its_gradient_are_those_of_one_rank(ranks:
         torch.testing.assert_close(their_gradient, gradient, rtol=1e-12, atol=1e-14)
 
 
+def compare_together(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
+    """What two gatherings give, and what one message gives: rows, single numbers and maps, and their gradients."""
+    mine = rows(group, sizes)
+    found = []
+    for at_once in (False, True):
+        gather = Gather(mine.stop - mine.start, group)
+        own = [drawn(sum(sizes), *shape, seed=seed)[mine].requires_grad_() for seed, shape in enumerate([(4,), (), (2, 3, 3)])]
+        every = gather.together(*own) if at_once else [gather(tensor) for tensor in own]
+        found += [*every, *torch.autograd.grad(sum(tensor.square().sum() for tensor in every), own)]
+    return [tensor.detach() for tensor in found]
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 7, 0)], ids=str)
+def test_one_message_carries_what_several_would(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for found in ranks.run(len(sizes), compare_together, sizes):
+        for apart, together in zip(found[:6], found[6:], strict=True):
+            assert together.shape == apart.shape
+            assert torch.equal(together, apart)
+
+
 def gathered_labels(group: Group, sizes: tuple[int, ...]) -> list[int]:
     mine = rows(group, sizes)
     gather = Gather(mine.stop - mine.start, group)

@@ -1,7 +1,9 @@
-"""Where a training ends: at its epochs, at the accuracy that was asked for, or when its time is up."""
+"""Where a training ends: at its epochs, at the accuracy asked for, or when its time is up; and which terms it reports."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,14 @@ import pytest
 from pydantic import ValidationError
 
 from service.experiment import load
-from tests.trainables.jobs import config, train
+from tests.trainables.jobs import config, train, write_teacher
+from tests.trainables.methods import mine
+from trainables import checkpoint
 from trainables.config import TrainConfig
+from trainables.distributed import Group
+from trainables.errors import TrainingError
 from trainables.rank_pool import Ranks
+from trainables.rundir import StageDir
 
 LONG: dict[str, Any] = {"teacher": None, "model": "mlp_small", "precision": "fp32", "optim": {"epochs": 6, "lr": 0.05}}
 
@@ -72,3 +79,29 @@ def test_the_target_is_the_students_alone(tmp_path: Path) -> None:
     assert experiment.stage("student", tmp_path, {}).train.until_top1_pct == 90
     teacher = experiment.stage("teacher", tmp_path, {}).train
     assert (teacher.until_top1_pct, teacher.until_s) == (None, None)
+
+
+def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {"Prepared": {"init_epochs": 1}}}
+    settings = config(tmp_path / "job", teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
+    calls = ranks.run(1, train, settings)[0]["calls"]
+    terms = {"Prepared/kept", "Prepared/code", "kd/kl", "distill_loss"}
+    for kind, prefix in (("step", ""), ("epoch", "train/")):
+        said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
+        stages = [names for names, _ in itertools.groupby(said)]
+        assert stages == [{"Prepared/kept", "distill_loss"}, {"Prepared/code", "kd/kl", "distill_loss"}]
+    assert [metrics["training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_last_good_state(tmp_path: Path) -> None:
+    every = {"checkpoint_every": 1, "log_every": 1}
+    with pytest.raises(TrainingError) as ended:
+        train(Group(), config(tmp_path, **{**LONG, "optim": {"epochs": 1, "lr": 1e12}}, train=every))
+    last = StageDir(tmp_path).last
+    tensors, about = checkpoint.read(last)
+    said = re.match(r"student: (.*) is not finite (?:at|after) step (\d+): lower optim\.lr \(now 1e\+12\)", str(ended.value))
+    assert said, ended.value
+    assert int(said[2]) == about["progress"]["step"] + 1
+    assert str(ended.value).endswith(f"the last good state is {last}")
+    assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name.startswith("model."))

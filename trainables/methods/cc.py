@@ -66,7 +66,8 @@ class CC(Method):
             student_BD, teacher_BD = (seen.features[0].flatten(1) for seen in (student, teacher))
             apart_NE = batch.everyone((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
             return {"correlation": (apart_NE[:-1] * apart_NE[1:]).sum() / max(len(apart_NE) - 1, 1)}
-        apart_NN = self._kernel(all_rows(student, batch)) - self._kernel(all_rows(teacher, batch))
+        student_ND, teacher_ND = all_rows(student, teacher, batch)
+        apart_NN = self._kernel(student_ND) - self._kernel(teacher_ND)
         return {"correlation": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
 
     def _kernel(self, rows_ND: Tensor) -> Tensor:

@@ -44,7 +44,10 @@ class Samples:
     epoch: float
     """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
     everyone: Gather
-    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones."""
+    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
+
+    `everyone.together(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
+    """
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,14 @@ class Needs:
     """It reads `labels_B` as the one class of each image: refused with MixUp and CutMix."""
     whole_batch: bool = False
     """It compares samples with each other: refused with `optim.accumulate`, whose parts never meet."""
+    all_workers: bool = False
+    """It asks for all workers' rows, without comparing them: refused with `optim.accumulate` on several workers, one of which may
+    have fewer parts of a batch than another."""
     reuses_classifier: bool = False
     """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `trainables.models.reused`."""
     teacher_gradient: bool = False
-    """The teacher runs with a graph from its features to its logits, in jobs without autocast. Its parameters are frozen."""
+    """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
+    what a method is given is a copy in float32, of which the logits are no function."""
     teacher_model: bool = False
     """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
 

@@ -46,7 +46,8 @@ class DIST(Method):
         given = self._options
         student_BK, teacher_BK = ((logits / given.temperature).softmax(1) for logits in given.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
-        intra_K = 1 - correlations(batch.everyone(student_BK).T, batch.everyone(teacher_BK).T)
+        student_NK, teacher_NK = batch.everyone.together(student_BK, teacher_BK)
+        intra_K = 1 - correlations(student_NK.T, teacher_NK.T)
         scale = given.temperature**2
         return {"inter": scale * given.beta * inter_B, "intra": scale * given.gamma * intra_K.mean()}
 

@@ -51,10 +51,12 @@ class IRG(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
+        both = [part.flatten(1) for seen in (student, teacher) for part in (*seen.features, change(*seen.features[:2])[:, None])]
+        rows = batch.everyone.together(*both)
         edges, changes = [], []
-        for seen in (student, teacher):
-            changes.append(_by_largest(batch.everyone(change(*seen.features[:2])).clamp(min=1e-12)))
-            edges.append(torch.stack([distances(batch.everyone(feature.flatten(1))) for feature in seen.features]))
+        for *features, moved in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            changes.append(_by_largest(moved[:, 0].clamp(min=1e-12)))
+            edges.append(torch.stack([distances(feature) for feature in features]))
         return {
             "vertex": self._options.vertex * mean_per_sample((student.logits_BK - teacher.logits_BK).square()),
             "edge": self._options.edge * _mean((edges[0] - edges[1]).square()),

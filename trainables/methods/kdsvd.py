@@ -6,6 +6,10 @@ the one of the student's first k + 3 that is most parallel to it, turned to its 
 values. How a map's vectors a relate to the next map's b is told by exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
 loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow code takes ½·√k of it.
 
+A small map of the teacher has fewer than k vectors. Then k is, also in that factor, the number that all of them have. The
+authors' code goes down to it from that map on, and to the student's; RepDistiller's cannot relate maps with different numbers
+of vectors.
+
 A singular vector's sign is arbitrary, and the loss depends on it, which published codes leave to the library. Here the teacher's
 is turned so that its largest component is positive. The gradient of a singular vector has the differences of squared singular
 values as denominators; these are kept from 0. mdistiller decomposes another matrix (channels and height by width).
@@ -32,7 +36,9 @@ from trainables.methods.features import equal_channels, paired_maps, unit
 class KDSVDOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: weight 1, one singular vector of each stage's map."""
 
-    vectors: Count = Field(1, description="k, singular vectors of a map that are compared; no more than every map has")
+    vectors: Count = Field(
+        1, description="k, singular vectors of a map that are compared; as many as every map of the teacher has, if that is less"
+    )
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="paper: ½·√k of the loss, as the authors take it"
     )
@@ -50,7 +56,7 @@ class KDSVD(Method):
         pairs = paired_maps("kdsvd", setting, least=2)
         equal_channels("kdsvd", pairs)
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
-        self._scale = 0.5 * options.vectors**0.5 if options.variant == "paper" else 1.0
+        self._scale = 0.5 * self._vectors**0.5 if options.variant == "paper" else 1.0
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`relation` of each sample, (B,)."""

@@ -51,7 +51,7 @@ class MLKD(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`instance` of each sample, (B,); `batch` and `class`, scalars."""
-        student_NK, teacher_NK = batch.everyone(student.logits_BK), batch.everyone(teacher.logits_BK)
+        student_NK, teacher_NK = batch.everyone.together(student.logits_BK, teacher.logits_BK)
         student_BK, teacher_BK = self._options.logits(student, teacher)
         temperatures = self._options.temperatures
         levels = [relations((student_NK / t).softmax(1), (teacher_NK / t).softmax(1)) for t in temperatures]

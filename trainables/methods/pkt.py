@@ -47,7 +47,7 @@ class PKT(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`kl`, a scalar."""
-        rows = [all_rows(seen, batch) for seen in (student, teacher)]
+        rows = all_rows(student, teacher, batch)
         if self._options.variant == "paper":
             student_NN, teacher_NN = (neighbours(rows_ND, own=False) for rows_ND in rows)
             log_ratio_NN = teacher_NN.clamp(min=_EPSILON).log() - student_NN.clamp(min=_EPSILON).log()

@@ -33,7 +33,7 @@ class PSKD(Method):
 
     Options = PSKDOptions
     terms = ("self_ce",)
-    needs = Needs(teacher=False, one_label=True, whole_batch=True)
+    needs = Needs(teacher=False, one_label=True, all_workers=True)
     task_weight = 0.0
 
     def __init__(self, options: PSKDOptions, setting: Setting) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
-from trainables.errors import ExperimentError
+from trainables.errors import DistillError, ExperimentError
 from trainables.methods import key_of, load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
 from trainables.models.forward import logits_and_aux, seeded
@@ -222,6 +222,12 @@ class Pupil(nn.Module):
         methods = self.methods_by_name.items()
         return tuple(dict.fromkeys(f"{key}/{term}" for key, m in methods for term in (*m.init_terms, *m.terms)))
 
+    def told_at(self, epoch: float) -> frozenset[str]:
+        """Those of `term_names` that are computed when so many epochs have passed, and `distill_loss` where there are any."""
+        asked = ((key, self.methods_by_name[key]) for key in self._calls(epoch))
+        names = frozenset(f"{key}/{term}" for key, m in asked for term in (m.terms if epoch >= 0 else m.init_terms))
+        return names | {"distill_loss"} if names else names
+
     @property
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
@@ -244,7 +250,7 @@ def build_methods(
     `readers` are the student's and the teacher's; `about` is the rest of `Setting`.
 
     Raises:
-        ExperimentError: a method does not fit the models.
+        DistillError: a method does not fit the models.
     """
     student_reader, teacher_reader = readers
     methods = {}
@@ -254,5 +260,13 @@ def build_methods(
             other = Side(teacher, teacher_reader.shapes[key], teacher_reader.name)
         setting = Setting(student=own, teacher=other, **about)
         with seeded(f"method/{key}:{setting.seed}"):
-            methods[key] = kind(options, setting)
+            try:
+                methods[key] = kind(options, setting)
+            except DistillError:
+                raise
+            except Exception as error:  # a user's method may fail in any way
+                reason = next(iter(str(error).strip().splitlines()), "")
+                raise ExperimentError(
+                    f"distill.method: {key} cannot be built for these models ({type(error).__name__}: {reason})"
+                ) from error
     return methods

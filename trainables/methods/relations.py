@@ -25,9 +25,9 @@ def check_one_tap(method: str, setting: Setting) -> None:
             )
 
 
-def all_rows(seen: Seen, batch: Samples) -> Tensor:
-    """The feature of every sample of the global batch, flattened, (N, D)."""
-    return batch.everyone(seen.features[0].flatten(1))
+def all_rows(student: Seen, teacher: Seen, batch: Samples) -> tuple[Tensor, ...]:
+    """The features of every sample of the global batch, flattened: the student's (N, D), and the teacher's."""
+    return batch.everyone.together(*(seen.features[0].flatten(1) for seen in (student, teacher)))
 
 
 def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class RKD(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`distance` and `angle`, scalars, with their weights in them."""
-        student_ND, teacher_ND = (all_rows(seen, batch) for seen in (student, teacher))
+        student_ND, teacher_ND = all_rows(student, teacher, batch)
         rows = len(student_ND)
         pairs, triples, distinct = rows**2, rows**3, self._options.variant == "paper"
         if distinct:

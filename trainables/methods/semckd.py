@@ -27,7 +27,6 @@ from torch.nn import functional
 from trainables.config import MethodOptions, NonNegative, Positive
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
-from trainables.gather import Gather
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
 from trainables.methods.features import pooled_alike, unit
@@ -68,18 +67,18 @@ class SemCKD(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`calibrated`, a scalar."""
-        queries_NSE = self._embedded(self._queries, student.features, batch.everyone)
-        keys_NTE = self._embedded(self._keys, teacher.features, batch.everyone)
+        flat_ND = batch.everyone.together(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
+        queries_NSE = self._embedded(self._queries, flat_ND[: len(self._queries)])
+        keys_NTE = self._embedded(self._keys, flat_ND[len(self._queries) :])
         attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self._options.temperature, 2)
         distances_NST = batch.everyone(self._distances(student.features, teacher.features))
         shares_NS = (attention_NST * distances_NST).sum(2)
         return {"calibrated": shares_NS.sum() / max(shares_NS.numel(), 1)}
 
-    def _embedded(self, embeddings: Iterable[nn.Module], maps: Sequence[Tensor], everyone: Gather) -> Tensor:
-        """A query or key of each layer from the similarities of all samples."""
+    def _embedded(self, embeddings: Iterable[nn.Module], layers: Sequence[Tensor]) -> Tensor:
+        """A query or key of each layer, given as all samples' rows (N, D), from their similarities."""
         made = []
-        for embedding, map_BCHW in zip(embeddings, maps, strict=True):
-            flat_ND = everyone(map_BCHW.flatten(1))
+        for embedding, flat_ND in zip(embeddings, layers, strict=True):
             similar_NN = flat_ND @ flat_ND.T
             similar_NG = functional.pad(similar_NN, (0, self._rows - len(similar_NN)))
             made.append(unit(embedding(similar_NG)))

@@ -36,7 +36,7 @@ class SP(Method):
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """`similarity`, a scalar."""
-        student_ND, teacher_ND = (all_rows(seen, batch) for seen in (student, teacher))
+        student_ND, teacher_ND = all_rows(student, teacher, batch)
         apart_NN = similarities(student_ND) - similarities(teacher_ND)
         return {"similarity": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from service.experiment import load
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from trainables import loop
 from trainables.answers.kept import KeptTeacher
@@ -23,6 +24,7 @@ from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import DataError, ExperimentError
 from trainables.rank_pool import Ranks
+from trainables.rundir import StageDir
 from trainables.teacher import Asked
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
@@ -60,6 +62,20 @@ def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: P
     assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
     assert losses_of(second) != losses_of(live)
     assert relative_difference(second["state"], live["state"]) < 1e-2
+
+
+def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
+    sets = [
+        "teacher.model=mlp_large", "assistants=[{model: mlp_small}]", "student.model=mlp_small", "data.loader_workers=1",
+        "optim.epochs=1", f"teacher.cache={tmp_path / 'kept'}",
+    ]  # fmt: skip
+    experiment = load("digits", sets).experiment
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    train(Group(), experiment.stage("assistant1", tmp_path / "assistant1", {}, weights))
+    weights, students = str(StageDir(tmp_path / "assistant1").best), ("one trial", "another")
+    told = [experiment.stage("student", tmp_path / student, {}, weights) for student in students]
+    assert [ran_for(train(Group(), stage)) for stage in told] == [[1408], [0]]
+    assert len(keys(tmp_path)) == 2
 
 
 def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> None:

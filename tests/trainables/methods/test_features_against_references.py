@@ -177,7 +177,7 @@ METHODS = [
     beside("nst", nst, *ANY),
     beside("nst", nst, [(9, 2, 2)], [(2, 2, 2)]),
     *(beside("vid", vid, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
-    *(beside("kdsvd", kdsvd, *SAME_CHANNELS, variant=variant, vectors=k) for variant, k in (("repdistiller", 1), ("paper", 2))),
+    *(beside("kdsvd", kdsvd, *SAME_CHANNELS, variant=variant, vectors=k) for variant, k in (("repdistiller", 1), ("paper", 3))),
     beside("ofd", ofd, [(2, 8, 8), (3, 4, 4), (2, 1, 1)], OF_THE_MODEL),
     beside("reviewkd", reviewkd, [(2, 5, 5), (3, 3, 3), (4, 2, 2), (3,)], [(3, 6, 6), (2, 3, 3), (3, 1, 1), (5,)]),
     beside("simkd", simkd, [(4, 3, 3)], [(4, 2, 2)]),

@@ -11,7 +11,10 @@ from torch import nn
 
 from tests.trainables.jobs import config, equal, train, write_teacher
 from trainables.config import TrainConfig
+from trainables.distributed import Group
 from trainables.errors import ModelError
+from trainables.global_batch_norm import synchronized
+from trainables.models.forward import seeded
 from trainables.models.header import read_header
 from trainables.models.registry import build_model
 from trainables.models.reused import ReusedClassifier
@@ -92,6 +95,48 @@ class Normed(nn.Module):
 def test_a_teacher_that_classifies_something_else_than_the_mean_of_its_map_is_refused() -> None:
     with pytest.raises(ModelError, match="classifies something else than the mean of its last map"):
         built().reuse(Normed(), 8)
+
+
+class EndsWithNorm(nn.Module):
+    """A student whose last map is what a batch norm gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage1 = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        logits_BK: torch.Tensor = self.head(self.stage1[1](self.stage1[0](images_BCHW)).mean((2, 3)))
+        return logits_BK
+
+
+def logits_of_a_part(group: Group) -> torch.Tensor:
+    """What a rank's images get of a student whose batch norms look at all ranks'."""
+    with seeded("a student"):
+        teacher = build_model("convnet_large", num_classes=10, image_size=8, seed=5)
+        model = ReusedClassifier(EndsWithNorm(), teacher, name="student+convnet_large", image_size=8)
+        images_BCHW = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    part_BCHW = images_BCHW.tensor_split(group.world_size)[group.rank]
+    logits_BK: torch.Tensor = synchronized(model, group).double()(part_BCHW).detach()
+    return logits_BK
+
+
+def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_those_of_all_workers(ranks: Ranks) -> None:
+    trunk = EndsWithNorm()
+    ReusedClassifier(trunk, build_model("convnet_large", num_classes=10, image_size=8, seed=5), name="a+b", image_size=8)
+    assert trunk.stage1[1]._forward_hooks  # the case that is meant
+    (whole,) = ranks.run(1, logits_of_a_part)
+    torch.testing.assert_close(torch.cat(ranks.run(2, logits_of_a_part)), whole, rtol=1e-9, atol=1e-12)
+
+
+def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_torchs_for_gpus() -> None:
+    teacher = build_model("convnet_large", num_classes=10, image_size=8, seed=5)
+    model = ReusedClassifier(EndsWithNorm(), teacher, name="student+convnet_large", image_size=8).eval()
+    images_BCHW = torch.randn(8, 3, 8, 8)
+    before_BK = model(images_BCHW)
+    on_gpus = synchronized(model, Group(device=torch.device("cuda")))
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in on_gpus.modules()) == 4
+    assert torch.equal(on_gpus(images_BCHW), before_BK)
 
 
 def simkd(output_dir: Path, weights: str, **sections: Any) -> TrainConfig:

@@ -230,9 +230,13 @@ def kdsvd(students: Maps, teachers: Maps, k: int = 1, variant: str = "repdistill
     stage a and the next b: exp(−(b_i − a_j)²/8) for all channels i, j and each of the k, and the squared differences summed.
     variant `paper` (the authors' code): that times ½·√k. mdistiller reshapes to (C·H, W), which is another matrix.
 
+    Where a map of the teacher has fewer singular vectors than k, its number is k for all: in the authors' code n =
+    min(n, those of the map), and the factor is √n.
+
     The sign of a singular vector is arbitrary and the loss depends on it, so the teacher's is turned until its component of
     largest size (the first of equals) is positive.
     """
+    k = min(k, *(min(map_.shape[1], map_.shape[2] * map_.shape[3]) for map_ in teachers))
     totals = []
     for sample in range(len(students[0])):
         stages = []

@@ -1,0 +1,82 @@
+"""What of an experiment does not fit together, asked once for all of its points that are alike in it. Torch is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service import cluster as clusters
+from service.experiment import Experiment
+from service.trial import Outcome
+from trainables.config import DataConfig, TrainConfig
+from trainables.data.source import open_source
+from trainables.errors import NO_MEMORY, DataError, DistillError, ExperimentError
+
+if TYPE_CHECKING:
+    from service.trials import Trial
+
+_UNTRAINED = "-"
+"""Of a teacher whose weights are not looked at."""
+
+
+def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) -> None:
+    """Refuse stages, `assistant1` … or `student`, whose models, methods and options do not fit together.
+
+    Raises:
+        ExperimentError: one line, the same that the stage's own job would end with.
+    """
+    for name in stages:
+        if reason := _misfit(_told(experiment, name), num_classes, _on_gpu(experiment)):
+            raise ExperimentError(reason)
+
+
+def refuse_misfits(trials: Iterable[Trial]) -> None:
+    """Mark as `infeasible` the points whose student could not be built with its methods."""
+    for trial in trials:
+        if trial.outcome is None and trial.resolved is not None:
+            experiment = trial.resolved.experiment
+            try:
+                check_fits(experiment, _num_classes(experiment.data.model_copy(update={"stage": "none"})), ["student"])
+            except DataError:
+                continue  # a search over data.path: the trial itself says what is wrong with it
+            except ExperimentError as error:
+                if NO_MEMORY.search(str(error)):
+                    continue  # where it runs there may be more; if not, it ends as `oom`
+                trial.outcome = Outcome("infeasible", str(error))
+
+
+@cache
+def _num_classes(data: DataConfig) -> int:
+    return len(open_source(data, "val").classes)
+
+
+def _on_gpu(experiment: Experiment) -> bool:
+    """Whether the workers will be on GPUs; of a cluster that is not asked yet, where it may be."""
+    setting = experiment.scale.use_gpu
+    return clusters.use_gpu(setting, clusters.local_capacity()) if clusters.is_local() else setting is not False
+
+
+def _told(experiment: Experiment, stage: str) -> str:
+    """What decides whether a stage fits: points that differ elsewhere, as in learning rate, workers or seed, are alike."""
+    config = experiment.stage(stage, Path("/"), {}, _UNTRAINED)
+    optim = config.optim.model_dump(include={"name", "accumulate", "epochs"})
+    whole = TrainConfig.model_validate({
+        "output_dir": "/", "model": config.model, "teacher": config.teacher, "distill": config.distill,
+        "optim": {**optim, "losses": {key: {} for key in config.optim.losses}},
+        "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
+        "precision": config.precision, "scale": config.scale.model_dump(include={"sync_batch_norm"}),
+    })  # fmt: skip
+    return whole.model_dump_json()
+
+
+@cache
+def _misfit(told: str, num_classes: int, on_gpu: bool) -> str | None:
+    from trainables.fitting import check_fit
+
+    try:
+        check_fit(TrainConfig.model_validate_json(told), num_classes, use_gpu=on_gpu)
+    except DistillError as error:
+        return str(error)
+    return None
