@@ -36,7 +36,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     said = (
         "--set", f"teacher={{model: mlp_large, weights: {weights}, service: 1}}", "--set", "student.model=mlp_small",
         "--set", "precision=fp64", "--set", "data.augment=pad_crop_flip", "--set", f"optim.epochs={EPOCHS}",
-        "--set", "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: val_top1_pct}",
+        "--set", "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
     )  # fmt: skip
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"
 
