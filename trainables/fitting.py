@@ -30,7 +30,7 @@ def check_fit(config: TrainConfig, num_classes: int, *, use_gpu: bool) -> None:
     if config.scale.sync_batch_norm:
         student = synchronized(student, Group(device=torch.device("cuda" if use_gpu else "cpu")))
     teacher, given = None, config.teacher
-    if given is not None and given.cache is None and readers_of(config):
+    if given is not None and given.logits_only is None and readers_of(config):
         names = (given.model, *(other.model for other in given.others))
         models = [construct(model, num_classes=num_classes, image_size=size, seed=seed) for model in names]
         teacher = (SeveralTeachers(models) if given.others else models[0]).eval().requires_grad_(False)

@@ -65,8 +65,8 @@ def unite(
 ) -> tuple[Pupil, Reader | None]:
     """The student with the methods of a job, and what reads the teacher `model` for them.
 
-    `model` is None where no method reads a teacher, or its answers are kept. No weight of it is looked at, but for those that the
-    student takes over: models that nobody has trained fit if the trained ones do.
+    `model` is None where no method reads a teacher, or only its logits are to be had. No weight of it is looked at, but for those
+    that the student takes over: models that nobody has trained fit if the trained ones do.
 
     Raises:
         ExperimentError, ModelError: models, methods and options do not fit together.

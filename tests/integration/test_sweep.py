@@ -91,7 +91,7 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
 
 GUIDED = (
     "sweep.policy=guided", "sweep.steps=12", "data.last_batch=short",
-    "sweep.space={scale.num_workers: [1, 2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1, 2]}",
+    "sweep.space={scale.num_workers: [1, 2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1]}",
 )  # fmt: skip
 
 
@@ -104,8 +104,8 @@ def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stoppe
     said = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED, "tracking.enabled=true"))
     found = result(run)
     measured = [row for row in found["trials"] if row["status"] == "ok"]
-    assert len(found["trials"]) == 16
-    assert {row["status"] for row in found["trials"]} <= {"ok", "untested"}  # on a noisy machine all 16 may be tried
+    assert len(found["trials"]) == 8
+    assert {row["status"] for row in found["trials"]} <= {"ok", "untested"}  # on a noisy machine all 8 may be tried
     starts = [row for row in measured if row["start_s"] != 0]
     assert len(starts) < len(measured)
     assert all(8 <= len(row["steps_s"]) <= 12 for row in measured)

@@ -34,7 +34,11 @@ def small(*overrides: str) -> Resolved:
         (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
         ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
         (["distill.method=ab", "optim.losses={task: {lr: 0.1}}"], "ab has a warm-up stage, which has one optimizer"),
-        (["student.model=resnet8+resnet14", "teacher.cache=kept"], "teacher.cache: it keeps logits, and resnet8+resnet14 takes"),
+        (
+            ["student.model=resnet8+resnet14", "teacher.service=1"],
+            "teacher.service: it answers with logits, and resnet8+resnet14",
+        ),
+        (["student.model=resnet8+resnet14", "teacher.cache=kept"], "teacher.cache: it answers with logits, and resnet8+resnet14"),
         (
             ["distill.method=dml", "distill.options={dml: {peer: nothing}}"],
             "distill.options.dml.peer: there is no model 'nothing'",
