@@ -29,7 +29,7 @@ def comparisons(short: bool, records: Path | None = None) -> Iterator[list[Compa
     with tempfile.TemporaryDirectory() as name, cluster.connect(2, Path(name)):
         lines = []
         for teacher, pair in PAIRS.items():
-            bench = Bench(pair, Path(name) / teacher, records, steps=2 if short else 12)
+            bench = Bench(pair, Path(name) / teacher, records, steps=2 if short else 8)
             title = f"{teacher} → resnet8, {'CIFAR-10' if records else 'noise'}: {STUDENTS} students that share a service / "
             sides = in_turn(partial(served_s, bench), partial(together_s, bench))
             lines.append(Comparison(f"{title}{STUDENTS} with a teacher each", "s", sides, Bar("≤", 0.6)))
