@@ -9,7 +9,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -227,16 +227,10 @@ class MethodOptions(Section):
         return self.weight * max(risen, 0.0) * left
 
 
-def _listed(value: Any) -> Any:
-    if value == "none":
-        return ()
-    return (value,) if isinstance(value, str) else value
-
-
 class DistillConfig(Section):
     """How the student learns: task_weight·CE + Σ over methods of weight·(its terms)."""
 
-    method: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
+    method: tuple[str, ...] = Field(
         ("kd",), description="a method's name, or several; one of your own as FILE.py:CLASS; none: the labels alone"
     )
     task_weight: NonNegative | None = Field(
@@ -245,6 +239,17 @@ class DistillConfig(Section):
     options: dict[str, dict[str, Any]] = Field(
         {}, description="method → its options, such as `weight`; those of a method that is not used wait until it is"
     )
+
+    @field_serializer("method")
+    def _named(self, method: tuple[str, ...]) -> tuple[str, ...] | str:
+        return method or "none"
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _not_empty(cls, method: Any) -> Any:
+        if isinstance(method, list | tuple) and not method:
+            raise ValueError("names no method: write one, such as kd, or none")
+        return () if method == "none" else (method,) if isinstance(method, str) else method
 
     @field_validator("method")
     @classmethod

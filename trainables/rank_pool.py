@@ -8,9 +8,9 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,25 @@ class Ranks:
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Raises `Lost`, or what a rank raised with the rank's stack as a note; the pool may be used again whatever happened."""
         meeting = Path(self._meetings.name, str(next(self._runs)))
-        for rank, pipe in enumerate(self._pipes[:world_size]):
-            pipe.send((function, Group(rank, world_size, rank), meeting, args))
-        answers = [_received(pipe, rank) for rank, pipe in enumerate(self._pipes[:world_size])]  # all, whatever one holds
-        lost = [answer for answer in answers if isinstance(answer, Lost)]
-        if lost:
+        answers: dict[int, Any] = {}
+        try:
+            for rank, pipe in enumerate(self._pipes[:world_size]):
+                _send(pipe, rank, (function, Group(rank, world_size, rank), meeting, args))
+            while len(answers) < world_size:  # all of them, whatever one holds
+                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size]) if rank not in answers}
+                for ready in wait(list(waiting)):
+                    rank = waiting[cast(Connection, ready)]
+                    answers[rank] = _received(self._pipes[rank], rank)
+        except Lost:  # the others may wait for it for a minute
+            for process in self._processes:
+                process.kill()
             self._end()
             self._start()
-        for answer in lost + answers:  # what the others say follows from a rank that is lost
+            raise
+        for _, answer in sorted(answers.items()):
             if isinstance(answer, BaseException):
                 raise answer
-        return answers
+        return [answers[rank] for rank in range(world_size)]
 
     def close(self) -> None:
         self._end()
@@ -73,11 +81,18 @@ class Ranks:
             self._processes.append(process)
 
 
+def _send(pipe: Connection, rank: int, task: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(task)
+    except OSError as error:
+        raise Lost(f"rank {rank} ended before this run") from error
+
+
 def _received(pipe: Connection, rank: int) -> Any:
     try:
         return pipe.recv()
-    except (EOFError, OSError):
-        return Lost(f"rank {rank} ended without an answer")
+    except (EOFError, OSError) as error:
+        raise Lost(f"rank {rank} ended without an answer") from error
     except Exception as error:  # an answer that cannot be unpickled
         return error
 
@@ -102,6 +117,7 @@ def _answer(function: Callable[..., Any], group: Group, meeting: Path, args: tup
         return function(group, *args)
     dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=group.rank, world_size=group.world_size, timeout=PATIENCE)
     try:
+        dist.barrier()  # a rank that fails at once must not do so while others still connect to it
         return function(group, *args)
     finally:
         dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import rich.table
@@ -17,6 +17,8 @@ from service.report.winner import judged
 SEED = "seed"
 LEVEL = 0.95
 """Of the confidence intervals; what is significant is so at 1 - LEVEL for all rows of a table together."""
+ROUNDING = 1e-12
+"""Of differences, relative to the numbers themselves."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,18 @@ class Difference:
     """A group less the first one, over the seeds that both have: a mean, and half of its confidence interval.
 
     `p` is that of a paired t-test for this row and all others together (Holm 1979, "A simple sequentially rejective multiple test
-    procedure"): a dozen methods compared at 5% each would find a winner among equals in one table of two.
+    procedure"): a dozen methods compared at 5% each would find a winner among equals in one table of two. None where all
+    differences are the same: accuracies are multiples of an image, so that of two seeds this happens, and tells little.
     """
 
     mean: float
     half: float
-    p: float
+    p: float | None
     num: int
 
     @property
     def significant(self) -> bool:
-        return self.p < 1 - LEVEL
+        return self.p is not None and self.p < 1 - LEVEL
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,11 @@ class Group:
 def groups(result: Mapping[str, Any]) -> list[Group]:
     """The points of a sweep over seeds, in the order of the sweep; empty where no point was run with two seeds.
 
-    The first is what the others are compared with: seeds pair them, so that what a seed does to all alike cancels.
+    The first is what the others are compared with: seeds pair them, so that what a seed does to all alike cancels. Nothing of
+    `asha`, which ends the seeds that begin badly: those that are left are the lucky ones.
     """
+    if result.get("policy") == "asha":
+        return []
     metric = judged(result)[0]
     rows = [row for row in result.get("trials", []) if SEED in row["params"]]
     keys = [key for key in dict.fromkeys(key for row in rows for key in row["params"]) if key != SEED]
@@ -76,8 +82,8 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
         return []
     (_, first), *others = measured.items()
     raw = [paired(of, first) for _, of in others]
-    adjusted = iter(holm([one.p for one in raw if one is not None]))
-    told = [one and Difference(one.mean, one.half, next(adjusted), one.num) for one in raw]
+    adjusted = iter(holm([one.p for one in raw if one is not None and one.p is not None]))
+    told = [one if one is None or one.p is None else replace(one, p=next(adjusted)) for one in raw]
     return [Group(label, of, one) for (label, of), one in zip(measured.items(), [None, *told], strict=True)]
 
 
@@ -103,7 +109,8 @@ def paired(of: Mapping[int, float], first: Mapping[int, float]) -> Difference | 
         return None
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(num)
     half = float(stats.t.ppf((1 + LEVEL) / 2, num - 1)) * error
-    p = 2 * float(stats.t.sf(abs(mean) / error, num - 1)) if error else float(mean == 0)
+    alike = error <= ROUNDING * max(1.0, *map(abs, of.values()))
+    p = None if alike else 2 * float(stats.t.sf(abs(mean) / error, num - 1))
     return Difference(mean, half, p, num)
 
 
@@ -192,7 +199,7 @@ def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     first, metric = groups(result)[0].label, judged(result)[0]
     what, digits = names.METRICS.get(metric, (metric, 3))
     labels, told = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
-    tips = [marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {d.p:.3f}")
+    tips = [marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
             for group, d in zip(found, told, strict=True)]  # fmt: skip
     dots = marks.dots(f"less {first}", 0, labels, [d.mean for d in told], tips)
     dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in told], [d.half for d in told])

@@ -87,6 +87,7 @@ def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
     student = experiment.stage("student", Path("/s"), {}, "weights")
     assert student.distill is None
     assert experiment.distill.method == ()
+    assert Experiment.model_validate(experiment.model_dump(mode="json")) == experiment
 
 
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
@@ -243,6 +244,7 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("distill.options.dkd.beta=-2", "--set: distill.options.dkd.beta: must be at least 0, not -2"),
         ("distill.options.kdd.weight=1", "--set: distill.options.kdd: there is no method 'kdd'; did you mean kd?"),
         ("distill.method=[kd, kd]", "--set: distill.method: names kd twice: set its weight in distill.options.kd.weight instead"),
+        ("distill.method=[]", "--set: distill.method: names no method: write one, such as kd, or none"),
         (
             "distill.method=no.py:Mine",
             "--set: distill.method: there is no file no.py: give the path of a Python file, as FILE.py:CLASS",

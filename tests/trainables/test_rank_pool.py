@@ -21,6 +21,14 @@ def die_on_rank_1(group: Group) -> float:
     return total(group)
 
 
+def own_process(group: Group) -> int:
+    return os.getpid()
+
+
+def refuse_nobody(group: Group) -> int:
+    return 7
+
+
 def refuse(group: Group) -> None:
     if group.rank == 0:
         raise ValueError("not here")
@@ -41,5 +49,12 @@ def test_a_pool_that_lost_a_rank_starts_anew() -> None:
     pool = Ranks(2)
     with pytest.raises(Lost, match="rank 1 ended without an answer"):
         pool.run(2, die_on_rank_1)
+    assert pool.run(2, total) == [3.0, 3.0]
+
+    (last,) = pool.run(2, own_process)[1:]
+    os.kill(last, signal.SIGKILL)  # between two runs
+    with pytest.raises(Lost, match="rank 1 ended"):
+        pool.run(2, total)
+    assert pool.run(1, refuse_nobody) == [7]
     assert pool.run(2, total) == [3.0, 3.0]
     pool.close()

@@ -70,11 +70,31 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     assert kd.difference.mean == pytest.approx(sum(KD[seed] - ALONE[seed] for seed in (0, 2, 3)) / 3)
 
 
-def test_equal_runs_differ_by_nothing_and_that_is_not_significant() -> None:
-    held = result([trial(method, seed, 50.0 + seed) for method in ("none", "kd") for seed in range(3)])
+@pytest.mark.parametrize("apart", [0.0, 0.28])
+def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float) -> None:
+    held = result(
+        [trial(method, seed, 97.49 + 0.28 * seed + apart * (method == "kd")) for method in ("none", "kd") for seed in range(3)]
+    )
     difference = groups(held)[1].difference
     assert difference is not None
-    assert (difference.mean, difference.half, difference.p) == (0.0, 0.0, 1.0)
+    assert difference.mean == pytest.approx(apart)
+    assert difference.half == pytest.approx(0.0, abs=1e-12)
+    assert difference.p is None
+    assert not difference.significant
+    assert "not significant" in sentence(held)[0] or not apart
+
+
+def test_what_asha_left_over_is_not_compared() -> None:
+    assert groups({**sweep(), "policy": "asha"}) == []
+
+
+def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -> None:
+    drawn = figure(sweep())
+    assert drawn is not None
+    (marks,) = drawn.traces
+    assert marks["x"] == ["kd", "sp"]
+    assert marks["y"] == pytest.approx([stats.ttest_rel(one, ALONE).confidence_interval().low + half for one, half in
+                                        zip((KD, SP), marks["error_y"]["array"], strict=True)])  # fmt: skip
 
 
 def test_the_table_and_the_sentence_say_what_is_sure() -> None:
