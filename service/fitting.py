@@ -42,8 +42,6 @@ def refuse_misfits(trials: Iterable[Trial]) -> None:
             except DataError:
                 continue  # a search over data.path: the trial itself says what is wrong with it
             except ExperimentError as error:
-                if NO_MEMORY.search(str(error)):
-                    continue  # where it runs there may be more; if not, it ends as `oom`
                 trial.outcome = Outcome("infeasible", str(error))
 
 
@@ -78,5 +76,6 @@ def _misfit(told: str, num_classes: int, on_gpu: bool) -> str | None:
     try:
         check_fit(TrainConfig.model_validate_json(told), num_classes, use_gpu=on_gpu)
     except DistillError as error:
-        return str(error)
+        # Where it runs there may be more memory than here; if not, it ends as `oom`.
+        return None if NO_MEMORY.search(str(error)) else str(error)
     return None

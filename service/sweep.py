@@ -128,6 +128,9 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
         search = partial(guide_trials, now.result)
         needs = [need(work.config, work.loader_workers, work.use_gpu) for work in assignments.values()]
     at_once = min(cluster.concurrent(each, config.max_concurrent) for each in needs)
+    if at_once > 1 and config.steps and any(each.service for each in needs):
+        now.display.say("one trial at a time: those beside it would take their part of teacher.service, and of its speed")
+        at_once = 1
     now.wait_for(lambda: search(assignments, now.run_dir, at_once), tick)
     tick()
     for trial in [] if guided else pending:  # a guided search has written how each point ended that it began
@@ -187,10 +190,11 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
     Raises:
         TrainingError: not even so.
     """
-    if not cluster.refusal(plan.need()):
+    alone = replace(plan.need(), service=None)  # it answers for the teacher, once that is trained
+    if not cluster.refusal(alone):
         return plan
     smaller = replace(plan, loader_workers=1)
-    if refusal := cluster.refusal(smaller.need()):
+    if refusal := cluster.refusal(replace(smaller.need(), service=None)):
         raise TrainingError(f"the teacher's training: {refusal}: lower scale.num_workers of the experiment itself")
     return smaller
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster import Cluster, Need, beside
 from service.plan import Plan
+from trainables.errors import ClusterError
 
 if TYPE_CHECKING:
     from service.run import Session
@@ -77,13 +78,18 @@ def start(name: str, each: Need, node_id: str | None = None) -> Any:
 
 
 def _stand(now: Session, actors: dict[str, Any]) -> None:
-    """Return once all actors have been started."""
+    """Return once all actors have been started. Raises ClusterError where one cannot."""
     import ray
 
     waiting = [actor.counts.remote() for actor in actors.values()]
     while True:
         ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=WORD_S)
-        ray.get(ready)
+        try:
+            ray.get(ready)
+        except ray.exceptions.ActorUnavailableError:  # it died and is being started again; whoever asks it first waits for that
+            now.display.say("teacher.service: an actor died while it started: Ray starts it again")
+        except ray.exceptions.RayError as error:
+            raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
         if not waiting:
             return
         now.display.say("teacher.service: the cluster has no room for its actors yet: still waiting")

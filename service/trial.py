@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from service.cluster import Need, observe
+from service.distilling import asks_teacher
 from trainables.config import TrainConfig
 from trainables.errors import DistillError
 from trainables.rundir import RunDir, StageDir, read_lines, write_json
@@ -179,7 +180,8 @@ def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
 
 def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:
     """What a stage reserves, and beside it the actors that answer for its teacher."""
-    count = config.teacher.service if config.teacher is not None else None
+    asked = config.distill is not None and asks_teacher(config.distill, ())
+    count = config.teacher.service if config.teacher is not None and asked else None
     actors = Need(count, config.scale.cpus_per_worker, int(use_gpu)) if count is not None else None
     return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu), actors)
 

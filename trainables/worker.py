@@ -330,6 +330,8 @@ class ActorLine:
             except ray.exceptions.GetTimeoutError:
                 raise
             except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, TimeoutError):  # it would read as an answer that is still to come
+                    raise LostError(str(error.cause)) from None
                 raise error.cause from None
             except ray.exceptions.RayError as error:  # the actor's process or node has died, or what it had sent went with them
                 raise LostError(type(error).__name__) from error

@@ -37,18 +37,6 @@ def served_ms(teacher_ms: float, rest_ms: float, workers: int, actors: int) -> f
     return max(rest_ms, workers * teacher_ms / actors)
 
 
-def spread_ms(teacher_ms: float, rest_ms: float, workers: int, students: int, more: int) -> float:
-    """A = (s + t)·k·n/(k·n + m): a step where the actors' GPUs are workers instead, which work without loss."""
-    mine = students * workers
-    return (rest_ms + teacher_ms) * mine / (mine + more)
-
-
-def pays(teacher_ms: float, rest_ms: float, workers: int, students: int, actors: int) -> bool:
-    """Whether the actors' GPUs do more for all students as a service than as workers: B < A."""
-    served = served_ms(teacher_ms, rest_ms, workers, actors)
-    return served < spread_ms(teacher_ms, rest_ms, workers, students, actors) * (1 - 1e-9)
-
-
 def least_students(teacher_ms: float, rest_ms: float, workers: int, actors: int) -> int:
     """From how many students side by side on the service pays: the least k with B < A.
 

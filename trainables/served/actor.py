@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
 from trainables.config import TrainConfig
+from trainables.errors import NO_MEMORY
 from trainables.served.contract import Question, Reply
 from trainables.served.network import LiveNetwork
 from trainables.served.service import Service
+
+T = TypeVar("T")
 
 
 class TeacherActor:
@@ -29,17 +33,22 @@ class TeacherActor:
 
     async def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> None:
         """See `Service`."""
-        await asyncio.wrap_future(self._service.open(key, settings, classes, num_samples))
+        await _done(self._service.open(key, settings, classes, num_samples))
 
     async def answer(self, question: Question) -> Reply:
-        """See `Service`. A process whose GPU has failed can compute no more: it ends, and Ray starts another."""
-        try:
-            return await asyncio.wrap_future(self._service.answer(question))
-        except RuntimeError as error:
-            if "CUDA error" in str(error):
-                os._exit(1)
-            raise
+        """See `Service`."""
+        return await _done(self._service.answer(question))
 
     async def counts(self) -> dict[str, int]:
         """See `Service`."""
         return self._service.counts()
+
+
+async def _done(future: Future[T]) -> T:
+    """The result. A process whose GPU has failed can compute no more: it ends, and Ray starts another."""
+    try:
+        return await asyncio.wrap_future(future)
+    except RuntimeError as error:
+        if "CUDA error" in str(error) and not NO_MEMORY.search(str(error)):
+            os._exit(1)
+        raise

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +32,7 @@ class Network(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """Images that a network is to answer, and who is told; by the thread, either of them once."""
+    """Images that a network is to answer, and who is told, by the thread; `failed` also where `answered` fails."""
 
     network: Network
     epoch: int
@@ -46,8 +47,8 @@ class Computer:
     """Jobs in the order in which they came. A network that fails fails its jobs, and the next ones are tried."""
 
     def __init__(self) -> None:
-        self.most_rows = 1
-        """Images that are computed together at most: those of a worker's largest batch, which once fitted beside a student."""
+        self._most_rows = 1
+        """Images that are computed together at most: as many as one worker has sent at once, and memory has held."""
         self._change = threading.Condition()
         self._queue: deque[Job] = deque()
         self._closed = False
@@ -68,13 +69,13 @@ class Computer:
         self._thread.join()
 
     def _work(self) -> None:
-        """While a GPU computes, what comes next is copied to it and launched; only then is the first waited for."""
+        """While a GPU computes, what comes next is launched behind it; only then is the first waited for."""
         running: Callable[[], None] | None = None
         while True:
             jobs = self._next(wait=running is None)
             if not jobs and running is None:
                 return
-            following = _begin(jobs) if jobs else None
+            following = self._begin(jobs) if jobs else None
             if running is not None:
                 running()
             running = following
@@ -90,7 +91,7 @@ class Computer:
             rows = len(jobs[0].samples_n)
             for job in self._queue:
                 alike = job.network is jobs[0].network and job.epoch == jobs[0].epoch
-                if alike and rows + len(job.samples_n) <= self.most_rows:
+                if alike and rows + len(job.samples_n) <= self._most_rows:
                     jobs.append(job)
                     rows += len(job.samples_n)
                 else:
@@ -98,29 +99,31 @@ class Computer:
             self._queue = left
             return jobs
 
-
-def _begin(jobs: list[Job]) -> Callable[[], None]:
-    """Begin the work of these; what this returns waits for it, and tells those who wait."""
-
-    def fail(error: Exception) -> None:
-        for job in jobs:
-            job.failed(error)
-
-    samples_n, epoch = np.concatenate([job.samples_n for job in jobs]), jobs[0].epoch
-    try:
-        result = jobs[0].network.begin([job.images_nHWC for job in jobs], samples_n, epoch)
-    except Exception as error:
-        failure = error
-        return lambda: fail(failure)
-
-    def finish() -> None:
+    def _begin(self, jobs: list[Job]) -> Callable[[], None]:
+        """Begin the work of these; what this returns waits for it, and tells those who wait."""
+        samples_n, epoch = np.concatenate([job.samples_n for job in jobs]), jobs[0].epoch
         try:
-            logits_nK = result()
+            result = jobs[0].network.begin([job.images_nHWC for job in jobs], samples_n, epoch)
         except Exception as error:
-            fail(error)
-            return
-        ends = np.cumsum([len(job.samples_n) for job in jobs])[:-1]
-        for job, mine_nK in zip(jobs, np.split(logits_nK, ends), strict=True):
-            job.answered(mine_nK)
+            return partial(_fail, jobs, error)
 
-    return finish
+        def finish() -> None:
+            try:
+                logits_nK = result()
+            except Exception as error:
+                _fail(jobs, error)
+                return
+            self._most_rows = max(self._most_rows, *(len(job.samples_n) for job in jobs))
+            ends = np.cumsum([len(job.samples_n) for job in jobs])[:-1]
+            for job, mine_nK in zip(jobs, np.split(logits_nK, ends), strict=True):
+                try:
+                    job.answered(mine_nK)
+                except Exception as error:  # of this job alone: the thread has others
+                    job.failed(error)
+
+        return finish
+
+
+def _fail(jobs: Sequence[Job], error: Exception) -> None:
+    for job in jobs:
+        job.failed(error)

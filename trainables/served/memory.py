@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 UNKNOWN = -1
 """The place of a sample whose answer is neither there nor on its way."""
+_SLOT_BYTES = 12
+"""Of a slot beside its logits: an int32 for the page, an int64 for the sample."""
 
 
 @dataclass
@@ -29,25 +31,26 @@ class Page:
 class Memory:
     """Answers by page and sample. Not for several threads at once: the service has a lock.
 
-    The block is as large as it may become, and takes memory from the system only as it fills.
+    All is as large as it may become, and takes memory from the system only as it fills.
     """
 
     def __init__(self, num_bytes: int, num_samples: int, num_classes: int, dtype: np.dtype[Any]) -> None:
-        """`num_bytes` at most for the logits; 8 bytes a sample and page come on top."""
-        num_slots = max(1, num_bytes // (num_classes * dtype.itemsize))
+        """`num_bytes` at most for logits and what they belong to; 8 bytes a sample and page come on top."""
+        num_slots = max(1, num_bytes // (num_classes * dtype.itemsize + _SLOT_BYTES))
         self._rows_SK = np.empty((num_slots, num_classes), dtype)
-        self._pages_S = np.full(num_slots, -1, dtype=np.int32)
+        self._pages_S = np.zeros(num_slots, dtype=np.int32)
+        """The page's number; 0 where the slot is free."""
         self._samples_S = np.zeros(num_slots, dtype=np.int64)
         self._next, self._num_samples = 0, num_samples
         self._by_name: dict[Hashable, Page] = {}
         self._by_number: dict[int, tuple[Hashable, Page]] = {}
-        self._opened = 0
+        self._opened = 1
 
     def page(self, name: Hashable) -> Page:
         """The page of that name."""
         if name not in self._by_name:
             page = Page(self._opened, np.full(self._num_samples, UNKNOWN, dtype=np.int64))
-            self._opened = (self._opened + 1) % 2**31
+            self._opened += 1
             self._by_name[name], self._by_number[page.number] = page, (name, page)
         return self._by_name[name]
 
@@ -84,6 +87,6 @@ class Memory:
 
     def _vacate(self, slots_n: NDArray[np.int64]) -> None:
         pages_n = self._pages_S[slots_n]
-        for number in np.unique(pages_n[pages_n >= 0]).tolist():
+        for number in np.unique(pages_n[pages_n > 0]).tolist():
             self.forget(self._by_number[number][1], self._samples_S[slots_n[pages_n == number]])
-        self._pages_S[slots_n] = -1
+        self._pages_S[slots_n] = 0

@@ -44,7 +44,8 @@ class LiveNetwork:
         np.concatenate(images, out=host_nHWC.numpy())
         if not on_gpu:
             return lambda: self._run(host_nHWC, torch.from_numpy(samples_n), epoch).numpy()
-        logits_nK = self._run(host_nHWC.to(self._device, non_blocking=True), torch.from_numpy(samples_n), epoch)
+        known_n = torch.from_numpy(samples_n).pin_memory()  # a copy from other memory would wait for all that the GPU has to do
+        logits_nK = self._run(host_nHWC.to(self._device, non_blocking=True), known_n, epoch)
         answer_nK = torch.empty(logits_nK.shape, dtype=logits_nK.dtype, pin_memory=True).copy_(logits_nK, non_blocking=True)
         computed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         computed.record()  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class LiveNetwork:
         return wait
 
     def _run(self, images_nHWC: Tensor, known_n: Tensor, epoch: int) -> Tensor:
-        indices_n = known_n.to(self._device)
+        indices_n = known_n.to(self._device, non_blocking=True)
         batch = DeviceBatch(images_nHWC.permute(0, 3, 1, 2), torch.zeros_like(indices_n), indices_n, known_n, epoch, 0, None)
         with torch.no_grad():
             images_nCHW = self._prepare(batch).images_BCHW

@@ -9,6 +9,7 @@ Shapes: B samples asked about, R of them whose images come along, n rows of one 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ from trainables.served.contract import Question, Reply
 from trainables.served.memory import UNKNOWN, Memory, Page
 
 KEEP_BYTES = 1 << 30
-"""Logits that a service remembers of each network: 26 million images of 10 classes, 268,000 of 1000. Students of a sweep that run
+"""Logits that a service remembers of each network: 20 million images of 10 classes, 267,000 of 1000. Students of a sweep that run
 side by side need those of the steps that lie between them."""
 FETCH_S = 2.0
 """So long whoever asks for the same images waits for the one who was told to send them; then it is told so itself."""
+IDLE_S = 300.0
+"""A network that nobody has asked for so long goes, with what it has answered, when another is opened."""
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -75,16 +78,21 @@ class _Fetch:
 class _Teacher:
     network: Network
     memory: Memory
+    asked_s: float
+    """When it was asked last, on the monotonic clock."""
+    busy: int = 0
+    """Computations and fetches that are under way."""
 
 
 class Service:
     """Networks by key, and what they have answered. Its methods return at once, from any thread."""
 
     def __init__(
-        self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES, fetch_s: float = FETCH_S
-    ) -> None:
+        self, build: Callable[[dict[str, Any], Sequence[str]], Network], *, keep_bytes: int = KEEP_BYTES,
+        fetch_s: float = FETCH_S, idle_s: float = IDLE_S,
+    ) -> None:  # fmt: skip
         """`build` makes a network from a worker's settings and the classes; of each so many bytes of logits are remembered."""
-        self._build, self._keep_bytes, self._fetch_s = build, keep_bytes, fetch_s
+        self._build, self._keep_bytes, self._fetch_s, self._idle_s = build, keep_bytes, fetch_s, idle_s
         self._lock = threading.Lock()
         self._teachers: dict[str, _Teacher] = {}
         self._opening: dict[str, Future[None]] = {}
@@ -128,7 +136,7 @@ class Service:
         if teacher is None:
             return Reply()
         samples_B = question.samples_B
-        self._computer.most_rows = max(self._computer.most_rows, len(samples_B))
+        teacher.asked_s = time.monotonic()
         page = teacher.memory.page((question.key, question.epoch))
         computed = held.computed + self._take_on(teacher, page, question, waiting)
         at_B = page.places_N[samples_B]
@@ -168,12 +176,20 @@ class Service:
             done.set_exception(error)
             return
         with self._lock:
-            self._teachers[name] = _Teacher(network, memory)
+            self._let_go()
+            self._teachers[name] = _Teacher(network, memory, time.monotonic())
         done.set_result(None)
+
+    def _let_go(self) -> None:
+        """Of teachers whom nobody has asked for long: trials of other seeds have networks and answers of their own."""
+        since_s = time.monotonic() - self._idle_s
+        for name in [name for name, teacher in self._teachers.items() if teacher.asked_s < since_s and not teacher.busy]:
+            del self._teachers[name], self._opening[name]
 
     def _fetch(self, teacher: _Teacher, page: Page, samples_n: NDArray[np.int64]) -> None:
         """Somebody is told to send these images."""
         note = self._note()
+        teacher.busy += 1
         expiry = threading.Timer(self._fetch_s, self._expire, (note,))
         expiry.daemon = True
         self._fetches[note] = _Fetch(teacher, page, samples_n, expiry)
@@ -202,6 +218,7 @@ class Service:
         samples_n, note = question.samples_B[question.rows_R[new_R]], self._note()
         images_nHWC = question.images_RHWC if new_R.all() else question.images_RHWC[new_R]
         self._under_way[note] = _Computed(page, samples_n)
+        teacher.busy += 1
         teacher.memory.promise(page, samples_n, note)
         answered, failed = partial(self._deliver, teacher, note), partial(self._fail, teacher, note)
         self._computer.add(Job(teacher.network, question.epoch, samples_n, images_nHWC, answered, failed))
@@ -213,6 +230,7 @@ class Service:
         """Nobody is told any more to send these images; those of them that have not come are unknown. Returns who waited."""
         fetch = self._fetches.pop(note)
         fetch.expiry.cancel()
+        fetch.teacher.busy -= 1
         left_n = fetch.samples_n[fetch.page.places_N[fetch.samples_n] == note]
         fetch.teacher.memory.forget(fetch.page, left_n)
         return fetch.held
@@ -225,6 +243,7 @@ class Service:
         complete = list[_Asked]()
         with self._lock:
             ours = self._under_way.pop(note)
+            teacher.busy -= 1
             self._num_computed += len(logits_nK)
             teacher.memory.write(ours.page, ours.samples_n, logits_nK)
             for asked, rows, mine in ours.waiting:
@@ -238,7 +257,9 @@ class Service:
     def _fail(self, teacher: _Teacher, note: int, error: Exception) -> None:
         """Whoever waits for these learns why; asked again, they are computed again."""
         with self._lock:
-            ours = self._under_way.pop(note)
+            if (ours := self._under_way.pop(note, None)) is None:
+                return  # it was delivered, as far as it went
+            teacher.busy -= 1
             teacher.memory.forget(ours.page, ours.samples_n)
         for asked, *_ in ours.waiting:
             if not asked.reply.done():

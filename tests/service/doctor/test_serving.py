@@ -6,10 +6,22 @@ import itertools
 
 import pytest
 
-from service.doctor.serving import advice, hiding, least_students, pays, served_ms, spread_ms
+from service.doctor.serving import advice, hiding, least_students, served_ms
 from tests.service.doctor.runs import RANK, longer, run_of
 
 GRID = [(t, s, n) for t in (1.0, 10.0, 40.0, 125.0, 300.0) for s in (10.0, 75.0, 200.0) for n in (1, 2, 3, 8)]
+
+
+def spread_ms(teacher_ms: float, rest_ms: float, workers: int, students: int, more: int) -> float:
+    """A = (s + t)·k·n/(k·n + m): a step where the actors' GPUs are workers instead, which work without loss."""
+    mine = students * workers
+    return (rest_ms + teacher_ms) * mine / (mine + more)
+
+
+def pays(teacher_ms: float, rest_ms: float, workers: int, students: int, actors: int) -> bool:
+    """Whether the actors' GPUs do more for all students as a service than as workers: B < A."""
+    served = served_ms(teacher_ms, rest_ms, workers, actors)
+    return served < spread_ms(teacher_ms, rest_ms, workers, students, actors) * (1 - 1e-9)
 
 
 def test_the_fewest_actors_that_hide_a_teacher_answer_as_fast_as_its_students_step() -> None:

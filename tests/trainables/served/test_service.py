@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
 from trainables.served.contract import Question, Reply
+from trainables.served.memory import Memory
 from trainables.served.service import Service
 
-K, ROW_BYTES = 3, 3 * 8
+K, ROW_BYTES = 3, 3 * 8 + 12  # with the page and the sample that they belong to
 NONE = np.empty(0, dtype=np.int64)
 
 
@@ -220,3 +222,28 @@ def test_a_teacher_that_cannot_be_opened_says_why_each_time() -> None:
             service.open("key", {}, ("a", "b", "c"), 10).result(5)
         assert len(tries) == number
     service.close()
+
+
+def test_a_network_that_nobody_asks_for_long_goes_when_another_comes_and_comes_back_when_it_is_asked() -> None:
+    opened: list[str] = []
+
+    def build(settings: dict[str, Any], classes: Sequence[str]) -> Numbered:
+        opened.append(settings["of"])
+        return Numbered()
+
+    service = Service(build, idle_s=0.0)
+    for key in ("one", "two"):
+        service.open(key, {"of": key}, ("a", "b", "c"), 1000).result(5)
+        ask(service, np.arange(10), key=key)
+    assert service.answer(Question("one", 0, np.arange(10), NONE, None)).result(5) == Reply()  # to be opened again
+    service.open("one", {"of": "one"}, ("a", "b", "c"), 1000).result(5)
+    assert ask(service, np.arange(10), key="one").computed == 10
+    assert opened == ["one", "two", "one"]
+
+
+def test_an_empty_memory_takes_next_to_nothing_from_the_system() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    memory = Memory(1 << 30, 1000, 2, np.dtype("float32"))
+    assert process.memory_info().rss - before < 1 << 24
+    assert memory.page("epoch").in_use == 0
