@@ -14,7 +14,7 @@ from tests.integration.conftest import Distill, RayCluster, family, kill, record
 from tests.trainables.jobs import relative_difference, write_teacher
 from trainables.rundir import RunDir
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRIALS, EPOCHS, IMAGES = ("000", "001"), 30, 22 * 64
 
