@@ -130,7 +130,7 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         return [], []
     metric, mode = judged(result)
     what, digits = names.METRICS.get(metric, (metric, 3))
-    heads = ["point", "seeds", f"mean {what}", "±", f"less {found[0].label}", f"{LEVEL:.0%} interval", "p (Holm)", "significant"]
+    heads = ["point", "seeds", f"mean {what}", "±", f"difference to {found[0].label}", f"{LEVEL:.0%} interval", "p (Holm)", "significant"]
     rows = []
     for group in found:
         told = ["–"] * 4
@@ -201,11 +201,11 @@ def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     labels, told = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
     tips = [marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
             for group, d in zip(found, told, strict=True)]  # fmt: skip
-    dots = marks.dots(f"less {first}", 0, labels, [d.mean for d in told], tips)
+    dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in told], tips)
     dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in told], [d.half for d in told])
     heads, rows = cells(result)
     caption = f"{what}, mean difference with its {LEVEL:.0%} interval; across zero it may be chance."
     return marks.Figure(
-        "seeds", f"Over seeds, less {first}", caption,
+        "seeds", f"Over seeds, difference to {first}", caption,
         [dots], {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)}, heads, rows,
     )  # fmt: skip
