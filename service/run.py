@@ -200,7 +200,7 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = prepare(now, plan)
-            with serving(now, plan, cluster, weights) as teachers:
+            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
                 student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
         now.display.console.print(

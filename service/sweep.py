@@ -76,7 +76,7 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     if config.races:
         trained = [stage["metrics"] for stage in now.result.get("stages", ())]
         now.save(noise_scales=[m["noise_scale"] for m in trained if m.get("noise_scale", 0.0) > 0])
-    with serving(now, plan, cluster, weights) as teachers:
+    with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
         taught = weights, teachers
         carry_on(now, trials, pending, cluster, taught)
         if config.races:

@@ -6,27 +6,29 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from service.cluster import Cluster, Need, beside
 from service.plan import Plan
+from service.progress import Display, wait_for
 from trainables.errors import ClusterError
-
-if TYPE_CHECKING:
-    from service.run import Session
 
 WORD_S = 60.0
 """Between two words about actors that find no room."""
 
 
 @contextlib.contextmanager
-def serving(now: Session, plan: Plan, cluster: Cluster, weights: str | None) -> Iterator[tuple[str, ...]]:
+def serving(run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None) -> Iterator[tuple[str, ...]]:
     """The names of the actors that answer for the teacher with these weights; none where workers run it, or where none is asked.
 
     An actor that dies Ray starts again, on another node where its own is gone; what it remembered is computed again when it is
-    asked for. Actors that other jobs leave no room for wait, and say so.
+    asked for. Actors that other jobs leave no room for wait, and say so. Their names begin with that of the `run`.
+
+    Raises:
+        ClusterError: one cannot start.
     """
-    teacher, need = plan.experiment.stage("student", now.run_dir.root, {}).teacher, plan.need()
+    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.need()
     if teacher is None or weights is None or need.service is None:
         yield ()
         return
@@ -36,16 +38,16 @@ def serving(now: Session, plan: Plan, cluster: Cluster, weights: str | None) -> 
     nodes = beside(cluster.nodes, need)
     try:
         for number in range(each.num_workers):
-            name = f"{now.run_dir.root.name}-{time.time_ns():x}-teacher-{number}"
+            name = f"{run}-{time.time_ns():x}-teacher-{number}"
             actors[name] = start(name, each, nodes[number].node_id if nodes else None)
         kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
-        now.display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
-        now.wait_for(lambda: _stand(now, actors))
+        display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
+        wait_for(lambda: _stand(display, actors), display)
         yield tuple(actors)
         with contextlib.suppress(ray.exceptions.RayError):  # it is only told
             counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
             computed, answered = (sum(count[name] for count in counts) for name in ("computed", "answered"))
-            now.display.say(
+            display.say(
                 f"teacher.service: since its actors were last started {teacher.model} ran for {computed:,} images, "
                 f"and {answered:,} were answered"
             )
@@ -77,7 +79,7 @@ def start(name: str, each: Need, node_id: str | None = None) -> Any:
     )  # fmt: skip
 
 
-def _stand(now: Session, actors: dict[str, Any]) -> None:
+def _stand(display: Display, actors: dict[str, Any]) -> None:
     """Return once all actors have been started. Raises ClusterError where one cannot."""
     import ray
 
@@ -87,9 +89,9 @@ def _stand(now: Session, actors: dict[str, Any]) -> None:
         try:
             ray.get(ready)
         except ray.exceptions.ActorUnavailableError:  # it died and is being started again; whoever asks it first waits for that
-            now.display.say("teacher.service: an actor died while it started: Ray starts it again")
+            display.say("teacher.service: an actor died while it started: Ray starts it again")
         except ray.exceptions.RayError as error:
             raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
         if not waiting:
             return
-        now.display.say("teacher.service: the cluster has no room for its actors yet: still waiting")
+        display.say("teacher.service: the cluster has no room for its actors yet: still waiting")

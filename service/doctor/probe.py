@@ -49,6 +49,6 @@ def carry_out(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = untrained_teacher(now)
-            with serving(now, plan, cluster, weights) as teachers:
+            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
                 run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return now.result

@@ -130,7 +130,16 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         return [], []
     metric, mode = judged(result)
     what, digits = names.METRICS.get(metric, (metric, 3))
-    heads = ["point", "seeds", f"mean {what}", "±", f"difference to {found[0].label}", f"{LEVEL:.0%} interval", "p (Holm)", "significant"]
+    heads = [
+        "point",
+        "seeds",
+        f"mean {what}",
+        "±",
+        f"difference to {found[0].label}",
+        f"{LEVEL:.0%} interval",
+        "p (Holm)",
+        "significant",
+    ]
     rows = []
     for group in found:
         told = ["–"] * 4
