@@ -60,8 +60,8 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
             if teacher is not None and teacher.others:
                 others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
                 resolved = resolved.override({"teacher.others": others}, command[1])
-            methods = [located(method) for method in resolved.experiment.distill.method]
-            resolved = resolved.override({"distill.method": methods}, command[1])
+            if methods := [located(method) for method in resolved.experiment.distill.method]:  # none names no file
+                resolved = resolved.override({"distill.method": methods}, command[1])
             paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
             resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
             (folder / name).write_text(resolved.to_yaml())

@@ -148,7 +148,7 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             told = [
                 f"{d.mean:+.{digits}f}",
                 f"{d.mean - d.half:+.{digits}f} to {d.mean + d.half:+.{digits}f}",
-                f"{d.p:.3f}",
+                names.number(d.p, 3),
                 sure,
             ]
         rows.append([
@@ -202,10 +202,11 @@ def page_table(result: Mapping[str, Any]) -> document.Table | None:
 
 def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
-    found = [group for group in groups(result) if group.difference is not None]
+    every = groups(result)
+    found = [group for group in every if group.difference is not None]
     if not found:
         return None
-    first, metric = groups(result)[0].label, judged(result)[0]
+    first, metric = every[0].label, judged(result)[0]
     what, digits = names.METRICS.get(metric, (metric, 3))
     labels, told = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
     tips = [marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
@@ -213,8 +214,8 @@ def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in told], tips)
     dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in told], [d.half for d in told])
     heads, rows = cells(result)
-    caption = f"{what}, mean difference with its {LEVEL:.0%} interval; across zero it may be chance."
+    read_as = f"{what}, mean difference with its {LEVEL:.0%} interval; across zero it may be chance."
     return marks.Figure(
-        "seeds", f"Over seeds, difference to {first}", caption,
+        "seeds", f"Over seeds, difference to {first}", read_as,
         [dots], {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)}, heads, rows,
     )  # fmt: skip

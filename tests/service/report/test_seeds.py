@@ -82,6 +82,10 @@ def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float)
     assert difference.p is None
     assert not difference.significant
     assert "not significant" in sentence(held)[0] or not apart
+    table = page_table(held)
+    assert table is not None
+    assert table.rows[1][-2:] == ["–", "no"]
+    assert figure(held) is not None
 
 
 def test_what_asha_left_over_is_not_compared() -> None:
