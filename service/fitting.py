@@ -38,7 +38,7 @@ def refuse_misfits(trials: Iterable[Trial]) -> None:
         if trial.outcome is None and trial.resolved is not None:
             experiment = trial.resolved.experiment
             try:
-                check_fits(experiment, _num_classes(experiment.data.model_copy(update={"stage": "none"})), ["student"])
+                check_fits(experiment, _num_classes(experiment.data.path, experiment.data.synthetic_classes), ["student"])
             except DataError:
                 continue  # a search over data.path: the trial itself says what is wrong with it
             except ExperimentError as error:
@@ -46,8 +46,9 @@ def refuse_misfits(trials: Iterable[Trial]) -> None:
 
 
 @cache
-def _num_classes(data: DataConfig) -> int:
-    return len(open_source(data, "val").classes)
+def _num_classes(path: str, synthetic_classes: int) -> int:
+    """Of a data set however it is read: batch sizes and the like do not change them."""
+    return len(open_source(DataConfig(path=path, synthetic_classes=synthetic_classes), "val").classes)
 
 
 def _on_gpu(experiment: Experiment) -> bool:

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dali-python", metavar="PATH", help="input: a Python that has nvidia.dali")
     parser.add_argument("--ffcv-python", metavar="PATH", help="input: a Python that has ffcv")
     parser.add_argument("--cifar", type=Path, metavar="FOLDER", help="feeding: train/CLASS/*.jpg and test/CLASS/*.jpg")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="teacher_…: packed CIFAR-10 (default: noise)")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="teacher_cache: packed CIFAR-10 (default: noise)")
     args = parser.parse_args(arguments)
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}: choose from {', '.join(NAMES)}")
@@ -60,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
             "input": {"images": args.images, "dali_python": args.dali_python, "ffcv_python": args.ffcv_python},
             "feeding": {"cifar": args.cifar},
             "teacher_cache": {"records": args.records},
-            "teacher_service": {"records": args.records},
         }.get(name, {})
         with importlib.import_module(f"tests.benchmarks.{name}").comparisons(args.short, **options) as lines:
             rounds = args.rounds or ROUNDS[name]

@@ -37,7 +37,7 @@ def comparisons(short: bool, records: Path | None = None) -> Iterator[list[Compa
         folder = Path(name)
         lines = []
         for teacher, pair in PAIRS.items():
-            bench = Bench(pair, folder / teacher, records, steps=2 if short else 6)
+            bench = Bench(pair, folder / teacher, records, steps=2 if short else 16)
             title = f"{teacher} → resnet8, {'CIFAR-10' if records else 'noise'}"
             if not lines:  # with a full cache it is all the same whose it is
                 alone, full = bench.job(jobs, teacher=None), bench.full(jobs)

@@ -24,13 +24,12 @@ from trainables.worker import ActorLine
 
 
 @contextlib.contextmanager
-def comparisons(short: bool, records: Path | None = None) -> Iterator[list[Comparison]]:
-    """`records`: packed CIFAR-10; without it the images are noise."""
+def comparisons(short: bool) -> Iterator[list[Comparison]]:
     with tempfile.TemporaryDirectory() as name, cluster.connect(2, Path(name)):
         lines = []
         for teacher, pair in PAIRS.items():
-            bench = Bench(pair, Path(name) / teacher, records, steps=2 if short else 8)
-            title = f"{teacher} → resnet8, {'CIFAR-10' if records else 'noise'}: {STUDENTS} students that share a service / "
+            bench = Bench(pair, Path(name) / teacher, None, steps=2 if short else 16)
+            title = f"{teacher} → resnet8, noise: {STUDENTS} students that share a service / "
             sides = in_turn(partial(served_s, bench), partial(together_s, bench))
             lines.append(Comparison(f"{title}{STUDENTS} with a teacher each", "s", sides, Bar("≤", 0.6)))
             if short:

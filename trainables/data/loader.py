@@ -133,7 +133,7 @@ class Loader:
     @property
     def labels_M(self) -> Tensor:
         """The label of each of the split's M samples, by index: int64."""
-        return torch.from_numpy(np.asarray(self._source.labels_N, dtype=np.int64))
+        return torch.from_numpy(np.array(self._source.labels_N, dtype=np.int64))  # a copy: packed ones are read-only
 
     def fingerprint(self) -> str:
         """See `Source`."""

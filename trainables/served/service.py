@@ -69,7 +69,8 @@ class _Fetch:
     teacher: _Teacher
     page: Page
     samples_n: NDArray[np.int64]
-    expiry: threading.Timer
+    until_s: float
+    """On the monotonic clock."""
     held: list[_Held] = field(default_factory=list)
     """Who asked for them meanwhile."""
 
@@ -98,9 +99,12 @@ class Service:
         self._opening: dict[str, Future[None]] = {}
         self._under_way: dict[int, _Computed] = {}
         self._fetches: dict[int, _Fetch] = {}
-        """Both by the note that stands in a page in the place of their rows."""
+        """Both by the note that stands in a page in the place of their rows; the oldest first."""
         self._computer = Computer()
         self._num_notes, self._num_computed, self._num_answered = 0, 0, 0
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._expire, name="fetches", daemon=True)
+        self._watch.start()
 
     def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> Future[None]:
         """Have the network of `key`, for samples 0 … N-1; done when it is there. After a failure the next call tries again."""
@@ -165,7 +169,9 @@ class Service:
             return {"computed": self._num_computed, "answered": self._num_answered}
 
     def close(self) -> None:
-        """End the thread; what waits is not answered any more."""
+        """End the threads; what waits is not answered any more."""
+        self._closed.set()
+        self._watch.join()
         self._computer.close()
 
     def _open(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int, done: Future[None]) -> None:
@@ -190,17 +196,23 @@ class Service:
         """Somebody is told to send these images."""
         note = self._note()
         teacher.busy += 1
-        expiry = threading.Timer(self._fetch_s, self._expire, (note,))
-        expiry.daemon = True
-        self._fetches[note] = _Fetch(teacher, page, samples_n, expiry)
+        self._fetches[note] = _Fetch(teacher, page, samples_n, time.monotonic() + self._fetch_s)
         teacher.memory.promise(page, samples_n, note)
-        expiry.start()
 
-    def _expire(self, note: int) -> None:
-        """They did not come: who waits for them is told to send them."""
-        with self._lock:
-            held = self._end_fetch(note) if note in self._fetches else []
-        self._answer(held)
+    def _expire(self) -> None:
+        """The thread that ends fetches whose images do not come: who waits for them is told to send them.
+
+        What begins while it sleeps ends after that at the earliest: nobody needs to wake it.
+        """
+        pause_s = self._fetch_s
+        while not self._closed.wait(pause_s):
+            with self._lock:
+                now_s = time.monotonic()
+                late = [note for note, fetch in self._fetches.items() if fetch.until_s <= now_s]
+                held = [one for note in late for one in self._end_fetch(note)]
+                oldest = next(iter(self._fetches.values()), None)
+                pause_s = oldest.until_s - now_s if oldest else self._fetch_s
+            self._answer(held)
 
     def _fetched(self, places: NDArray[np.int64]) -> list[int]:
         """The notes in these places by which images are on their way."""
@@ -229,7 +241,6 @@ class Service:
     def _end_fetch(self, note: int) -> list[_Held]:
         """Nobody is told any more to send these images; those of them that have not come are unknown. Returns who waited."""
         fetch = self._fetches.pop(note)
-        fetch.expiry.cancel()
         fetch.teacher.busy -= 1
         left_n = fetch.samples_n[fetch.page.places_N[fetch.samples_n] == note]
         fetch.teacher.memory.forget(fetch.page, left_n)

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
@@ -396,6 +397,21 @@ def test_a_loader_gives_the_same_batches_of_a_packed_set_as_of_its_folder(images
         return found
 
     assert batches(packed) == batches(images)
+
+
+def test_the_labels_of_a_packed_set_may_be_written_to(images: Path, packed: Path) -> None:
+    def labels(path: Path) -> torch.Tensor:
+        data = DataConfig(path=str(path), global_batch_size=4)
+        source = open_source(data, "train")
+        loader = Loader(source, data, split="train", seed=3, rank=0, world_size=1, loader_workers=0)
+        with contextlib.closing(loader):
+            return loader.labels_M
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = labels(packed)
+    ours += 1
+    assert torch.equal(ours, labels(images) + 1)
 
 
 def test_a_shard_that_fails_while_a_loader_reads_it_ends_the_epoch_with_its_name(packed: Path) -> None:
