@@ -118,10 +118,11 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
     with lines() as to:
         undisturbed = served(asked, to)
     with lines() as to:
-        over = threading.Event()
+        over, computed = threading.Event(), list[int]()
 
         def disturb(line: LineHere) -> None:
-            while not over.wait(0.15):
+            while not over.wait(0.15 * 1.1 ** len(computed)):  # ever later: a slow machine must get on as well
+                computed.append(line.service.counts()["computed"] if line.service else 0)
                 line.kill()
                 time.sleep(0.05)
                 line.start()
@@ -131,6 +132,7 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
         disturbed = served(asked.model_copy(update={"output_dir": str(tmp_path / "disturbed")}), to)
         over.set()
         killer.join()
+    assert any(computed)  # at least one died that had answered before
     assert relative_difference(disturbed["state"], undisturbed["state"]) < 1e-12
     assert losses_of(disturbed) == pytest.approx(losses_of(undisturbed), abs=1e-12)
 
