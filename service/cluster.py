@@ -173,7 +173,7 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
 
     Raises:
-        ClusterError: no Ray at RAY_ADDRESS; or its nodes do not all see `runs_root`.
+        ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root`.
     """
     # A trial's end is noticed at the controller's next poll: two seconds are long beside a short trial.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
@@ -201,10 +201,12 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
             ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
         else:
             ray.init(runtime_env=travelling_code(), **quiet)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        where = os.environ.get("RAY_ADDRESS") or "this machine"
+    except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
+        reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
         raise ClusterError(
-            f"no Ray at {where}: {str(error).splitlines()[0].split('. ')[0]}; start one, or give its token "
+            f"Ray does not start on this machine: {reason}; mend that, or where the machine was too busy try again later"
+            if is_local()
+            else f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or give its token "
             "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"
         ) from error
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from service.cluster import Cluster, Need, Node, auto_loader_workers, beside, use_gpu
+import pytest
+
+from service.cluster import Cluster, Need, Node, auto_loader_workers, beside, connect, use_gpu
 from service.experiment import load
 from service.plan import Plan
 from service.trial import need
+from trainables.errors import ClusterError
 from trainables.rundir import RunDir
 
 
@@ -106,3 +109,14 @@ def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path)
         plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))
         config = plan.assign("student", RunDir(tmp_path), {}).config
         assert (config.data.loader_workers, config.loader_auto) == (2, limit)
+
+
+def test_a_ray_that_cannot_start_here_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("far" * 40)  # sockets lie below it, and their paths have 107 bytes at most
+    deep.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(deep))
+    words = r"Ray does not start on this machine: .*AF_UNIX path length cannot exceed 107 bytes"
+    with pytest.raises(ClusterError, match=words) as refused, connect(1, tmp_path):
+        raise AssertionError("there is a Ray")
+    assert "\n" not in str(refused.value)
