@@ -52,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     # Here and in everything started from here. By default Ray's workers give way to all other processes, a plain script's do not.
     os.environ.update({"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"})
 
-    from tests.benchmarks.rounds import Result, run
+    from rich.console import Console
+
+    from tests.benchmarks.rounds import Result, run, table
 
     results: dict[str, list[Result]] = {}
     for name in args.names or NAMES:
@@ -65,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
             rounds = args.rounds or ROUNDS[name]
             echo, warm_up = partial(print, flush=True), not args.short
             results[name] = [run(line, rounds, echo, warm_up) for line in lines if args.only in line.title]
+        if (drawn := table(results[name])) is not None:
+            Console().print(drawn)
     missed = [line.title for lines in results.values() for line in lines if not line.passed]
     print("missed: " + "; ".join(missed) if missed else "every bar is reached")
     if args.json:

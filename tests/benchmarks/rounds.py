@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from rich import box
+from rich.table import Table
 
 Echo = Callable[[str], None]
 
@@ -38,6 +41,8 @@ class Comparison:
     """None: told, not judged."""
     figure: Callable[[float, float], float] = operator.truediv
     figure_name: str = "ratio"
+    cell: tuple[str, str] | None = None
+    """Row and column of its median in the table that ends a benchmark of many lines."""
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Result:
     unit: str
     figure_name: str
     bar: str
+    cell: tuple[str, str] | None = None
     passed: bool = True
     median: float = 0.0
     lowest: float = 0.0
@@ -95,7 +101,7 @@ class Sides:
 def run(comparison: Comparison, num_rounds: int, echo: Echo, warm_up: bool = True) -> Result:
     """A warm-up round that does not count, then `num_rounds` that do; says a row for each and the verdict."""
     bar = comparison.bar
-    result = Result(comparison.title, comparison.unit, comparison.figure_name, str(bar) if bar else "")
+    result = Result(comparison.title, comparison.unit, comparison.figure_name, str(bar) if bar else "", comparison.cell)
     echo(f"{comparison.title} [{comparison.unit}]")
     echo(f"  {'round':>7} {'ours':>10} {'peer':>10} {comparison.figure_name:>8}   load")
     for number in range(0 if warm_up else 1, num_rounds + 1):
@@ -110,3 +116,16 @@ def run(comparison: Comparison, num_rounds: int, echo: Echo, warm_up: bool = Tru
     verdict = f"bar {bar}: {'PASS' if result.passed else 'FAIL'}" if bar else "no bar"
     echo(f"  {comparison.figure_name} {result.median:.3f} ({result.lowest:.3f}–{result.highest:.3f}), {verdict}\n")
     return result
+
+
+def table(results: Sequence[Result]) -> Table | None:
+    """The medians of those results that have a place in a table; None: no result has."""
+    placed = {result.cell: result for result in results if result.cell}
+    if not placed:
+        return None
+    columns = list(dict.fromkeys(column for _, column in placed))
+    drawn = Table("", *columns, box=box.SIMPLE_HEAD)
+    for row in dict.fromkeys(row for row, _ in placed):
+        found = [placed.get((row, column)) for column in columns]
+        drawn.add_row(row, *("" if result is None else f"{result.median:.2f}" for result in found))
+    return drawn

@@ -13,7 +13,7 @@ import pytest
 
 from tests.benchmarks.__main__ import NAMES
 from tests.benchmarks.process import ROOT, environment
-from tests.benchmarks.rounds import Bar, Comparison, Sides, in_turn, run
+from tests.benchmarks.rounds import Bar, Comparison, Sides, in_turn, run, table
 
 ROW = re.compile(r"^ +(warm-up|\d+) +[\d.e+]+ +[\d.e+]+ +[\d.]+ +[\d.]+$")
 VERDICT = re.compile(r"^  \w+ [\d.]+ \([\d.]+–[\d.]+\), (bar [≤≥] [\d.]+: (PASS|FAIL)|no bar)$")
@@ -52,6 +52,20 @@ def test_the_sides_take_turns_in_going_first_and_the_warm_up_does_not_count() ->
     assert order == ["peer", "ours", "ours", "peer", "peer", "ours", "ours", "peer"]
     assert [row["figure"] for row in result.rounds] == [1.5, 1.5, 1.5]
     assert (result.median, result.passed) == (1.5, False)
+
+
+def test_lines_that_have_a_place_end_in_a_table() -> None:
+    def line(cell: tuple[str, str] | None, ours: float) -> Comparison:
+        return Comparison("title", "s", lambda _: (ours, 2.0), None, cell=cell)
+
+    lines = [line(("at", "time"), 3.0), line(("sp", "time"), 4.0), line(("sp", "memory"), 5.0), line(None, 6.0)]
+    results = [run(each, 1, lambda _: None) for each in lines]
+    drawn = table(results)
+    assert drawn is not None
+    assert [(column.header, list(column.cells)) for column in drawn.columns] == [
+        ("", ["at", "sp"]), ("time", ["1.50", "2.00"]), ("memory", ["", "2.50"])
+    ]  # fmt: skip
+    assert table(results[-1:]) is None
 
 
 def test_sides_are_measured_once_a_round_each_first_in_its_turn() -> None:
