@@ -53,5 +53,6 @@ def fill(resolved: Resolved, root: Path) -> str:
         raise TrainingError(f"{outcome.reason}; the log is {stage.log}")
     shutil.rmtree(run_dir.root, ignore_errors=True)
     done = outcome.metrics
-    unread = f", but for {done['missing']:,.0f} of images that cannot be read" if done["missing"] else ""
-    return f"{teacher.cache} holds the logits of {done['rows']:,.0f} images{unread}; {done['images']:,.0f} were computed now"
+    unread = f", all but {done['missing']:,.0f} that cannot be read" if done["missing"] else ""
+    kept = done["rows"] - done["missing"]
+    return f"{teacher.cache} holds the logits of {kept:,.0f} images{unread}; {done['images']:,.0f} were computed now"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ def replacing(path: Path) -> Iterator[Path]:
     A reader, or a machine that dies, sees the old file or the new one. Raises OSError where the disk is full or the folder
     cannot be written; the old file then still stands.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # By chance, not by the process's number: on a disk that nodes share there may be two of one number.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield beside

@@ -13,6 +13,7 @@ from trainables.config import FillConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.feed import on_device
 from trainables.distributed import Group, gather_objects
+from trainables.errors import DataError
 from trainables.inputs import autocast, normalizer
 from trainables.teacher import Asked
 from trainables.teaching import kept_teacher, numbers
@@ -24,7 +25,7 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
     In the order in which images are stored, each worker its part of a batch; an epoch begins at the first image that is missing.
 
     Raises:
-        DistillError: see `open_store`; unreadable data.
+        DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
     data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
     config = config.model_copy(update={"data": data})
@@ -53,6 +54,11 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
                         if step % config.train.log_every == 0:
                             report("step", step, step / steps_per_epoch, {})
                     images += sum(gather_objects(teacher.end_epoch(), group))
+                    for reason in filter(None, gather_objects(teacher.unwritten(), group)):
+                        raise DataError(
+                            f"teacher.cache: {teacher.store.folder} cannot be written ({reason}): free room or name another "
+                            "folder, and run it again: what is written stays"
+                        )
                     missing += int(teacher.store.open(epoch).missing_N.sum())
                 report("step", done + steps_per_epoch, epoch + 1.0, {})
         return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}

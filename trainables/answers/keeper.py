@@ -49,14 +49,19 @@ class Keeper:
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
-    def add(self, epoch: int, samples_B: NDArray[np.int64], logits_BK: Tensor, wanted_B: NDArray[np.bool_]) -> None:
-        """Keep the answers to the `wanted_B` of these samples; on a GPU they are copied to the host meanwhile."""
-        columns, copied = self._store.layout.encode(logits_BK), None
-        if logits_BK.is_cuda:
+    def add(self, epoch: int, samples_B: NDArray[np.int64], columns: dict[str, Tensor], wanted_B: NDArray[np.bool_]) -> None:
+        """Keep the columns of the `wanted_B` of these samples; on a GPU they are copied to the host meanwhile."""
+        copied = None
+        if columns["top"].is_cuda:
             columns = {name: _copied(tensor) for name, tensor in columns.items()}
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()  # type: ignore[no-untyped-call]
         self._queue.put(_Batch(epoch, samples_B.copy(), columns, wanted_B, copied))
+
+    @property
+    def failure(self) -> OSError | None:
+        """Of the disk: nothing is kept since then."""
+        return self._failure if isinstance(self._failure, OSError) else None
 
     def flush(self) -> None:
         """Wait until all of it is on disk. Raises what the thread failed of, unless that was the disk."""

@@ -1,5 +1,7 @@
 """A teacher whose answers are kept: it runs where one is missing, and is not even built where none is.
 
+What it answers live is rounded as it is kept: the training that fills a cache is, bit for bit, the one that reads it.
+
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
@@ -59,9 +61,10 @@ class KeptTeacher:
         self.live = self.live or self._build()
         answer = self.live(images_BCHW, num_rows)
         self._ran_for += num_rows
+        columns = self.store.layout.encode(answer[self._methods[0]].logits_BK)
         if self._keeper is not None:
-            self._keeper.add(asked.epoch, samples_B, answer[self._methods[0]].logits_BK, missing_B)
-        return answer
+            self._keeper.add(asked.epoch, samples_B, columns, missing_B)
+        return self._for_all(self.store.layout.decode(columns, self._dtype))
 
     def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         """See `Answers`."""
@@ -74,6 +77,11 @@ class KeptTeacher:
         self._shelf = None
         ran_for, self._ran_for = self._ran_for, 0
         return ran_for
+
+    def unwritten(self) -> str | None:
+        """Why nothing is kept any more; None: all is."""
+        failure = self._keeper.failure if self._keeper is not None else None
+        return None if failure is None else failure.strerror or str(failure)
 
     def close(self) -> None:
         """Write what is not written yet."""
@@ -144,14 +152,14 @@ def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[
         rows, there_bytes = store.size(num_epochs)
         all_rows, row_bytes = loader.num_samples * num_epochs, store.layout.row_bytes
         log.info(
-            "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{min(rows, all_rows):,}",
+            "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{rows:,}",
             f"{all_rows:,}", f"{loader.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
         )  # fmt: skip
-        if not keeps(config):
+        if rows == all_rows or not keeps(config):
             return store.folder.name, top_k
         store.folder.mkdir(parents=True, exist_ok=True)
         store.tidy()
-        missing_bytes, free = max(0, all_rows - rows) * row_bytes, free_bytes(store.folder)
+        missing_bytes, free = (all_rows - rows) * row_bytes, free_bytes(store.folder)
         if missing_bytes > free:
             return DataError(
                 f"teacher.cache: {human(missing_bytes)} of logits do not fit into the {human(free)} that are free in "

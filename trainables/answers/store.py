@@ -100,10 +100,14 @@ class Store:
                     leftover.unlink()
 
     def size(self, num_epochs: int) -> tuple[int, int]:
-        """Rows and bytes of the first `num_epochs` epochs, by the files' names: what overlaps counts twice."""
+        """Rows and bytes of the first `num_epochs` epochs, by the files' names; no epoch has more rows than there are samples.
+
+        Of an epoch that several jobs filled at once, each with parts of its own, it may be fewer rows than it says.
+        """
         folders = self.folder.glob(f"{_EPOCH}*")
-        files = [path for folder in folders if int(folder.name[len(_EPOCH) :]) < num_epochs for path in _files(folder)]
-        return sum(int(path.name.partition("-")[0]) for path in files), sum(path.stat().st_size for path in files)
+        epochs = [_files(folder) for folder in folders if int(folder.name[len(_EPOCH) :]) < num_epochs]
+        rows = [sum(int(path.name.partition("-")[0]) for path in files) for files in epochs]
+        return sum(min(count, self.num_samples) for count in rows), sum(path.stat().st_size for files in epochs for path in files)
 
     def _of(self, epoch: int) -> Path:
         return self.folder / f"{_EPOCH}{epoch:05}"

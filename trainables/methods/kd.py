@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from trainables.config import NonNegative
 from trainables.methods.contract import Method, Samples, Seen, Setting
 from trainables.methods.logits import LogitOptions, divergence, soften
 
@@ -14,7 +15,7 @@ from trainables.methods.logits import LogitOptions, divergence, soften
 class KDOptions(LogitOptions):
     """RepDistiller's defaults for CIFAR-100: 0.1·CE + 0.9·KD at T = 4."""
 
-    weight: float = 0.9
+    weight: NonNegative = 0.9
 
 
 class KD(Method):

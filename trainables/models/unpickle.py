@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def unpickled(path: Path) -> Any:
         CheckpointError: the file holds anything else, which could run code, or is damaged.
     """
     try:
-        with torch.serialization.safe_globals([(Unread, name) for name in UNREAD]):
+        with torch.serialization.safe_globals([(Unread, name) for name in UNREAD]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: what is wrong with it is said below
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
@@ -52,7 +54,9 @@ def unpickled(path: Path) -> Any:
             f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
             f" {SAVE_AGAIN}"
         ) from None
-    except (EOFError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # the unpickler runs over any bytes, and fails in any way
         if path.is_file() and path.stat().st_size and tarfile.is_tarfile(path):
             raise CheckpointError(f"{path} is a tar archive: unpack it and give the file of one model in it") from None
-        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
+        known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # of others the message says nothing
+        reason = one_line(error) if known else "it is no file of torch.save"
+        raise CheckpointError(f"{path} cannot be read ({reason}): it was cut off or damaged; use another copy") from None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.trainables.answers.test_kept import ran_for, settings
 from tests.trainables.jobs import train
 from trainables.answers.fill import fill
+from trainables.answers.store import Columns, Store
 from trainables.config import FillConfig, TrainConfig
 from trainables.distributed import Group
+from trainables.errors import DataError
 from trainables.rank_pool import Ranks
 
 
@@ -22,6 +28,20 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
     return fill(FillConfig.model_validate(config.model_dump()), group, report), said
 
 
+def fill_until_full(group: Group, config: TrainConfig) -> None:
+    """The disk is full after the first epoch."""
+    write = Store.write
+
+    def full(store: Store, epoch: int, columns: Columns) -> None:
+        if epoch:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(store, epoch, columns)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "write", full)
+        fill_alone(group, config)
+
+
 def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, ranks: Ranks) -> None:
     filled, said = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
     assert filled == {"images": 2 * 1442, "missing": 0, "rows": 2 * 1442}
@@ -29,6 +49,13 @@ def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, 
     dropping: dict[str, Any] = {"data": {"last_batch": "drop", "global_batch_size": 96}}
     assert ran_for(train(Group(), settings(tmp_path, "one", **dropping))) == [0, 0]
     assert ran_for(ranks.run(3, train, settings(tmp_path, "three"))[0]) == [0, 0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_ends_the_filling_and_what_is_written_stays(tmp_path: Path, ranks: Ranks, workers: int) -> None:
+    with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(No space left on device\): free room"):
+        ranks.run(workers, fill_until_full, settings(tmp_path, "fill", epochs=3))
+    assert fill_alone(Group(), settings(tmp_path, "fill", epochs=3))[0]["images"] == 2 * 1442
 
 
 def test_filling_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from service.experiment import load
-from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables import loop
+from trainables.answers import kept
 from trainables.answers.kept import KeptTeacher
+from trainables.answers.store import Store
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
@@ -56,12 +58,31 @@ def keys(folder: Path) -> set[str]:
 def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
     live = train(Group(), settings(tmp_path, "live", teacher={"cache": None}))
     first, second = (train(Group(), settings(tmp_path, name)) for name in ("first", "second"))
-    assert losses_of(first) == losses_of(live)  # the live teacher answers while it fills
     assert ran_for(first) == [1442, 1442]
     assert ran_for(second) == [0, 0]
+    assert losses_of(second) == losses_of(first)
+    assert equal(second["state"], first["state"])
     assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
     assert losses_of(second) != losses_of(live)
     assert relative_difference(second["state"], live["state"]) < 1e-2
+
+
+@pytest.mark.parametrize("top_k", [2, 10])
+def test_with_a_few_logits_kept_the_first_run_learns_from_those_too(tmp_path: Path, top_k: int) -> None:
+    first, second = (train(Group(), settings(tmp_path, name, teacher={"cache_top_k": top_k})) for name in ("first", "second"))
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == losses_of(first)
+
+
+def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
+    whole = train(Group(), settings(tmp_path, "whole", epochs=1))
+    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
+    part.unlink()
+    assert train(Group(), every, die_after=4)["died"]
+    again = train(Group(), every)
+    assert 0 < ran_for(again)[0] < 1442
+    assert equal(again["state"], whole["state"])
 
 
 def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
@@ -198,6 +219,19 @@ def test_the_key_is_told_in_full_beside_the_answers(tmp_path: Path) -> None:
     assert told["teacher"]["model"] == "mlp_large"
     assert told["images"]["augment"] == "pad_crop_flip"
     assert told["images"]["seed"] == 3
+
+
+def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(kept, "write_json", refuse)
+    monkeypatch.setattr(Store, "write", refuse)
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [0]
+    with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
+        train(Group(), settings(tmp_path, "third", epochs=2))
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_only_what_is_wanted_is_kept_and_epochs_are_kept_apart(tmp_path: Path) -
     store = Store(tmp_path, LAYOUT, 20)
     keeper = Keeper(store)
     for epoch, samples, wanted in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
-        keeper.add(epoch, np.array(samples), LOGITS[samples], np.array(wanted))
+        keeper.add(epoch, np.array(samples), LAYOUT.encode(LOGITS[samples]), np.array(wanted))
     keeper.flush()
     assert [np.flatnonzero(~store.open(epoch).missing_N).tolist() for epoch in (0, 1)] == [[1, 3, 4], [6]]
     assert torch.equal(read(store, [4, 1]), decoded([4, 1]))
@@ -97,6 +97,6 @@ def test_a_disk_that_cannot_be_written_ends_the_keeping_and_nothing_else(tmp_pat
     (tmp_path / "file").write_text("in the way")
     keeper = Keeper(Store(tmp_path / "file", LAYOUT, 20))
     for _ in range(3):
-        keeper.add(0, np.array([1, 2]), LOGITS[:2], np.array([True, True]))
+        keeper.add(0, np.array([1, 2]), LAYOUT.encode(LOGITS[:2]), np.array([True, True]))
         keeper.flush()
     keeper.close()

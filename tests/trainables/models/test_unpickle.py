@@ -1,7 +1,9 @@
 import argparse
+import contextlib
 import importlib
 import os
 import tarfile
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,20 @@ def test_an_archive_of_several_teachers_is_to_be_unpacked(tmp_path: Path) -> Non
     with tarfile.open(tmp_path / "cifar_teachers.tar", "w") as archive:
         archive.add(tmp_path / "ckpt_epoch_240.pth", "cifar_teachers/resnet56_vanilla/ckpt_epoch_240.pth")
     assert "is a tar archive: unpack it" in refusal(tmp_path / "cifar_teachers.tar")
+
+
+def test_bytes_of_any_kind_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.pth"
+    path.write_bytes(b"hello world")
+    assert refusal(path).endswith("(it is no file of torch.save): it was cut off or damaged; use another copy")
+    content = {"model": WEIGHTS, "epoch": 240, "names": ["a"], "lr": 0.05}
+    whole = saved(path, content, _use_new_zipfile_serialization=False).read_bytes()
+    chance = np.random.default_rng(0)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for place in chance.integers(0, len(whole), chance.integers(1, 9)):
+            damaged[place] = chance.integers(0, 256)
+        path.write_bytes(damaged)
+        with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
+            warnings.simplefilter("error")
+            unpickled(path)
