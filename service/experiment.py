@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
 from service.distilling import check_distill, distills
-from service.mistakes import explain, known_keys, nearest
+from service.mistakes import explain, known_keys, nearest, source_of
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
@@ -317,4 +317,4 @@ def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) 
             if section is not None:
                 check_model_name(section.model)
         except ModelError as error:
-            raise ExperimentError(f"{sources.get(key, where)}: {key}: {error}") from error
+            raise ExperimentError(f"{source_of(key, sources, where)}: {key}: {error}") from error

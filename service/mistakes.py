@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -37,6 +37,20 @@ def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from known_keys(part, f"{prefix}{name}.")
 
 
+def _free_keys(section: type[BaseModel]) -> set[str]:
+    """The dotted keys below which a user writes names of his own, such as those of methods."""
+    found = set()
+    for key in known_keys(section):
+        model: Any = section
+        *around, last = key.split(".")
+        for name in around:
+            parts = (annotation := model.model_fields[name].annotation, *getattr(annotation, "__args__", ()))
+            model = next(part for part in parts if isinstance(part, type) and issubclass(part, Section))
+        if get_origin(model.model_fields[last].annotation) is dict:
+            found.add(key)
+    return found
+
+
 def nearest(key: str, keys: Sequence[str]) -> str:
     """`; did you mean KEY?` for a key that does not exist, or nothing."""
     section, _, last = key.rpartition(".")
@@ -55,33 +69,36 @@ def nearest(key: str, keys: Sequence[str]) -> str:
 
 def explain(error: ValidationError, section: type[BaseModel], where: str, sources: Mapping[str, str] | None = None) -> str:
     """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`."""
-    keys = list(known_keys(section))
+    keys, free = list(known_keys(section)), _free_keys(section)
     grouped: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        grouped.setdefault(_key(detail, keys), []).append(detail)  # a union gives an error for each of its branches
-    lines = [f"{_source(key, sources or {}, where)}: {_line(key, details, keys)}" for key, details in grouped.items()]
+        grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
+    lines = [f"{source_of(key, sources or {}, where)}: {_line(key, details, keys)}" for key, details in grouped.items()]
     if len(lines) > MAX_LINES:
         lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
     return "\n".join(lines)
 
 
-def _key(detail: Any, keys: Sequence[str]) -> str:
+def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> str:
     """The dotted key as the user wrote it: without the names that pydantic gives to a union's branches and a list's places."""
     loc: tuple[Any, ...] = detail["loc"]
     unknown = detail["type"] in ("extra_forbidden", "invalid_key")
     key = ""
     for place, part in enumerate(loc, start=1):
         name = f"{key}.{part}" if key else str(part)
-        if re.sub(r"\[\d+\]", "", name) in keys or (unknown and place == len(loc)):
+        own = key in free and isinstance(part, str) and not part.startswith("[")
+        if own or re.sub(r"\[\d+\]", "", name) in keys or (unknown and place == len(loc)):
             key = name
         elif isinstance(part, int) and (detail["type"] != "missing" or place < len(loc)):
             key = f"{key}[{part}]"
     return key
 
 
-def _source(key: str, sources: Mapping[str, str], where: str) -> str:
+def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
+    """Where a dotted key's value came from: the nearest of what stands around it that has a source, or else `where`."""
     parts = key.partition("[")[0].split(".")
-    return next((sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources), where)
+    around = (sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources)
+    return next(around, where)
 
 
 def _line(key: str, details: list[Any], keys: Sequence[str]) -> str:

@@ -179,6 +179,13 @@ class TeacherConfig(ModelConfig):
         (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
     )
 
+    @field_validator("cache")
+    @classmethod
+    def _a_folder(cls, cache: str | None) -> str | None:
+        if cache is not None and "://" in cache:
+            raise ValueError("must be a folder that all nodes mount, such as /shared/logits, not a URI")
+        return cache
+
     @model_validator(mode="after")
     def _something_to_keep(self) -> Self:
         for name in ("cache_top_k", "cache_epochs"):
@@ -208,6 +215,13 @@ class AssistantConfig(ModelConfig):
     """A model between teacher and student: it learns from the one before it and teaches the one after it."""
 
     epochs: Count | None = Field(None, description="epochs of its training; absent: optim.epochs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trained_here(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and "weights" in tree:
+            raise ValueError("weights: an assistant is trained here, from the model before it: leave them out")
+        return tree
 
 
 class MethodOptions(Section):
@@ -249,6 +263,8 @@ class DistillConfig(Section):
     def _not_empty(cls, method: Any) -> Any:
         if isinstance(method, list | tuple) and not method:
             raise ValueError("names no method: write one, such as kd, or none")
+        if not isinstance(method, str | list | tuple):
+            raise ValueError(f"names a method, or a list of methods, such as kd, not {method!r}")
         return () if method == "none" else (method,) if isinstance(method, str) else method
 
     @field_validator("method")

@@ -257,6 +257,17 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("student.model=resnet18x", "--set: student.model: there is no model 'resnet18x'; did you mean resnet18?"),
         ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
         ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
+        ("distill.method=5", "--set: distill.method: names a method, or a list of methods, such as kd, not 5"),
+        ("distill.options.kd=4", "--set: distill.options.kd: must be a section of keys, not 4"),
+        (
+            "teacher.cache=s3://logits",
+            "--set: teacher.cache: must be a folder that all nodes mount, such as",
+        ),
+        ("assistants=[{model: resnet9}]", "--set: assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
+        (
+            "assistants=[{model: resnet8, weights: x}]",
+            "--set: assistants[0]: weights: an assistant is trained here",
+        ),
         ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
         ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
         ("sweep.policy=guess", '--set: sweep.policy: must be grid, random, asha or guided, not "guess"'),

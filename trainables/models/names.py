@@ -81,9 +81,9 @@ def check_model_name(name: str) -> ModelName:
     lower = name.lower()
     # What a name of ours begins with is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     begun = [ours for ours in MODELS if lower and ours.startswith(lower)]
-    near = [lower] if lower in known else begun or difflib.get_close_matches(lower, known, n=1)
+    near = ([lower] if lower in known else []) + begun or difflib.get_close_matches(lower, known, n=1)
     instead = (
-        f"did you mean {near[0]}?"
+        f"did you mean {' or '.join(near[:2])}?"
         if near
         else f"ours are {', '.join(MODELS)}; torchvision's and timm's (timm/NAME) go by their names"
     )

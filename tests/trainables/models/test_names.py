@@ -41,7 +41,7 @@ def test_the_hyphens_of_papers_are_understood() -> None:
     ("wrong", "right"),
     [
         ("resnt18", "did you mean resnet18?"),
-        ("ResNet50", "did you mean resnet50?"),
+        ("ResNet50", "did you mean resnet50 or resnet50_cifar?"),
         ("vgg8", "did you mean vgg8_cifar?"),
         ("ShuffleV1", "did you mean shufflenetv1_cifar?"),
         ("ShuffleNetV2", "did you mean shufflenetv2_cifar?"),
