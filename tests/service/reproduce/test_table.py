@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from service.experiment import Experiment
 from service.reproduce.plan import Request, compose
 from service.reproduce.table import ALONE, read_table, tables
 from service.trials import plan_trials
@@ -70,6 +71,39 @@ def test_every_cell_is_an_experiment(name: str) -> None:
     for part in parts:
         assert [trial.outcome for trial in plan_trials(part.resolved) if trial.outcome is not None] == []
     assert sum(len(part.rows) for part in parts) == len(request.cells(table)) - repeated(table.pairs.values())
+
+
+def experiment_of(name: str, pair: str, column: str) -> Experiment:
+    table = read_table(name)
+    (part,) = compose(table, Request.of(table, pair, column, "0"), [], None, None)
+    (trial,) = plan_trials(part.resolved)
+    assert trial.resolved is not None
+    return trial.resolved.experiment
+
+
+@pytest.mark.parametrize(
+    ("pair", "lr", "weight"),
+    [
+        ("resnet32x4-resnet8x4", 0.1, 5.0),
+        ("resnet56-resnet20", 0.1, 0.6),
+        ("resnet32x4-shufflenetv1_cifar", 0.02, 5.0),
+        ("resnet32x4-shufflenetv2_cifar", 0.02, 8.0),
+        ("wrn_40_2-shufflenetv1_cifar", 0.02, 5.0),
+    ],
+)
+def test_reviewkd_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_columns(
+    pair: str, lr: float, weight: float
+) -> None:
+    found = experiment_of("cifar100", pair, "reviewkd")
+    optim = found.optim
+    assert (found.data.global_batch_size, optim.lr, optim.nesterov, optim.weight_decay) == (128, lr, True, 5e-4)
+    assert (optim.epochs, optim.milestones, optim.gamma, optim.momentum) == (240, (151, 181, 211), 0.1, 0.9)
+    assert found.distill.options["reviewkd"] == {"weight": weight, "warmup_epochs": 20.0}
+
+
+@pytest.mark.parametrize("column", ["dkd", "reviewkd"])
+def test_a_warm_up_that_ends_with_the_first_epoch_counted_from_1_is_none(column: str) -> None:
+    assert experiment_of("imagenet", "resnet34-resnet18", column).distill.options[column]["warmup_epochs"] == 0
 
 
 def repeated(pairs: object) -> int:
