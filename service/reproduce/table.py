@@ -46,6 +46,7 @@ class Student(Section):
     """A student's published accuracy without a teacher. Its settings hold with every method too."""
 
     top1_pct: Percent
+    num_runs: Count | None = Field(None, description="where it is not the source's")
     settings: Settings = Field({}, description="what differs from the recipe")
 
 
@@ -76,6 +77,7 @@ class Pair(Section):
     teacher: str
     student: str
     top1_pct: dict[str, Percent] = Field(description="column → published accuracy")
+    num_runs: dict[str, Count] = Field({}, description="source → runs whose mean it published, where that differs for this pair")
     settings: dict[str, Settings] = Field({}, description="column → what is different for this pair")
 
 
@@ -110,6 +112,7 @@ class Table(Section):
             *((f"pairs.{key}.student", pair.student, self.students.models) for key, pair in self.pairs.items()),
             *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
             *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
+            *((f"pairs.{key}.num_runs", name, self.sources) for key, pair in self.pairs.items() for name in pair.num_runs),
         ]  # fmt: skip
         for where, name, known in named:
             if name not in known:
@@ -121,6 +124,12 @@ class Table(Section):
     def source_of(self, column: str) -> Source:
         """Where a column's numbers come from."""
         return self.sources[self.students.source if column == ALONE else self.columns[column].source]
+
+    def num_runs(self, pair: str, column: str) -> int:
+        """Runs whose mean is the published accuracy."""
+        there = self.pairs[pair]
+        own = self.students.models[there.student].num_runs if column == ALONE else there.num_runs.get(self.columns[column].source)
+        return own or self.source_of(column).num_runs
 
     def published(self, pair: str, column: str) -> float | None:
         """The published accuracy in percent; None where the table has none."""

@@ -125,11 +125,28 @@ def test_the_13_pairs_are_the_published_ones_with_all_methods() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pair", "column", "num_runs"),
+    [
+        ("resnet56-resnet20", "kd", 5),
+        ("resnet50_cifar-vgg8_cifar", "crd", 3),
+        ("resnet50_cifar-vgg8_cifar", "crd_kd", 3),
+        ("resnet50_cifar-vgg8_cifar", ALONE, 5),
+        ("wrn_40_2-shufflenetv1_cifar", ALONE, 3),
+        ("wrn_40_2-shufflenetv1_cifar", "dkd", 5),
+        ("wrn_40_2-shufflenetv1_cifar", "reviewkd", 1),
+    ],
+)
+def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs: int) -> None:
+    assert read_table("cifar100").num_runs(pair, column) == num_runs
+
+
+@pytest.mark.parametrize(
     ("before", "after", "said"),
     [
         ("columns: {kd: {source: us", "columns: {kd: {source: them", "columns.kd.source: there is no 'them'"),
         ("teacher: convnet_large,", "teacher: convnet_largest,", "pairs.large-small.teacher: there is no 'convnet_largest'"),
         ("top1_pct: {kd: 98}", "top1_pct: {dkd: 98}", "pairs.large-small.top1_pct: there is no 'dkd'"),
+        ("top1_pct: {kd: 98}", "top1_pct: {kd: 98}, num_runs: {them: 3}", "pairs.large-small.num_runs: there is no 'them'"),
         ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
         ("epoch: last", "epoch: lats", "epoch"),
         ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
