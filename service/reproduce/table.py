@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
+from service.experiment import recipes
 from service.mistakes import explain
 from trainables.config import Count, Number, Section
 from trainables.errors import ExperimentError
@@ -93,7 +94,7 @@ class Table(Section):
     """A table of published accuracies, in percent top-1."""
 
     title: str
-    recipe: str = Field(description="the experiment that all cells share")
+    recipe: str = Field(description="the experiment that all cells share: a recipe, or a file beside the table")
     data: Size
     tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
     sources: dict[str, Source]
@@ -148,7 +149,7 @@ def tables() -> dict[str, str]:
 
 
 def read_table(name: str) -> Table:
-    """A shipped table by its name, or one's own by its file.
+    """A shipped table by its name, or one's own by its file, beside which its recipe is looked for.
 
     Raises:
         ExperimentError: there is none, or it is not a table; one line a mistake.
@@ -169,6 +170,9 @@ def read_table(name: str) -> Table:
             f"{name}: a table is a mapping with title, recipe, data, sources, teachers, students, columns, pairs"
         )
     try:
-        return Table.model_validate(tree)
+        table = Table.model_validate(tree)
     except ValidationError as error:
         raise ExperimentError(explain(error, Table, name)) from error
+    if name in shipped or table.recipe in recipes():
+        return table
+    return table.model_copy(update={"recipe": str(Path(name).parent / table.recipe)})

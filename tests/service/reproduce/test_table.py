@@ -158,6 +158,23 @@ def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path
     assert "mine.yaml" in text
 
 
+def test_a_tables_recipe_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flowers.yaml").write_text("base: digits\noptim: {epochs: 7}\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("recipe: digits", "recipe: flowers.yaml"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for name in (str(path), "../mine.yaml"):
+        table = read_table(name)
+        (part,) = compose(table, Request.of(table, None, "kd", "0"), [], None, None)
+        assert part.resolved.experiment.optim.epochs == 7
+    path.write_text(SMALL.replace("recipe: digits", "recipe: flower.yaml"))
+    table = read_table(str(path))
+    with pytest.raises(ExperimentError, match=r"flower\.yaml: neither a recipe nor a file"):
+        compose(table, Request.of(table, None, "kd", "0"), [], None, None)
+
+
 def test_a_table_that_is_not_there_is_named_with_the_nearest() -> None:
     with pytest.raises(ExperimentError, match="did you mean cifar100"):
         read_table("cifar10")
