@@ -124,7 +124,7 @@ def cells(job: Reproduction) -> list[Cell]:
         published = job.table.published(pair, column)
         assert published is not None
         verdict = judge(
-            published, source.epoch, source.num_runs, job.table.tolerance_pct, [m["top1_pct"] for m in done],
+            published, source.epoch, job.table.num_runs(pair, column), job.table.tolerance_pct, [m["top1_pct"] for m in done],
             [m["best_top1_pct"] for m in done], num_wanted=len(job.request.seeds), comparable=not job.changed,
         )  # fmt: skip
         reasons = [trial["reason"] for trial in trials if trial.get("status") in ("failed", "oom", "infeasible")]

@@ -32,6 +32,8 @@ class Verdict:
     """A published accuracy beside ours."""
 
     published: float
+    num_published: int
+    """Runs whose mean it is."""
     epoch: Literal["last", "best"]
     last: Mean | None
     best: Mean | None
@@ -68,11 +70,11 @@ def judge(
     means = {"last": Mean.of(last), "best": Mean.of(best)}
     ours = means[epoch]
     if ours is None:
-        return Verdict(published, epoch, None, None, None, "-")
+        return Verdict(published, num_published, epoch, None, None, None, "-")
     allowed = tolerance(ours, num_published, least)
     outcome: Outcome = "pass" if abs(ours.value - published) <= allowed else "fail"
     if not comparable:
         outcome = "not comparable"
     elif ours.num < num_wanted:
         outcome = "unfinished"
-    return Verdict(published, epoch, means["last"], means["best"], allowed, outcome)
+    return Verdict(published, num_published, epoch, means["last"], means["best"], allowed, outcome)

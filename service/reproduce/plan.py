@@ -135,6 +135,7 @@ def compose(table: Table, request: Request, overrides: Sequence[str], data: str 
     parts = []
     for teacher in (None, *dict.fromkeys(pair.teacher for pair in pairs)):
         points: list[dict[str, Any]] = []
+        firsts: dict[tuple[str, str], dict[str, Any]] = {}
         rows: dict[tuple[str, str], tuple[str, ...]] = {}
         for name in request.pairs:
             pair = table.pairs[name]
@@ -145,51 +146,69 @@ def compose(table: Table, request: Request, overrides: Sequence[str], data: str 
                 point = {"student.model": pair.student, **_settings(table, name, column)}
                 kept = {key: value for key, value in point.items() if not _overridden(key, set_keys)}
                 rows[key] = tuple(f"{len(points) + number:03d}" for number in range(len(request.seeds)))
+                firsts[name, column] = {**kept, "seed": request.seeds[0]}
                 points += [{**kept, "seed": seed} for seed in request.seeds]
         if not points:
             continue
         width = max(3, len(str(len(points) - 1)))  # as a sweep numbers its trials
         rows = {key: tuple(f"{int(trial):0{width}d}" for trial in trials) for key, trials in rows.items()}
         name = "students" if teacher is None else f"teacher-{teacher}"
-        parts.append(Part(name, teacher, _sweep(tree, base, table, teacher, teachers, points, name), rows))
+        common = _common(tree, table, teacher, teachers, name)
+        for (pair_name, column), point in firsts.items():
+            sources = {**base.sources, **_places(table, pair_name, column)}
+            validate(_with(common, point), f"pairs.{pair_name} of the table", sources)
+        own = {"student.model": points[0]["student.model"], "sweep.points": points}
+        parts.append(Part(name, teacher, Resolved(validate(_with(common, own), f"table {table.title}"), base.sources), rows))
     return parts
 
 
 def _settings(table: Table, pair: str, column: str) -> dict[str, Any]:
     """Dotted keys and values of a cell: the student's, the column's over them, and what the pair has of its own over both."""
+    merged: dict[str, Any] = {}
+    for _, settings in _layers(table, pair, column):
+        merged = merge(merged, settings)
+    return flatten(merged)
+
+
+def _places(table: Table, pair: str, column: str) -> dict[str, str]:
+    """Dotted keys of a cell, and where in the table each one's value stands."""
+    layers = _layers(table, pair, column)
+    return {key: f"{place} of the table" for place, settings in layers for key in flatten(settings)}
+
+
+def _layers(table: Table, pair: str, column: str) -> list[tuple[str, dict[str, Any]]]:
+    """Place in the table and settings, of which the later ones count more."""
     there = table.pairs[pair]
-    own = table.students.models[there.student].settings
+    alone = (f"students.models.{there.student}.settings", table.students.models[there.student].settings)
     if column == ALONE:
-        return flatten(own)
-    return flatten(merge(merge(own, table.columns[column].settings), there.settings.get(column, {})))
+        return [alone]
+    own = (f"pairs.{pair}.settings.{column}", there.settings.get(column, {}))
+    return [alone, (f"columns.{column}.settings", table.columns[column].settings), own]
 
 
 def _overridden(key: str, set_keys: Sequence[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") for other in set_keys)
 
 
-def _sweep(
-    tree: Mapping[str, Any], base: Resolved, table: Table, teacher: str | None, teachers: Path | None,
-    points: Sequence[Mapping[str, Any]], name: str,
-) -> Resolved:  # fmt: skip
-    where = f"table {table.title}"
-    tree = dict(tree)
-    for key, value in {
-        "name": name, "student.model": points[0]["student.model"], "sweep.space": {}, "sweep.points": list(points),
-        "sweep.policy": "grid", "sweep.metric": "top1_pct", "sweep.steps": None, "sweep.target_pct": None,
-    }.items():  # fmt: skip
-        tree = merge(tree, _nested(key, value))
+def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:
+    """What all points of a sweep share."""
+    common = _with(tree, {
+        "name": name, "sweep.space": {}, "sweep.policy": "grid", "sweep.metric": "top1_pct", "sweep.steps": None,
+        "sweep.target_pct": None,
+    })  # fmt: skip
     if teacher is None:
-        tree |= {"teacher": None, "distill": {}}
-    else:
-        tree["teacher"] = {**(tree["teacher"] or {}), "model": teacher, "weights": _weights(table, teacher, teachers)}
-    return Resolved(validate(tree, where), base.sources)
+        return common | {"teacher": None, "distill": {}}
+    return common | {"teacher": {**(tree["teacher"] or {}), "model": teacher, "weights": _weights(table, teacher, teachers)}}
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    put(tree, key, value, key)
-    return tree
+def _with(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with dotted keys set."""
+    merged = dict(tree)
+    for key, value in values.items():
+        nested: dict[str, Any] = {}
+        put(nested, key, value, key)
+        merged = merge(merged, nested)
+    return merged
 
 
 def _weights(table: Table, teacher: str, teachers: Path | None) -> str | None:

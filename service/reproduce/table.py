@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
+from service.experiment import recipes
 from service.mistakes import explain
 from trainables.config import Count, Number, Section
 from trainables.errors import ExperimentError
@@ -46,6 +47,7 @@ class Student(Section):
     """A student's published accuracy without a teacher. Its settings hold with every method too."""
 
     top1_pct: Percent
+    num_runs: Count | None = Field(None, description="where it is not the source's")
     settings: Settings = Field({}, description="what differs from the recipe")
 
 
@@ -76,6 +78,7 @@ class Pair(Section):
     teacher: str
     student: str
     top1_pct: dict[str, Percent] = Field(description="column → published accuracy")
+    num_runs: dict[str, Count] = Field({}, description="source → runs whose mean it published, where that differs for this pair")
     settings: dict[str, Settings] = Field({}, description="column → what is different for this pair")
 
 
@@ -91,7 +94,7 @@ class Table(Section):
     """A table of published accuracies, in percent top-1."""
 
     title: str
-    recipe: str = Field(description="the experiment that all cells share")
+    recipe: str = Field(description="the experiment that all cells share: a recipe, or a file beside the table")
     data: Size
     tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
     sources: dict[str, Source]
@@ -110,6 +113,7 @@ class Table(Section):
             *((f"pairs.{key}.student", pair.student, self.students.models) for key, pair in self.pairs.items()),
             *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
             *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
+            *((f"pairs.{key}.num_runs", name, self.sources) for key, pair in self.pairs.items() for name in pair.num_runs),
         ]  # fmt: skip
         for where, name, known in named:
             if name not in known:
@@ -121,6 +125,12 @@ class Table(Section):
     def source_of(self, column: str) -> Source:
         """Where a column's numbers come from."""
         return self.sources[self.students.source if column == ALONE else self.columns[column].source]
+
+    def num_runs(self, pair: str, column: str) -> int:
+        """Runs whose mean is the published accuracy."""
+        there = self.pairs[pair]
+        own = self.students.models[there.student].num_runs if column == ALONE else there.num_runs.get(self.columns[column].source)
+        return own or self.source_of(column).num_runs
 
     def published(self, pair: str, column: str) -> float | None:
         """The published accuracy in percent; None where the table has none."""
@@ -139,7 +149,7 @@ def tables() -> dict[str, str]:
 
 
 def read_table(name: str) -> Table:
-    """A shipped table by its name, or one's own by its file.
+    """A shipped table by its name, or one's own by its file, beside which its recipe is looked for.
 
     Raises:
         ExperimentError: there is none, or it is not a table; one line a mistake.
@@ -160,6 +170,9 @@ def read_table(name: str) -> Table:
             f"{name}: a table is a mapping with title, recipe, data, sources, teachers, students, columns, pairs"
         )
     try:
-        return Table.model_validate(tree)
+        table = Table.model_validate(tree)
     except ValidationError as error:
         raise ExperimentError(explain(error, Table, name)) from error
+    if name in shipped or table.recipe in recipes():
+        return table
+    return table.model_copy(update={"recipe": str(Path(name).parent / table.recipe)})

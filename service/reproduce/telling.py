@@ -69,13 +69,13 @@ def _mean(mean: Mean | None) -> str:
 
 
 def teachers_grid(table: Table, known: Mapping[str, Known | None]) -> Grid:
-    """One row a teacher, with the first twelve digits of its file's SHA-256."""
+    """One row a teacher, with the first twelve digits of its weights' SHA-256."""
     grid = Grid(title="teachers", title_justify="left")
     for name in ("teacher", "published", "ours", "sha256", "weights"):
         grid.add_column(name, justify="right" if name in ("published", "ours") else "left", overflow="fold")
     for name, one in known.items():
         published = number(table.teachers.models[name].top1_pct)
-        ours = (number(one.top1_pct), (one.sha256 or "-")[:12], one.weights) if one else ("-", "-", "-")
+        ours = (number(one.top1_pct), one.sha256[:12], one.weights) if one else ("-", "-", "-")
         grid.add_row(name, published, *ours)
     return grid
 

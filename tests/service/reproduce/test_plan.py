@@ -11,6 +11,7 @@ from service.reproduce.plan import Part, Request, changes, compose
 from service.reproduce.table import Table, read_table
 from service.trials import plan_trials
 from tests.service.commands import run
+from tests.service.reproduce.test_table import SMALL
 from trainables.errors import ExperimentError
 
 
@@ -121,6 +122,38 @@ def test_listed_points_are_a_sweeps_trials_and_a_space_beside_them_is_refused() 
         load("digits", ["sweep.space={}", "sweep.points=[{optim.lrr: 0.1}]"])
     with pytest.raises(ExperimentError, match="one teacher is prepared"):
         load("digits", ["sweep.space={}", "sweep.points=[{teacher.model: mlp_large}]"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            "{method: kd}",
+            "{method: kd, options: {kd: {weigth: 0.9}}}",
+            "columns.kd.settings of the table: distill.options.kd.weigth: no such key; did you mean weight?",
+        ),
+        (
+            "top1_pct: {kd: 98}",
+            "top1_pct: {kd: 98}, settings: {kd: {distill: {options: {kd: {weight: much}}}}}",
+            'pairs.large-small.settings.kd of the table: distill.options.kd.weight: must be a number, not "much"',
+        ),
+        (
+            "{top1_pct: 97}",
+            "{top1_pct: 97, settings: {optim: {lrr: 0.1}}}",
+            "students.models.convnet_small.settings of the table: optim.lrr: no such key; did you mean optim.lr?",
+        ),
+        ("{method: kd}", "{method: kdd}", "columns.kd.settings of the table: distill.method: there is no method 'kdd'"),
+    ],
+)
+def test_a_cells_wrong_setting_is_one_line_before_a_plan_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, before: str, after: str, said: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace(before, after))
+    code, out, err = run(capsys, "reproduce", path, "--dry-run")
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from service.experiment import Experiment
 from service.reproduce.plan import Request, compose
 from service.reproduce.table import ALONE, read_table, tables
 from service.trials import plan_trials
@@ -72,6 +73,39 @@ def test_every_cell_is_an_experiment(name: str) -> None:
     assert sum(len(part.rows) for part in parts) == len(request.cells(table)) - repeated(table.pairs.values())
 
 
+def experiment_of(name: str, pair: str, column: str) -> Experiment:
+    table = read_table(name)
+    (part,) = compose(table, Request.of(table, pair, column, "0"), [], None, None)
+    (trial,) = plan_trials(part.resolved)
+    assert trial.resolved is not None
+    return trial.resolved.experiment
+
+
+@pytest.mark.parametrize(
+    ("pair", "lr", "weight"),
+    [
+        ("resnet32x4-resnet8x4", 0.1, 5.0),
+        ("resnet56-resnet20", 0.1, 0.6),
+        ("resnet32x4-shufflenetv1_cifar", 0.02, 5.0),
+        ("resnet32x4-shufflenetv2_cifar", 0.02, 8.0),
+        ("wrn_40_2-shufflenetv1_cifar", 0.02, 5.0),
+    ],
+)
+def test_reviewkd_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_columns(
+    pair: str, lr: float, weight: float
+) -> None:
+    found = experiment_of("cifar100", pair, "reviewkd")
+    optim = found.optim
+    assert (found.data.global_batch_size, optim.lr, optim.nesterov, optim.weight_decay) == (128, lr, True, 5e-4)
+    assert (optim.epochs, optim.milestones, optim.gamma, optim.momentum) == (240, (151, 181, 211), 0.1, 0.9)
+    assert found.distill.options["reviewkd"] == {"weight": weight, "warmup_epochs": 20.0}
+
+
+@pytest.mark.parametrize("column", ["dkd", "reviewkd"])
+def test_a_warm_up_that_ends_with_the_first_epoch_counted_from_1_is_none(column: str) -> None:
+    assert experiment_of("imagenet", "resnet34-resnet18", column).distill.options[column]["warmup_epochs"] == 0
+
+
 def repeated(pairs: object) -> int:
     """Cells of a student alone that several pairs share."""
     students = [pair.student for pair in pairs]  # type: ignore[attr-defined]
@@ -91,11 +125,28 @@ def test_the_13_pairs_are_the_published_ones_with_all_methods() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pair", "column", "num_runs"),
+    [
+        ("resnet56-resnet20", "kd", 5),
+        ("resnet50_cifar-vgg8_cifar", "crd", 3),
+        ("resnet50_cifar-vgg8_cifar", "crd_kd", 3),
+        ("resnet50_cifar-vgg8_cifar", ALONE, 5),
+        ("wrn_40_2-shufflenetv1_cifar", ALONE, 3),
+        ("wrn_40_2-shufflenetv1_cifar", "dkd", 5),
+        ("wrn_40_2-shufflenetv1_cifar", "reviewkd", 1),
+    ],
+)
+def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs: int) -> None:
+    assert read_table("cifar100").num_runs(pair, column) == num_runs
+
+
+@pytest.mark.parametrize(
     ("before", "after", "said"),
     [
         ("columns: {kd: {source: us", "columns: {kd: {source: them", "columns.kd.source: there is no 'them'"),
         ("teacher: convnet_large,", "teacher: convnet_largest,", "pairs.large-small.teacher: there is no 'convnet_largest'"),
         ("top1_pct: {kd: 98}", "top1_pct: {dkd: 98}", "pairs.large-small.top1_pct: there is no 'dkd'"),
+        ("top1_pct: {kd: 98}", "top1_pct: {kd: 98}, num_runs: {them: 3}", "pairs.large-small.num_runs: there is no 'them'"),
         ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
         ("epoch: last", "epoch: lats", "epoch"),
         ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
@@ -105,6 +156,23 @@ def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path
     text = refused(tmp_path, before, after)
     assert said in text
     assert "mine.yaml" in text
+
+
+def test_a_tables_recipe_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flowers.yaml").write_text("base: digits\noptim: {epochs: 7}\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("recipe: digits", "recipe: flowers.yaml"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for name in (str(path), "../mine.yaml"):
+        table = read_table(name)
+        (part,) = compose(table, Request.of(table, None, "kd", "0"), [], None, None)
+        assert part.resolved.experiment.optim.epochs == 7
+    path.write_text(SMALL.replace("recipe: digits", "recipe: flower.yaml"))
+    table = read_table(str(path))
+    with pytest.raises(ExperimentError, match=r"flower\.yaml: neither a recipe nor a file"):
+        compose(table, Request.of(table, None, "kd", "0"), [], None, None)
 
 
 def test_a_table_that_is_not_there_is_named_with_the_nearest() -> None:
