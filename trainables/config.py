@@ -183,7 +183,7 @@ class TeacherConfig(ModelConfig):
     @classmethod
     def _a_folder(cls, cache: str | None) -> str | None:
         if cache is not None and "://" in cache:
-            raise ValueError("must be a folder that all nodes mount, such as /shared/logits, not a URI")
+            raise ValueError("must be a folder that all nodes mount, not a URI")
         return cache
 
     @model_validator(mode="after")
@@ -220,7 +220,7 @@ class AssistantConfig(ModelConfig):
     @classmethod
     def _trained_here(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and "weights" in tree:
-            raise ValueError("weights: an assistant is trained here, from the model before it: leave them out")
+            raise ValueError("weights: an assistant is trained here: leave them out")
         return tree
 
 

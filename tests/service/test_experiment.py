@@ -261,12 +261,12 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("distill.options.kd=4", "--set: distill.options.kd: must be a section of keys, not 4"),
         (
             "teacher.cache=s3://logits",
-            "--set: teacher.cache: must be a folder that all nodes mount, such as",
+            "--set: teacher.cache: must be a folder that all nodes mount, not a URI",
         ),
         ("assistants=[{model: resnet9}]", "--set: assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
         (
             "assistants=[{model: resnet8, weights: x}]",
-            "--set: assistants[0]: weights: an assistant is trained here",
+            "--set: assistants[0]: weights: an assistant is trained here: leave them out",
         ),
         ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
         ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
