@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trainables.data.index import file_sha256
 from trainables.errors import CheckpointError, ModelError
 from trainables.models.header import Header, locate, read_header
 from trainables.models.names import ModelName, check_model_name
@@ -25,6 +26,8 @@ NAME_PREFIXES = ("module.", "_orig_mod.", "student.")
 """What DDP, torch.compile and mdistiller's training without a teacher put before every parameter's name."""
 AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
 """Heads that only training uses: a teacher does without."""
+RESCALING = ("googlenet", "inception_v3")
+"""Of torchvision: with the published weights, and no others, they bring images to another scale first, which no tensor tells."""
 
 
 def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> nn.Module:
@@ -48,27 +51,42 @@ def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, 
         state = _read_state(path, name, num_classes, classes)
         model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
         _fill(model, state, path, name, num_classes)
+        if _rescales(found, path):
+            model.transform_input = True  # type: ignore[assignment]
     check_forward(model, image_size, num_classes, name=name)
     return model.eval().requires_grad_(False)
 
 
 def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> str:
-    """A hash over all tensors of a teacher, their names, types and shapes, whatever file they come from.
+    """A hash over all tensors of a teacher, their names, types and shapes, whatever file they come from; RESCALING counts too.
 
     A file is read without building the model. Raises as `load_teacher` does.
     """
     path = locate(weights)
     if path is None:
         options: dict[str, Any] = {"num_classes": num_classes, "image_size": image_size, "classes": classes, "seed": seed}
-        state: Mapping[str, Tensor] = load_teacher(name, weights, **options).state_dict()
+        model = load_teacher(name, weights, **options)
+        state: Mapping[str, Tensor] = model.state_dict()
+        rescales = getattr(model, "transform_input", False)
     else:
         state = _read_state(path, name, num_classes, classes)
-    digest = hashlib.sha256()
+        rescales = _rescales(check_model_name(name), path)
+    digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
     for key in sorted(key for key in state if not key.startswith(AUX_PREFIXES)):
         tensor = state[key].detach().contiguous()
         digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _rescales(found: ModelName, path: Path) -> bool:
+    """Whether the file is torchvision's own of a model in RESCALING: its name ends with the first digits of its SHA-256."""
+    if found.library != "torchvision" or found.name not in RESCALING:
+        return False
+    import torchvision
+
+    published = torchvision.models.get_model_weights(found.name)
+    return any(weights.url.endswith(f"-{file_sha256(path)[:8]}.pth") for weights in published)
 
 
 def _published(found: ModelName, name: str, weights: str, num_classes: int, image_size: int) -> nn.Module:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 from trainables.errors import CheckpointError, DistillError, ModelError
 from trainables.models.header import Header, locate, read_header
 from trainables.models.registry import build_model
-from trainables.models.weights import load_teacher
+from trainables.models.weights import load_teacher, teacher_sha256
 
 CLASSES = ("cat", "dog", "emu", "fox")
 
@@ -207,6 +208,32 @@ def test_published_weights_that_were_fetched_before_need_no_network(tmp_path: Pa
     torch.save(model.state_dict(), fetched)
     for name in ("IMAGENET1K_V1", "DEFAULT"):
         assert_same(load(name, "squeezenet1_1", num_classes=1000, image_size=64), model)
+
+
+def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    options: dict[str, Any] = {"num_classes": 1000, "image_size": 64}
+    made = tmp_path / "made.pth"
+    torch.save(build_model("googlenet", seed=5, **options).state_dict(), made)
+    digits = hashlib.sha256(made.read_bytes()).hexdigest()[:8]
+    published = torchvision.models.get_model_weights("googlenet").DEFAULT
+    monkeypatch.setattr(published.value, "url", f"https://example.org/googlenet-{digits}.pth")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    fetched = tmp_path / "hub" / "checkpoints" / f"googlenet-{digits}.pth"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(made.read_bytes())
+    torch.save({"state_dict": torch.load(made)}, again := tmp_path / "again.pth")
+
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    teachers = [load(weights, "googlenet", **options) for weights in ("IMAGENET1K_V1", made, again)]
+    with torch.no_grad():
+        named, by_file, anothers = (teacher(images) for teacher in teachers)
+    assert torch.equal(named, by_file)
+    assert not torch.equal(named, anothers)  # of somebody who trained without it, for all that can be known
+    told = {**options, "classes": CLASSES, "seed": 0}
+    hashes = [teacher_sha256("googlenet", str(weights), **told) for weights in ("IMAGENET1K_V1", made, again)]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_timms_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:
