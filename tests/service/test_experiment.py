@@ -317,6 +317,47 @@ def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words
     assert "\n" not in text
 
 
+MARGIN = """
+from trainables.config import MethodOptions
+from trainables.methods.contract import Method
+
+
+class Margin(Method):
+    class Options(MethodOptions):
+        margin: float = 1.0
+
+    terms = ("apart",)
+"""
+
+
+@pytest.mark.parametrize(
+    ("space", "points"),
+    [
+        ("{{distill.method: [kd, {0}]}}", "[]"),
+        ("{{distill.method: [[kd, {0}], none]}}", "[]"),
+        ("{{}}", "[{{distill.method: kd}}, {{distill.method: [{0}]}}]"),
+    ],
+)
+def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: str, tmp_path: Path) -> None:
+    name = written(tmp_path, MARGIN, "own.py") + ":Margin"
+    searched = [f"sweep.space={space.format(name)}", f"sweep.points={points.format(name)}"]
+    resolved = load("digits", [*searched, "distill.options={Margin: {margin: 2}}"])
+    assert resolved.override({"distill.method": "kd"}, "trial").experiment.distill.options == {"Margin": {"margin": 2}}
+    message = "--set: distill.options.Margin.margn: no such key; did you mean margin?"
+    assert refusal(*searched, "distill.options.Margin.margn=2") == message
+    assert "there is no method 'Other'" in refusal(*searched, "distill.options={Other: {margin: 2}}")
+
+
+def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
+    text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
+    assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")
+
+
+@pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
+def test_options_beside_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
+    assert "there is no method 'Margin'" in refusal(f"sweep.space={{distill.method: {space}}}", "distill.options={Margin: {}}")
+
+
 @pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
 def test_an_override_without_key_or_value_is_told_how_to_write_one(text: str) -> None:
     assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
