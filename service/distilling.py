@@ -42,6 +42,13 @@ def distills(experiment: Said) -> bool:
     return bool(method) and (experiment.teacher is not None or method != ("kd",))
 
 
+def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
+    """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
+    options, methods = (distill.options, distill.method) if distill is not None else ({}, ())
+    weighed = {"task", *(key for key in map(key_of, methods) if options.get(key, {}).get("weight") != 0)}
+    return optim.model_copy(update={"losses": {key: own for key, own in optim.losses.items() if key in weighed}})
+
+
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
     if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):

@@ -12,6 +12,7 @@ from service.distilling import asks_teacher
 from service.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.mistakes import known_keys, nearest
 from trainables.errors import ExperimentError
+from trainables.methods.pupil import choose
 
 KEYS = list(known_keys(Experiment))
 
@@ -88,6 +89,22 @@ def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
     assert student.distill is None
     assert experiment.distill.method == ()
     assert Experiment.model_validate(experiment.model_dump(mode="json")) == experiment
+
+
+@pytest.mark.parametrize(("weight", "losses"), [(0, {"task"}), (0.5, {"task", "at"})])
+def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimizer(weight: float, losses: set[str]) -> None:
+    own = "optim.losses={task: {lr: 0.2}, at: {lr: 0.01}}"
+    resolved = load("digits", ["distill.method=[kd, at]", own, "sweep.space={distill.options.at.weight: [0, 0.5]}"])
+    trial = resolved.override({"distill.options.at.weight": weight}, "trial").experiment
+    told = trial.stage("student", Path("/s"), {}, "weights")
+    assert told.distill is not None
+    assert set(told.optim.losses) == losses
+    assert losses <= {"task", *(method.key for method in choose(told.distill))}
+
+
+def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
+    told = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
+    assert set(told.optim.losses) == {"task"}
 
 
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
