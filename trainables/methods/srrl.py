@@ -14,6 +14,7 @@ Shapes: B batch, C channels, H W positions, D features of the teacher, K classes
 
 from __future__ import annotations
 
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,8 +28,8 @@ from trainables.models.taps import classifier
 class SRRLOptions(MethodOptions):
     """Both parts with weight 1 beside the task's, as for ImageNet. SimKD's repository adds kd with weight 1."""
 
-    feature_weight: NonNegative = 1.0
-    regression_weight: NonNegative = 1.0
+    feature_weight: NonNegative = Field(1.0, description="weight of L_FM, the features apart")
+    regression_weight: NonNegative = Field(1.0, description="weight of L_SR, the teacher's classifier's answers apart")
     student_taps: tuple[str, ...] = ("stage-1",)
     teacher_taps: tuple[str, ...] = ("pooled",)
 
