@@ -6,13 +6,16 @@ norm, ReLU, mean over positions. Two losses (section 3):
     L_FM = mean over D of (h_t − h_s)²                  the features match
     L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier answers alike, z_t its logits
 
-The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet. SimKD's
-repository has the connector on the pooled vector instead: `student_taps: [pooled]`.
+The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet, and
+the convolution's first weights are drawn as there. SimKD's repository has the connector on the pooled vector instead:
+`student_taps: [pooled]`.
 
 Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
 """
 
 from __future__ import annotations
+
+import math
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -59,6 +62,7 @@ class SRRL(Method):
                 "name one stage, or pooled"
             )
         convolution = nn.Conv2d(student[0][0], width, 1, bias=False)
+        nn.init.normal_(convolution.weight, std=math.sqrt(2 / width))
         self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, setting.group), nn.ReLU())
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
