@@ -1,4 +1,4 @@
-"""Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV).
+"""Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV), section 3.
 
 "From Knowledge Distillation to Self-Knowledge Distillation: A Unified Approach with Normalized Loss and Customized Soft Labels".
 KD's cross-entropy in two parts, the target's and that of the other classes, whose probabilities are normalised to sum to 1, so

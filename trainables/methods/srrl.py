@@ -1,7 +1,8 @@
-"""Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR).
+"""Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR),
+section 3.
 
 h_t is what the teacher's classifier (W, b) reads, h_s what a connector makes of the student's last map: 1×1 convolution, batch
-norm, ReLU, mean over positions. Two losses (section 3):
+norm, ReLU, mean over positions. Two losses:
 
     L_FM = mean over D of (h_t − h_s)²                  the features match
     L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier answers alike, z_t its logits
