@@ -383,13 +383,18 @@ def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> N
 
 
 @cli.command("methods")
-def list_methods() -> None:
-    """The ways to distil: what each adds to the loss, its default weight, where it reads the models."""
-    from rich.console import Console
+@click.argument("name", required=False)
+def list_methods(name: str | None) -> None:
+    """The ways to distil: what each adds to the loss, its default weights, where it reads the models.
 
-    from service.report.methods import method_table
+    With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
+    """
+    from service.progress import output
+    from service.report.methods import method_parts, method_table
 
-    Console().print(method_table())
+    console = output()
+    for part in (method_table(),) if name is None else method_parts(name):
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 @cli.command("check-method")

@@ -11,6 +11,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from service.mistakes import explain
+from service.search.config import SweepConfig
 from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, ScaleConfig, TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods import check_name, key_of, load
@@ -31,12 +32,21 @@ class Said(Protocol):
     def optim(self) -> OptimConfig: ...
     @property
     def scale(self) -> ScaleConfig: ...
+    @property
+    def sweep(self) -> SweepConfig: ...
 
 
 def distills(experiment: Said) -> bool:
     """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
     method = experiment.distill.method
     return bool(method) and (experiment.teacher is not None or method != ("kd",))
+
+
+def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
+    """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
+    options, methods = (distill.options, distill.method) if distill is not None else ({}, ())
+    weighed = {"task", *(key for key in map(key_of, methods) if options.get(key, {}).get("weight") != 0)}
+    return optim.model_copy(update={"losses": {key: own for key, own in optim.losses.items() if key in weighed}})
 
 
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -53,14 +63,16 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
         ExperimentError: one line a mistake.
     """
     distill = experiment.distill
-    names = {key_of(name): name for name in distill.method}
+    searched = _searched_methods(experiment.sweep)
     try:
         for name in distill.method:
             check_name(name)
         for key, options in distill.options.items():
-            if key not in names:
-                check_name(key, f"distill.options.{key}")
-            check_options(names.get(key, key), options, where, sources)
+            named = [name for name in (*distill.method, *searched) if key_of(name) == key]
+            for name in dict.fromkeys(named or [key]):
+                if name not in distill.method:
+                    check_name(name, searched.get(name, f"distill.options.{key}"))
+                check_options(name, options, where, sources)
         if distills(experiment):
             _check_needs(experiment)
     except WrongOptionsError:
@@ -69,6 +81,14 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
         key = str(error).partition(":")[0]
         source = next((source for name, source in sources.items() if name == key or name.startswith(f"{key}.")), where)
         raise ExperimentError(f"{source}: {error}") from error
+
+
+def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
+    """The methods that a sweep may choose → the key that names them. A malformed space is refused elsewhere."""
+    values = sweep.axes.get("distill.method")
+    key = f"{'sweep.points' if sweep.points else 'sweep.space'}: distill.method"
+    several = [value if isinstance(value, list) else [value] for value in (values if isinstance(values, list) else [])]
+    return {name: key for names in several for name in names if isinstance(name, str) and name != "none"}
 
 
 class WrongOptionsError(ExperimentError):

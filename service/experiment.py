@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
-from service.distilling import check_distill, distills
+from service.distilling import check_distill, distills, own_optimizers
 from service.mistakes import explain, known_keys, nearest, source_of
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
@@ -137,9 +137,9 @@ class Experiment(Section):
         if name in before:
             model, optim = before[name].model, optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
             train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
-        if distill is None or name == "teacher":  # nothing is lowered but the labels' loss
-            distill, own = None, {key: own for key, own in optim.losses.items() if key == "task"}
-            optim = optim.model_copy(update={"losses": own})
+        if name == "teacher":  # nothing is lowered but the labels' loss
+            distill = None
+        optim = own_optimizers(optim, distill)
         if name != "teacher":
             teacher = self._teacher_of(name)
             if teacher is not None and weights is not None:

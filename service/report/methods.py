@@ -1,36 +1,91 @@
-"""The methods as a table."""
+"""The methods as a table, and one of them with its options. Both import torch."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from trainables.methods import load, offered
+from trainables.config import MethodOptions
+from trainables.errors import ExperimentError
+from trainables.methods import key_of, load, offered
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from trainables.methods.contract import Method
+
+HEADINGS = ("name", "paper", "loss, beside task_weight·CE", "weight", "task_weight", "taps")
 
 
 def method_table() -> Table:
-    """A row for each method that goes by a name: its paper and loss, its default weight and taps. Imports torch."""
+    """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
     table = Table(title="distill.method", title_justify="left", show_lines=True)
-    for heading in ("name", "paper", "loss, beside task_weight·CE", "weight", "taps"):
-        table.add_column(heading, overflow="fold", justify="right" if heading == "weight" else "left")
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold", justify="right" if "weight" in heading.split(",")[0] else "left")
     for name in sorted(offered()):
-        kind = load(name)
-        paper = (sys.modules[kind.__module__].__doc__ or "").split("\n\n")[0]
-        loss = (kind.__doc__ or "").split("\n\n")[0]
-        cells = (name, paper, loss, f"{kind.Options().weight:g}", _taps(kind))
+        try:
+            kind = load(name)
+        except ExperimentError as error:
+            cause = error.__cause__
+            reason = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).removeprefix("distill.method: ")
+            cells: tuple[str, ...] = (name, f"cannot be loaded: {reason}")
+        else:
+            paper, loss = (text.split("\n\n")[0] for text in _docs(kind))
+            weight = _default(kind.Options.model_fields["weight"])
+            cells = (name, paper, loss, weight, f"{kind.task_weight:g}", _taps(kind))
         table.add_row(*(Text(" ".join(cell.split())) for cell in cells))
     return table
 
 
+def method_parts(name: str) -> Iterator[str | Table]:
+    """What there is to know of one method, a name or FILE.py:CLASS: its docstrings, default task weight and taps, its options.
+
+    Raises:
+        ExperimentError: it cannot be loaded.
+    """
+    kind = load(name)
+    module, loss = _docs(kind)
+    defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
+    options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
+    yield "\n\n".join(text for text in (f"{key_of(name)}: {loss}", module, defaults, options, "") if text)
+    table = Table(title=f"distill.options.{key_of(name)}", title_justify="left")
+    for heading in ("option", "default", "description"):
+        table.add_column(heading, overflow="fold")
+    for option, field in kind.Options.model_fields.items():
+        table.add_row(*(Text(cell) for cell in (option, _default(field), _description(kind.Options, option))))
+    yield table
+
+
+def _docs(kind: type[Method]) -> tuple[str, str]:
+    """What a method's module and its class say of it."""
+    texts = (sys.modules[kind.__module__].__doc__, kind.__doc__)
+    return inspect.cleandoc(texts[0] or ""), inspect.cleandoc(texts[1] or "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.default if field.default_factory is None else "…"
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _description(options: type[MethodOptions], name: str) -> str:
+    """An option's, or that of the option which it redefines."""
+    fields = (getattr(kind, "model_fields", {}).get(name) for kind in options.__mro__)
+    return next((field.description for field in fields if field is not None and field.description), "")
+
+
 def _taps(kind: type[Method]) -> str:
-    options = kind.Options()
-    student, teacher = (kind.taps if own is None else own for own in (options.student_taps, options.teacher_taps))
+    defaults = (kind.Options.model_fields[f"{side}_taps"].default for side in ("student", "teacher"))
+    student, teacher = (kind.taps if own is None else own for own in defaults)
     if student == teacher:
         return " ".join(student) or "logits"
     return f"student {' '.join(student)}, teacher {' '.join(teacher)}"

@@ -12,6 +12,7 @@ from service.distilling import asks_teacher
 from service.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.mistakes import known_keys, nearest
 from trainables.errors import ExperimentError
+from trainables.methods.pupil import choose
 
 KEYS = list(known_keys(Experiment))
 
@@ -88,6 +89,22 @@ def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
     assert student.distill is None
     assert experiment.distill.method == ()
     assert Experiment.model_validate(experiment.model_dump(mode="json")) == experiment
+
+
+@pytest.mark.parametrize(("weight", "losses"), [(0, {"task"}), (0.5, {"task", "at"})])
+def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimizer(weight: float, losses: set[str]) -> None:
+    own = "optim.losses={task: {lr: 0.2}, at: {lr: 0.01}}"
+    resolved = load("digits", ["distill.method=[kd, at]", own, "sweep.space={distill.options.at.weight: [0, 0.5]}"])
+    trial = resolved.override({"distill.options.at.weight": weight}, "trial").experiment
+    told = trial.stage("student", Path("/s"), {}, "weights")
+    assert told.distill is not None
+    assert set(told.optim.losses) == losses
+    assert losses <= {"task", *(method.key for method in choose(told.distill))}
+
+
+def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
+    told = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
+    assert set(told.optim.losses) == {"task"}
 
 
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
@@ -326,6 +343,47 @@ def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words
     text = refusal(*overrides)
     assert words in text
     assert "\n" not in text
+
+
+MARGIN = """
+from trainables.config import MethodOptions
+from trainables.methods.contract import Method
+
+
+class Margin(Method):
+    class Options(MethodOptions):
+        margin: float = 1.0
+
+    terms = ("apart",)
+"""
+
+
+@pytest.mark.parametrize(
+    ("space", "points"),
+    [
+        ("{{distill.method: [kd, {0}]}}", "[]"),
+        ("{{distill.method: [[kd, {0}], none]}}", "[]"),
+        ("{{}}", "[{{distill.method: kd}}, {{distill.method: [{0}]}}]"),
+    ],
+)
+def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: str, tmp_path: Path) -> None:
+    name = written(tmp_path, MARGIN, "own.py") + ":Margin"
+    searched = [f"sweep.space={space.format(name)}", f"sweep.points={points.format(name)}"]
+    resolved = load("digits", [*searched, "distill.options={Margin: {margin: 2}}"])
+    assert resolved.override({"distill.method": "kd"}, "trial").experiment.distill.options == {"Margin": {"margin": 2}}
+    message = "--set: distill.options.Margin.margn: no such key; did you mean margin?"
+    assert refusal(*searched, "distill.options.Margin.margn=2") == message
+    assert "there is no method 'Other'" in refusal(*searched, "distill.options={Other: {margin: 2}}")
+
+
+def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
+    text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
+    assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")
+
+
+@pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
+def test_options_beside_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
+    assert "there is no method 'Margin'" in refusal(f"sweep.space={{distill.method: {space}}}", "distill.options={Margin: {}}")
 
 
 @pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainables.errors import ExperimentError
@@ -52,9 +55,14 @@ ENTRY_POINTS = "raydistill.methods"
 """The group of entry points under which a package offers methods of its own."""
 
 
-def offered() -> dict[str, str]:
-    """Every method that goes by a name, ours and those of installed packages, as name → `module:class`."""
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)} | METHODS
+@cache
+def offered() -> dict[str, dict[str, str]]:
+    """Every method that goes by a name → the package that offers it → `module:class`. Of several packages none is preferred."""
+    found = {name: {"raydistill": place} for name, place in METHODS.items()}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        package = entry.dist.name if entry.dist is not None else entry.module
+        found.setdefault(entry.name, {})[package] = entry.value
+    return found
 
 
 def key_of(name: str) -> str:
@@ -92,29 +100,44 @@ def load(name: str) -> type[Method]:
     """The class of a method. Imports torch, and where the method is a user's, their code.
 
     Raises:
-        ExperimentError: it does not exist, or is no method; one line.
+        ExperimentError: it does not exist, is no method, or is offered by several packages; one line.
     """
+    from trainables.config import MethodOptions
     from trainables.methods.contract import Method
 
     check_name(name)
     file = file_of(name)
+    places = offered()[name] if file is None else {}
+    if len(places) > 1:
+        both = " and ".join(f"{package} ({place})" for package, place in places.items())
+        raise ExperimentError(
+            f"distill.method: {name} is offered by {both}: uninstall all but one, or write the one that is meant as FILE.py:CLASS"
+        )
     try:
-        found = _from_file(file.resolve(), key_of(name)) if file else pkgutil.resolve_name(METHODS.get(name) or offered()[name])
+        found = pkgutil.resolve_name(*places.values()) if file is None else getattr(_module(file.resolve()), key_of(name))
     except Exception as error:  # a user's module may fail in any way
         raise ExperimentError(f"distill.method: {name} cannot be loaded ({type(error).__name__}: {error})") from error
     if not (inspect.isclass(found) and issubclass(found, Method)):
         raise ExperimentError(
             f"distill.method: {name} is no method: write a class that inherits from trainables.methods.contract.Method"
         )
+    if not (inspect.isclass(found.Options) and issubclass(found.Options, MethodOptions)):
+        raise ExperimentError(f"distill.method: {name} has Options that do not inherit from trainables.config.MethodOptions")
     return found
 
 
 @cache
-def _from_file(file: Path, name: str) -> object:
-    spec = importlib.util.spec_from_file_location(f"raydistill_{file.stem}", file)
+def _module(file: Path) -> ModuleType:
+    """What a user's file holds, of which it may be several methods: it is run once."""
+    name = f"raydistill_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pickle and dataclasses look a class's module up
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    sys.modules[name] = module  # where pickle and dataclasses look a class's module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,7 +1,8 @@
 """Decoupled Knowledge Distillation: Zhao, Cui, Song, Qiu and Liang 2022 (CVPR), equations 4 to 7.
 
 KL over K classes is the KL of (target, all others), TCKD, plus (1 - the teacher's target probability) times the KL among the
-others, NCKD. DKD weighs the two freely: α·TCKD + β·NCKD.
+others, NCKD. DKD weighs the two freely: α·TCKD + β·NCKD. Its warm-up raises the weight with every step from 0, the
+authors' code by the epoch, counted from 1, which is half an epoch earlier on average.
 
 Shapes: B batch, K classes, J = K - 1 classes other than the target.
 """
@@ -13,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative
+from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.logits import LogitOptions, divergence, soften, without_target
 
@@ -22,7 +24,7 @@ class DKDOptions(LogitOptions):
 
     alpha: NonNegative = Field(1.0, description="weight of the target's part, TCKD")
     beta: NonNegative = Field(8.0, description="weight of the part of the other classes, NCKD")
-    warmup_epochs: NonNegative = Field(20.0, description="epochs over which the weight rises linearly, as in the authors' code")
+    warmup_epochs: NonNegative = Field(20.0, description="epochs over which the weight rises linearly from 0")
 
 
 class DKD(Method):
@@ -33,7 +35,10 @@ class DKD(Method):
     needs = Needs(one_label=True)
 
     def __init__(self, options: DKDOptions, setting: Setting) -> None:
+        """Raises ExperimentError where there is one class, so that a sample has no other."""
         super().__init__(options, setting)
+        if setting.num_classes < 2:
+            raise ExperimentError("distill.method: dkd compares a sample's class with the others, and the data has only one")
         self._options = options
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:

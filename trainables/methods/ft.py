@@ -4,7 +4,8 @@ equations 1 and 4.
 In a stage before training a paraphraser learns to rebuild the teacher's last map from fewer channels, the teacher's factor (mean
 squared error). Then it is frozen, and a translator, trained with the student, turns the student's map into a factor like it:
 ‖F_t/‖F_t‖ − F_s/‖F_s‖‖₁. The authors' code takes the mean of the absolute differences (with weight 500), RepDistiller first the
-mean of a factor's squares over channels, as in attention transfer, and puts batch norms into the translator.
+mean of a factor's squares over channels, as in attention transfer, and puts batch norms into the translator. The stage before
+training goes at the student's peak learning rate; in RepDistiller at 0.01 where the student is a ResNet or WRN.
 
 Shapes: B batch, C channels, H W positions, E values of a normed factor.
 """

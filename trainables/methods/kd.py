@@ -1,4 +1,5 @@
-"""Knowledge distillation: Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network", section 2.
+"""Knowledge distillation: Hinton, Vinyals and Dean 2015, "Distilling the Knowledge in a Neural Network", equation 1
+and section 2.
 
 Shapes: B batch, K classes.
 """

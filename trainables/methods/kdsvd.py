@@ -1,5 +1,5 @@
 """Distillation of singular vectors: Lee, Kim and Song 2018 (ECCV), "Self-supervised Knowledge Distillation Using Singular Value
-Decomposition".
+Decomposition", section 3.
 
 A map as a matrix X, positions by channels, is told by its first k right singular vectors. Each of the teacher's is paired with
 the one of the student's first k + 3 that is most parallel to it, turned to its side; both are weighed by the teacher's singular

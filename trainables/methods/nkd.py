@@ -1,11 +1,12 @@
-"""Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV).
+"""Normalized knowledge distillation, NKD: Yang, Zeng, Li, Zhang, Yuan and Li 2023 (ICCV), section 3.
 
 "From Knowledge Distillation to Self-Knowledge Distillation: A Unified Approach with Normalized Loss and Customized Soft Labels".
 KD's cross-entropy in two parts, the target's and that of the other classes, whose probabilities are normalised to sum to 1, so
 that they can be equal: L = −T_t·log S_t − γλ²·Σ_{k≠t} N(T_k)·log N(S_k). T_t and S_t are the target's probabilities at
 temperature 1, N the softmax over the other classes at temperature λ. A cross-entropy, so not 0 where student and teacher agree.
 
-An early version of the authors' code kept the target's logits where it should have kept the others'; the later one is followed.
+An early version of the authors' code left the target's logit among the others', for its mask let all classes through; the
+corrected one is followed.
 
 Shapes: B batch, K classes, J = K − 1 classes other than the target.
 """

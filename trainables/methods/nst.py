@@ -1,4 +1,5 @@
-"""Neuron selectivity transfer: Huang and Wang 2017, "Like What You Like: Knowledge Distill via Neuron Selectivity Transfer".
+"""Neuron selectivity transfer: Huang and Wang 2017, "Like What You Like: Knowledge Distill via Neuron Selectivity Transfer",
+section 4.
 
 Each channel of a map, as a vector over positions of norm 1, is a sample of where neurons are active; the loss is the squared
 maximum mean discrepancy of the student's and the teacher's channels, with the kernel that the paper found best and RepDistiller

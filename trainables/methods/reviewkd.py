@@ -11,7 +11,8 @@ passed on; BN(conv 3×3 (x)) is compared. M is the channels of the student's dee
 HCL: the mean square of the difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, as far as these are
 smaller, divided by the sum of the factors used; summed over levels. These are the authors' code's, which the paper's text leaves
 open. The last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last
-activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`).
+activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). While the
+weight warms up it rises with every step from 0; in mdistiller by the epoch, counted from 1, so half an epoch earlier on average.
 
 Shapes: B batch, C channels, H W positions, M channels of the residual.
 """
@@ -36,7 +37,7 @@ SIZES = (4, 2, 1)
 
 
 class ReviewKDOptions(MethodOptions):
-    """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6), and their warm-up.
+    """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6); how long it warms up.
 
     For ImageNet they take a weight of 1 and a warm-up of 1 epoch.
     """

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,7 +37,7 @@ class SemCKDOptions(MethodOptions):
     """The authors' for CIFAR-100, where they add kd with weight 1 (`method: [kd, semckd]`)."""
 
     weight: NonNegative = 400.0
-    temperature: Positive = 1.0
+    temperature: Positive = Field(1.0, description="by which products of queries and keys are divided")
     """By which the attention's logits are divided."""
 
 

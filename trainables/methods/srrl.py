@@ -1,19 +1,24 @@
-"""Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR).
+"""Knowledge Distillation via Softmax Regression Representation Learning: Yang, Martinez, Bulat and Tzimiropoulos 2021 (ICLR),
+section 3.
 
 h_t is what the teacher's classifier (W, b) reads, h_s what a connector makes of the student's last map: 1×1 convolution, batch
-norm, ReLU, mean over positions. Two losses (section 3):
+norm, ReLU, mean over positions. Two losses:
 
     L_FM = mean over D of (h_t − h_s)²                  the features match
     L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier answers alike, z_t its logits
 
-The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet. SimKD's
-repository has the connector on the pooled vector instead: `student_taps: [pooled]`.
+The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet, and
+the convolution's first weights are drawn as there. SimKD's repository has the connector on the pooled vector instead:
+`student_taps: [pooled]`.
 
 Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
 """
 
 from __future__ import annotations
 
+import math
+
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,8 +32,8 @@ from trainables.models.taps import classifier
 class SRRLOptions(MethodOptions):
     """Both parts with weight 1 beside the task's, as for ImageNet. SimKD's repository adds kd with weight 1."""
 
-    feature_weight: NonNegative = 1.0
-    regression_weight: NonNegative = 1.0
+    feature_weight: NonNegative = Field(1.0, description="weight of L_FM, the features apart")
+    regression_weight: NonNegative = Field(1.0, description="weight of L_SR, the teacher's classifier's answers apart")
     student_taps: tuple[str, ...] = ("stage-1",)
     teacher_taps: tuple[str, ...] = ("pooled",)
 
@@ -58,6 +63,7 @@ class SRRL(Method):
                 "name one stage, or pooled"
             )
         convolution = nn.Conv2d(student[0][0], width, 1, bias=False)
+        nn.init.normal_(convolution.weight, std=math.sqrt(2 / width))
         self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, setting.group), nn.ReLU())
 
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:

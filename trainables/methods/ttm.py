@@ -1,4 +1,5 @@
-"""Transformed teacher matching, TTM, and its weighted form, WTTM: Zheng and Yang 2024 (ICLR), sections 3 and 4, algorithm 1.
+"""Transformed teacher matching, TTM, and its weighted form, WTTM: Zheng and Yang 2024 (ICLR), equations 2 and 7, section 4,
+algorithm 1.
 
 "Knowledge Distillation Based on Transformed Teacher Matching". The teacher's probabilities are raised to the power γ = 1/T and
 normalised, which is its softmax at temperature T; the student keeps temperature 1, and there is no T²:

@@ -1,5 +1,5 @@
 """Variational information distillation: Ahn, Hu, Damianou, Lawrence and Dai 2019 (CVPR), "Variational Information Distillation
-for Knowledge Transfer": the loss of the Gaussian observation model.
+for Knowledge Transfer", section 2: the loss of the Gaussian observation model.
 
 The mutual information of the teacher's and the student's map is bounded from below with a normal distribution q of the teacher's
 values, whose mean μ is computed from the student's map and whose variance σ² each channel has one of, learned too. The loss is

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from tests.trainables.methods.calls import make
 from tests.trainables.methods.split import draw
+from trainables.errors import ExperimentError
 from trainables.methods.dkd import dkd_terms
 from trainables.methods.kd import soft_loss
 
@@ -33,3 +36,9 @@ def test_a_teacher_that_is_sure_still_teaches_how_the_others_compare() -> None:
     nckd = dkd_terms(student, teacher, torch.tensor([0]), 1.0, beta=1.0)["nckd"]
     p = 1 / (1 + math.exp(-2))
     torch.testing.assert_close(nckd, torch.tensor([p * math.log(2 * p) + (1 - p) * math.log(2 * (1 - p))]), rtol=1e-5, atol=1e-7)
+
+
+def test_one_class_alone_is_refused() -> None:
+    with pytest.raises(ExperimentError, match="dkd compares a sample's class with the others, and the data has only one"):
+        make("dkd", num_classes=1)
+    make("dkd", num_classes=2)

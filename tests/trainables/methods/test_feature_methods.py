@@ -248,3 +248,10 @@ def test_of_two_maps_each_side_is_pooled_to_the_smaller() -> None:
     (x,) = maps(((2, 8, 6),), 2, 0)
     for size in ((4, 3), (8, 2), (8, 6), (3, 4), (1, 1)):
         torch.testing.assert_close(average_pooled(x, *size), nn.functional.adaptive_avg_pool2d(x, size), rtol=1e-12, atol=1e-14)
+
+
+def test_srrls_connector_begins_with_the_deviation_of_the_authors_code() -> None:
+    teacher = nn.Linear(64, 5)
+    method = make("srrl", student_shapes=((256, 2, 2),), teacher_shapes=((64,),), teacher=nn.Sequential(nn.Flatten(), teacher))
+    weight = method.get_parameter("_connector.0.weight")
+    assert weight.std().item() == pytest.approx((2 / 64) ** 0.5, rel=0.03)
