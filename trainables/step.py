@@ -180,6 +180,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
         with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
             with learner.autocast():
                 answer: Answer = student(part.images_BCHW, samples, taught)
+            learner.pupil.check_terms(answer.terms, epoch)
             loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             learner.updates.backward(loss, count.weight(), learner.scaler, only)

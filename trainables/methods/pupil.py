@@ -6,7 +6,7 @@ Shapes: B samples of this rank, K classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -188,6 +188,25 @@ class Pupil(nn.Module):
             return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
 
+    def check_terms(self, said: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
+        """Refuse terms of methods that are not those which they declare: some would be learned and stand in no record.
+
+        Raises:
+            ExperimentError: on every rank alike, one line.
+        """
+        for key, terms in said.items():
+            declared = self.declared(key, epoch)
+            if terms.keys() != set(declared):
+                where, names = ("forward", "terms") if epoch >= 0 else ("warm_up", "init_terms")
+                raise ExperimentError(
+                    f"distill.method: {key} {returned(terms, declared)}: give what {where} returns the names in {names}"
+                )
+
+    def declared(self, key: str, epoch: float) -> tuple[str, ...]:
+        """Names of the terms that a method declares for the time when so many epochs have passed."""
+        method = self.methods_by_name[key]
+        return method.terms if epoch >= 0 else method.init_terms
+
     def asks_teacher(self, epoch: float) -> bool:
         """Whether a method that is asked for its loss now reads the teacher."""
         return any(self.methods_by_name[key].needs.teacher for key in self._calls(epoch))
@@ -224,14 +243,18 @@ class Pupil(nn.Module):
 
     def told_at(self, epoch: float) -> frozenset[str]:
         """Those of `term_names` that are computed when so many epochs have passed, and `distill_loss` where there are any."""
-        asked = ((key, self.methods_by_name[key]) for key in self._calls(epoch))
-        names = frozenset(f"{key}/{term}" for key, m in asked for term in (m.terms if epoch >= 0 else m.init_terms))
+        names = frozenset(f"{key}/{term}" for key in self._calls(epoch) for term in self.declared(key, epoch))
         return names | {"distill_loss"} if names else names
 
     @property
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
         return any(method.compares_samples for method in self.methods_by_name.values())
+
+
+def returned(terms: Collection[str], declared: Collection[str]) -> str:
+    """What a method returns and what it declares, in words."""
+    return f"returns {', '.join(terms) or 'none'} and declares {', '.join(declared) or 'none'}"
 
 
 def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float, Tensor], ...]:

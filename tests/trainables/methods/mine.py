@@ -141,3 +141,38 @@ class Unsaid(Alike):
     """Gathers, and does not say so."""
 
     needs = Needs()
+
+
+class Unprepared(Prepared):
+    """All mistakes are in its warm-up stage: a name that it does not declare, rows of all workers, a root at zero."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        theirs_NK = batch.everyone(teacher.logits_BK)
+        off = self.decoder(self.encoder(theirs_NK)) - theirs_NK
+        return {"zzz": (off * 0).square().sum().sqrt()}
+
+
+class Gathering(Prepared):
+    """Gathers in its warm-up stage alone, and does not say so."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        theirs_NK = batch.everyone(teacher.logits_BK)
+        return {"kept": (self.decoder(self.encoder(theirs_NK)) - theirs_NK).square().mean()}
+
+
+class HalfPrepared(Prepared):
+    """Leaves out of its warm-up stage's loss what it says to train there, and takes a root that may be one of zero."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        apart_BK = student.logits_BK.detach() - teacher.logits_BK
+        return {"kept": (self.encoder.weight.square().sum() * apart_BK.square().sum(1)).sqrt()}
+
+
+class Endless(Method):
+    """Declares a warm-up stage without a length."""
+
+    terms = ("apart",)
+    init_terms = ("kept",)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
