@@ -133,7 +133,10 @@ class Method(nn.Module):
         """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
-        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`."""
+        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.
+
+        The option `weight` is that of `terms`, and the stage's loss counts 1; a method without `terms` has it for this loss.
+        """
         raise NotImplementedError
 
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:

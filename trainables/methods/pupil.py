@@ -43,11 +43,18 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     """The methods of `distill`, but for those whose weight is 0.
 
     Raises:
-        ExperimentError: one of them cannot be loaded.
+        ExperimentError: one of them cannot be loaded, or has a schedule for a weight that stays as it is.
         pydantic.ValidationError: options that a method does not have.
     """
     named = [(key_of(name), load(name)) for name in distill.method]
     every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
+    for key, kind, options in every:
+        kept = {"warmup_epochs": options.warmup_epochs == 0, "decay": options.decay == "none"}
+        if not kind.terms and (name := next((name for name, unchanged in kept.items() if not unchanged), None)):
+            raise ExperimentError(
+                f"distill.options.{key}.{name}: {key} works in its warm-up stage alone, throughout which its weight is the same:"
+                f" leave {name} out"
+            )
     return tuple(method for method in every if method.options.weight)
 
 
@@ -183,9 +190,13 @@ class Pupil(nn.Module):
         return {key: method for key, method in self.methods_by_name.items() if method.terms}
 
     def weights(self, epoch: float) -> dict[str, float]:
-        """The weight of the task and of each method when so many epochs have passed; in a warm-up stage 0 and 1."""
+        """The weight of the task and of each method when so many epochs have passed.
+
+        In a warm-up stage the task's is 0, a method's 1, or its `weight` where it has no other stage: see `Method.warm_up`.
+        """
         if epoch < 0:
-            return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
+            methods = self.methods_by_name.items()
+            return {"task": 0.0, **{key: 1.0 if m.terms else self._options[key].weight for key, m in methods}}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
 
     def check_terms(self, said: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
