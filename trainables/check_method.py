@@ -27,7 +27,7 @@ from trainables.methods import key_of, load
 from trainables.methods.contract import Samples
 from trainables.methods.pupil import returned
 from trainables.models.registry import build_model
-from trainables.step import losses
+from trainables.step import Losses, losses
 
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: what `function(group, *args)` returns on each of n ranks."""
@@ -149,9 +149,10 @@ class Answered(NamedTuple):
     terms: dict[str, tuple[int, ...]]
     rows: int
     largest: dict[str, float | None]
-    """Trainable parameter → its largest gradient, None where no gradient arrives: DDP would wait for it."""
+    """Trainable parameter → its largest gradients from task and method, added, each where an optimizer that has the parameter
+    lowers that loss; None where none arrives: DDP would wait for it."""
     taught: float
-    """The largest gradient from the method alone: of the student, or in a warm-up stage of what that trains."""
+    """Of the student, the same from the method alone, over all parameters; in a warm-up stage of what that trains."""
     gathers: bool
     """Whether it asks for the rows of all workers."""
 
@@ -172,27 +173,29 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
         gather = Gather(rows, group)
         said = pupil(images, Samples(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
         loss = losses(said, batch.labels_B, None, pupil.weights(1.0 if epoch >= 0 else epoch))
-        only = pupil.warms_up(epoch)
-        trained = [p for p in pupil.parameters() if p.requires_grad] if only is None else only.parameters
-        names = {p: name for name, p in pupil.named_parameters()}
-        moved = {p for p in pupil.student.parameters() if p.requires_grad} if only is None else set(trained)
-        one = torch.ones((), dtype=torch.float64)
-        of_method = dict.fromkeys(trained, 0.0)
-        if said.terms:
-            alone = _gradients(loss.total(one, frozenset(said.terms)), trained)
-            of_method = {p: found or 0.0 for p, found in zip(trained, alone, strict=True)}
-        every = _gradients(loss.total(one, None if only is None else only.losses), trained)
+        only, told = pupil.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in learner.updates.updates]
+        names = {p: name for name, p in pupil.named_parameters() if p.requires_grad}
+        student, method = set(pupil.student.parameters()), 0.0
+        largest: dict[str, float | None] = {names[p]: None for p in (only.parameters if only else names) if p in names}
+        for keys, parameters in lowered:
+            moved = [p for p in parameters if p in names]
+            for part in (keys & told, keys - told):
+                for p, found in zip(moved, _largest(loss, part, moved), strict=True):
+                    if found is not None:
+                        largest[names[p]] = (largest[names[p]] or 0.0) + found
+                        method += found if part <= told and (only is not None or p in student) else 0.0
         (terms,) = said.terms.values() if said.terms else ({},)
-        return Answered(
-            {name: tuple(term.shape) for name, term in terms.items()}, rows,
-            {names[p]: found for p, found in zip(trained, every, strict=True)},
-            max((found for p, found in of_method.items() if p in moved), default=0.0), gather.used,
-        )  # fmt: skip
+        shapes = {name: tuple(term.shape) for name, term in terms.items()}
+        return Answered(shapes, rows, largest, method, gather.used)
 
 
-def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[float | None]:
-    """The largest gradient of each parameter, None where none arrives."""
-    found = torch.autograd.grad(loss, list(parameters), allow_unused=True, retain_graph=True)
+def _largest(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:
+    """The largest gradient of each parameter from some of the losses, None where none arrives."""
+    if not keys & loss.weighted.keys():
+        return [None] * len(parameters)
+    total = loss.total(torch.ones((), dtype=torch.float64), keys)
+    found = torch.autograd.grad(total, list(parameters), allow_unused=True, retain_graph=True)
     return [None if gradient is None else float(gradient.abs().max()) for gradient in found]
 
 

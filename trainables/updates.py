@@ -22,6 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from trainables.config import OptimConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
+from trainables.methods.contract import Method
 from trainables.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate, set_learning_rate
 
 
@@ -36,7 +37,7 @@ class Update:
     """An optimizer, whose losses it lowers, and its schedule."""
 
     losses: frozenset[str]
-    """`task` and names of methods."""
+    """`task`, and `method/term` of terms of methods."""
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
 
@@ -131,20 +132,21 @@ class Updates:
         torch._foreach_add_(shared, moved)
 
 
-def build_updates(student: nn.Module, methods: Mapping[str, nn.Module], optim: OptimConfig) -> tuple[Update, ...]:
-    """One optimizer for everything, or several as `optim.losses` or `optim.name: dot` say.
+def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[Update, ...]:
+    """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
 
-    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters.
+    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters, if it does not
+    say otherwise (`Method.moved_by`).
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
     gradient goes at μ − Δ and the methods' at μ + Δ. As in the authors' code weight decay is the task's, and what the methods
     alone reach has μ and weight decay as usual.
 
     Raises:
-        ExperimentError: `optim.losses` names a loss that there is none of.
+        ExperimentError: see `own_losses`.
     """
     ours, theirs = list(student.parameters()), [p for method in methods.values() for p in method.parameters()]
-    every = frozenset({"task", *methods})
+    every, own = _every_loss(methods), own_losses(methods, optim)
     if optim.name == "dot" and methods:
         task = optim.model_copy(update={"name": "sgd", "momentum": optim.momentum - optim.delta})
         taught = task.model_copy(update={"momentum": optim.momentum + optim.delta, "weight_decay": 0.0})
@@ -153,18 +155,57 @@ def build_updates(student: nn.Module, methods: Mapping[str, nn.Module], optim: O
             if group["params"]:
                 both.add_param_group({**group, "momentum": optim.momentum})
         return Update(frozenset({"task"}), build_optimizer(ours, task), task), Update(every - {"task"}, both, taught)
-    if unknown := sorted(set(optim.losses) - every):
-        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(every))}")
     updates = []
-    for key in optim.losses:
-        own = optim.for_loss(key)
-        reached = ours if key == "task" else [*ours, *methods[key].parameters()]
-        updates.append(Update(frozenset({key}), build_optimizer(reached, own), own))
-    if rest := every - set(optim.losses):
-        others = [p for key, method in methods.items() if key in rest for p in method.parameters()]
+    for name, (losses, settings) in own.items():
+        key, _, term = name.partition("/")
+        whole = ours if key == "task" else [*ours, *methods[key].parameters()]
+        reached = methods[key].moved_by(term, student) if term else whole
+        updates.append(Update(losses, build_optimizer(reached, settings), settings))
+    if rest := every.difference(*(losses for losses, _ in own.values())):
+        others = [p for key, method in methods.items() if rest & _losses_of(key, method) for p in method.parameters()]
         plain = optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
         updates.append(Update(rest, build_optimizer([*ours, *others], plain), plain))
     return tuple(updates)
+
+
+def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, tuple[frozenset[str], OptimConfig]]:
+    """The losses with an optimizer of their own, as `optim.losses` names them: each with what it adds up, and its settings.
+
+    Those of `optim.losses` in its order, then those that methods declare (`Method.optimizers`). A method's loss is made of its
+    terms that have none of their own.
+
+    Raises:
+        ExperimentError: `optim.losses` names a loss that there is none of, a method declares an optimizer for a term that it does
+            not have, or beside `optim.name: dot`.
+    """
+    declared = {f"{key}/{term}": settings for key, method in methods.items() for term, settings in method.optimizers.items()}
+    every = _every_loss(methods)
+    if unknown := next((name for name in declared if name not in every), None):
+        key, _, term = unknown.partition("/")
+        raise ExperimentError(
+            f"distill.method: {key} declares an optimizer for {term!r}, which is no term of it: name one in terms"
+        )
+    if declared and optim.name == "dot":
+        key, _, _ = next(iter(declared)).partition("/")
+        raise ExperimentError(
+            f"optim.name: {key} brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"
+        )
+    names = dict.fromkeys([*optim.losses, *declared])
+    alone = every & names.keys()
+    whole = {key: _losses_of(key, method) - alone for key, method in methods.items()}
+    losses = {**{name: frozenset({name}) for name in every}, **{key: terms for key, terms in whole.items() if terms}}
+    if unknown := next((name for name in sorted(names) if name not in losses), None):
+        known = ", ".join(sorted({"task", *declared, *(key for key, terms in whole.items() if terms)}))
+        raise ExperimentError(f"optim.losses: there is no loss {unknown!r} here: write one of {known}, or METHOD/TERM")
+    return {name: (losses[name], optim.for_loss(name, declared.get(name))) for name in names}
+
+
+def _every_loss(methods: Mapping[str, Method]) -> frozenset[str]:
+    return frozenset({"task"}).union(*(_losses_of(key, method) for key, method in methods.items()))
+
+
+def _losses_of(key: str, method: Method) -> frozenset[str]:
+    return frozenset(f"{key}/{term}" for term in method.terms)
 
 
 def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:

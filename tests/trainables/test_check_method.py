@@ -26,7 +26,7 @@ def problems(ranks: Ranks, name: str) -> dict[str, str]:
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
-@pytest.mark.parametrize("name", ["Alike", "Prepared"])
+@pytest.mark.parametrize("name", ["Alike", "Prepared", "PooledRivals"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
 

@@ -63,8 +63,8 @@ def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
     student = draw(2, 6, 5)
     loss = losses(Answer(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
-    assert float(loss.total(ONE, frozenset({"a"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
-    assert float(loss.total(ONE, frozenset({"b"}))) == 1.0
+    assert float(loss.total(ONE, frozenset({"a/x", "a/y"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
+    assert float(loss.total(ONE, frozenset({"b/z"}))) == 1.0
     assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
     assert torch.allclose(loss.named["distill_loss"], 2 * said["a"]["x"] + 15)
     assert {"a/x", "a/y", "b/z"} < set(loss.named)

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import mine
+from tests.trainables.methods.calls import make
 from trainables import loop
 from trainables.build import build
-from trainables.config import OptimConfig, TrainConfig
+from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.optim import learning_rate
 from trainables.rank_pool import Ranks
+from trainables.updates import build_updates
 
 SECOND = f"{mine.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
@@ -35,8 +37,8 @@ def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
 class Heavy:
     """SGD with momentum and weight decay, written down."""
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
-        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2)
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int, **more: Any):
+        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2, **more)
         self.steps, self.velocity = steps, dict[str, Tensor]()
 
     def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,7 +51,7 @@ class Heavy:
 
 
 def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Tensor]:
-    """Two forwards for two losses, the gradients of both at the same parameters, the changes added up."""
+    """A forward for each loss, the gradients of all at the same parameters, the changes added up."""
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         values = {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
         prepare, step = job.learner.prepare, 0
@@ -65,11 +67,13 @@ def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Te
                         logits = hidden.relu() @ leaves["student.head.weight"].T + leaves["student.head.bias"]
                         loss = 0.7 * F.cross_entropy(logits, labels)
                     else:
-                        head = "methods.SecondHead.head"
+                        head = "methods.SecondHead.head" if key == "next" else "methods.Rivals.head"
                         logits = hidden @ leaves[f"{head}.weight"].T + leaves[f"{head}.bias"]
-                        loss = 0.4 * F.cross_entropy(logits, (labels + 1) % 10)
+                        loss = 0.4 * F.cross_entropy(logits, (labels + (2 if key == "deceive" else 1)) % 10)
                     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                    gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+                    part = {"judge": "methods.", "deceive": "student."}.get(key, "")
+                    named = zip(leaves, found, strict=True)
+                    gradients = {name: g for name, g in named if g is not None and name.startswith(part)}
                     changes.append(optimizer.change(step, values, gradients))
                 values = {
                     name: value + sum((change[name] for change in changes if name in change), torch.zeros_like(value))
@@ -92,6 +96,75 @@ def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks:
     for n in (1, 2):
         ours = ranks.run(n, trained, two_heads(tmp_path / str(n), losses=own))[0]
         assert relative_difference(expected, ours) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("own", "deceive"),
+    [
+        ({}, (0.02, 0.3, 1e-3)),
+        ({"Rivals/deceive": {"lr": 0.1, "weight_decay": 0.02}, "task": {"momentum": 0.8}}, (0.1, 0.3, 0.02)),
+    ],
+)
+def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_changes(
+    ranks: Ranks, tmp_path: Path, own: dict[str, Any], deceive: tuple[float, float, float]
+) -> None:
+    expected = by_hand(
+        rivals(tmp_path / "hand", losses=own),
+        {
+            "task": Heavy(0.05, 0.8 if own else 0.9, 1e-3, 15),
+            "judge": Heavy(0.2, 0.5, 0.01, 15),
+            "deceive": Heavy(*deceive, 15, schedule="constant"),
+        },
+    )
+    for n in (1, 2):
+        ours = ranks.run(n, trained, rivals(tmp_path / str(n), losses=own))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+def rivals(output: Path, **optim: Any) -> TrainConfig:
+    distill = {"method": [f"{mine.__file__}:Rivals"], "options": {"Rivals": {"weight": 0.4}}}
+    return two_heads(output, **optim).model_copy(update={"distill": DistillConfig(task_weight=0.7, **distill)})
+
+
+def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> list[tuple[set[str], float]]:
+    """Each optimizer's losses and learning rate for a method of two terms, `m`, and another, `kd`."""
+    method = make(f"{mine.__file__}:{kind}", student_shapes=((4,),))
+    if declared:
+        method.optimizers = declared  # type: ignore[misc]
+    updates = build_updates(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
+    return [(set(update.losses), update.optim.lr) for update in updates]
+
+
+def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
+    optim = OptimConfig(lr=0.5, losses={"kd": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.2), ({"m/deceive"}, 0.02), ({"task"}, 0.5)]
+    judge = {"judge": LossOptimConfig(lr=0.125)}
+    assert losses_of("Rivals", optim, **judge) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.125), ({"task", "m/deceive"}, 0.5)]
+    optim = OptimConfig(lr=0.5, losses={"m": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("optim", "declared", "says"),
+    [
+        ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
+        ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
+        ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
+        ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        losses_of("Rivals", OptimConfig.model_validate(optim), **declared)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
+    with pytest.raises(ExperimentError, match=r"has a warm-up stage, which has one optimizer: leave out Rivals, which brings"):
+        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
 
 
 def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
@@ -123,9 +196,9 @@ def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole
 
 
 def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    own = {"task": {"momentum": 0.5}, "SecondHead": {"name": "adamw", "lr": 0.01}}
-    whole = ranks.run(2, train, two_heads(tmp_path / "whole", losses=own))[0]
-    settings = two_heads(tmp_path / "cut", losses=own)
+    own = {"task": {"momentum": 0.5}, "Rivals/judge": {"name": "adamw", "lr": 0.01}}
+    whole = ranks.run(2, train, rivals(tmp_path / "whole", losses=own))[0]
+    settings = rivals(tmp_path / "cut", losses=own)
     assert ranks.run(2, train, settings, 6)[0]["died"]
     resumed = ranks.run(2, train, settings)[0]
     assert relative_difference(whole["state"], resumed["state"]) == 0.0

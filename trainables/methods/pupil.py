@@ -228,7 +228,7 @@ class Pupil(nn.Module):
             return None
         keys = self._calls(epoch)
         found = dict.fromkeys(p for key in keys for p in self.methods_by_name[key].warm_up_parameters(self.student))
-        return Only(list(found), frozenset(keys))
+        return Only(list(found), self.told_at(epoch) - {"distill_loss"})
 
     @property
     def init_epochs(self) -> int:

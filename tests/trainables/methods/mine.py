@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural
+from trainables.config import LossOptimConfig, MethodOptions, Natural
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 
 
@@ -24,6 +27,37 @@ class SecondHead(Method):
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0])
         return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
+
+
+class Rivals(Method):
+    """A judge on a tapped feature learns to tell one class, and the student, against it, has it tell another."""
+
+    terms = ("judge", "deceive")
+    taps = ("hidden.0",)
+    needs = Needs(teacher=False)
+    optimizers: ClassVar = {
+        "judge": LossOptimConfig(lr=0.2, momentum=0.5, weight_decay=0.01),
+        "deceive": LossOptimConfig(lr=0.02, momentum=0.3, schedule="constant"),
+    }
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.head = nn.Linear(math.prod(setting.student.shapes[0]), setting.num_classes)
+
+    def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
+        return list(self.parameters() if term == "judge" else student.parameters())
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        logits_BK = self.head(student.features[0].flatten(1))
+        wanted = zip(self.terms, (1, 2), strict=True)
+        num_classes = logits_BK.shape[1]
+        return {name: F.cross_entropy(logits_BK, (batch.labels_B + off) % num_classes, reduction="none") for name, off in wanted}
+
+
+class PooledRivals(Rivals):
+    """The same for a network with maps."""
+
+    taps = ("pooled",)
 
 
 class Alike(Method):
