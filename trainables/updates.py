@@ -10,9 +10,9 @@ while they are updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,38 @@ class Update:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class DotSide(torch.optim.SGD):
+    """DOT's SGD for the task or for the methods: other settings where the other side's gradient arrives too, in this step.
+
+    As in the authors' code (mdistiller): what one side alone reaches has the momentum μ and weight decay; where both do, the
+    task's momentum is μ − Δ and the methods' μ + Δ without weight decay. Not as there: their first step of what the methods alone
+    reach goes without weight decay, ours has it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig, where_both: Mapping[str, float]) -> None:
+        """`where_both`: settings of a group there, in place of its own."""
+        fused = any(p.is_cuda for group in groups for p in group["params"]) or None
+        super().__init__(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        self._where_both = dict(where_both)
+        self.both: Set[nn.Parameter] = frozenset()
+        """What the gradients of both sides reach."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Change what has a gradient; two passes, since a group's settings hold for all of it."""
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        kept = [dict(group) for group in self.param_groups]
+        for shared in (False, True):
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update({name: own[name] for name in self._where_both} if not shared else self._where_both)
+            for p, gradient in gradients.items():
+                p.grad = gradient if (p in self.both) == shared else None
+            super().step()
+        for group, own in zip(self.param_groups, kept, strict=True):
+            group.update({name: own[name] for name in self._where_both})
+        for p, gradient in gradients.items():
+            p.grad = gradient
 
 
 class Only(NamedTuple):
@@ -121,6 +153,7 @@ class Updates:
 
     def _step_each(self, scaler: torch.amp.GradScaler) -> None:
         """Every optimizer starts from the same parameters, also where its update depends on them, as weight decay does."""
+        self._tell_both()
         shared = [parameter.detach() for parameter in _shared(self.updates)]
         began = [parameter.clone() for parameter in shared]
         moved = [torch.zeros_like(parameter) for parameter in began]
@@ -131,6 +164,14 @@ class Updates:
             torch._foreach_copy_(shared, began)
         torch._foreach_add_(shared, moved)
 
+    def _tell_both(self) -> None:
+        """DOT's sides hear of what the gradients of both reach. Which gradients there are is known without the device."""
+        sides = [update.optimizer for update in self.updates if isinstance(update.optimizer, DotSide)]
+        pairs = [zip(update.parameters, found, strict=True) for update, found in zip(self.updates, self._collected, strict=True)]
+        reached = [{parameter for parameter, gradient in pair if gradient is not None} for pair in pairs]
+        for side in sides:
+            side.both = set.intersection(*reached)
+
 
 def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[Update, ...]:
     """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
@@ -139,8 +180,7 @@ def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: Opti
     say otherwise (`Method.moved_by`).
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
-    gradient goes at μ − Δ and the methods' at μ + Δ. As in the authors' code weight decay is the task's, and what the methods
-    alone reach has μ and weight decay as usual.
+    gradient goes at μ − Δ and the methods' at μ + Δ, see `DotSide`.
 
     Raises:
         ExperimentError: see `own_losses`.
@@ -148,13 +188,12 @@ def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: Opti
     ours, theirs = list(student.parameters()), [p for method in methods.values() for p in method.parameters()]
     every, own = _every_loss(methods), own_losses(methods, optim)
     if optim.name == "dot" and methods:
-        task = optim.model_copy(update={"name": "sgd", "momentum": optim.momentum - optim.delta})
-        taught = task.model_copy(update={"momentum": optim.momentum + optim.delta, "weight_decay": 0.0})
-        both = build_optimizer(ours, taught)
-        for group in parameter_groups(theirs, optim):
-            if group["params"]:
-                both.add_param_group({**group, "momentum": optim.momentum})
-        return Update(frozenset({"task"}), build_optimizer(ours, task), task), Update(every - {"task"}, both, taught)
+        plain = optim.model_copy(update={"name": "sgd"})
+        task = DotSide(parameter_groups(ours, plain), plain, {"momentum": optim.momentum - optim.delta})
+        taught = DotSide(
+            parameter_groups([*ours, *theirs], plain), plain, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}
+        )
+        return Update(frozenset({"task"}), task, plain), Update(every - {"task"}, taught, plain)
     updates = []
     for name, (losses, settings) in own.items():
         key, _, term = name.partition("/")

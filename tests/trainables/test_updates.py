@@ -21,7 +21,7 @@ from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.optim import learning_rate
 from trainables.rank_pool import Ranks
-from trainables.updates import build_updates
+from trainables.updates import Updates, build_updates
 
 SECOND = f"{mine.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
@@ -168,23 +168,83 @@ def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: R
 
 
 def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
-    expected = by_hand(two_heads(tmp_path / "hand"), {"task": Heavy(0.05, 0.85, 1e-3, 15), "next": DotsOther(0.05, 15)})
+    expected = by_hand(two_heads(tmp_path / "hand"), {"task": DotsTask(0.05, 15), "next": DotsOther(0.05, 15)})
     for n in (1, 2):
         ours = ranks.run(n, trained, two_heads(tmp_path / str(n), name="dot", delta=0.05))[0]
         assert relative_difference(expected, ours) < 1e-9
 
 
-class DotsOther(Heavy):
-    """More momentum on what both losses reach, without weight decay; the methods' own parameters as usual."""
+class DotsOne(Heavy):
+    """A momentum of its own for what both losses reach; what one alone reaches goes as usual."""
 
-    def __init__(self, lr: float, steps: int):
-        super().__init__(lr, 0.95, 0.0, steps)
+    alone: str
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
+        super().__init__(lr, momentum, weight_decay, steps)
         self.plain = Heavy(lr, 0.9, 1e-3, steps)
 
     def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: g for name, g in gradients.items() if name.startswith("methods.")}
+        own = {name: g for name, g in gradients.items() if name.startswith(self.alone)}
         shared = {name: g for name, g in gradients.items() if name not in own}
         return super().change(step, values, shared) | self.plain.change(step, values, own)
+
+
+class DotsTask(DotsOne):
+    """Less momentum; SecondHead does not reach the classifier."""
+
+    alone = "student.head."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.85, 1e-3, steps)
+
+
+class DotsOther(DotsOne):
+    """More momentum, without weight decay; the methods' own parameters are theirs alone."""
+
+    alone = "methods."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.95, 0.0, steps)
+
+
+def test_dot_changes_what_one_side_alone_reaches_as_sgd_would() -> None:
+    optim = OptimConfig(name="dot", lr=0.5, momentum=0.5, delta=0.25, weight_decay=0.125)
+    student, method = nn.Linear(2, 1).double(), make("kd")  # the task reaches the weight, and in the end the bias too
+    updates = Updates(build_updates(student, {"kd": method}, optim), Group())
+    updates.set_learning_rates(0, 10, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    values = {name: p.detach().clone() for name, p in student.named_parameters()}
+    velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
+    for both in (False, True, False):
+        updates.backward(Slopes(student, both), torch.ones(()), scaler)
+        updates.step(scaler)
+        for name, value in values.items():
+            task, kd = name == "weight" or both, name == "bias" or both
+            found = torch.zeros_like(value)
+            for side, reaches, slope in (("task", task, 3.0), ("kd", kd, 5.0)):
+                if reaches:
+                    momentum = (0.25 if side == "task" else 0.75) if both else 0.5
+                    decay = 0.0 if both and side == "kd" else 0.125
+                    key = f"{side}.{name}"
+                    velocity[key] = momentum * velocity[key] + slope + decay * value  # type: ignore[assignment]
+                    found = found - 0.5 * velocity[key]
+            values[name] = value + found
+        for name, p in student.named_parameters():
+            torch.testing.assert_close(p.detach(), values[name], rtol=1e-12, atol=1e-12)
+
+
+class Slopes:
+    """Losses whose gradients are 3 of the task and 5 of `kd`: each by its own parameter, or by both."""
+
+    def __init__(self, student: nn.Linear, both: bool):
+        self._parts = {"task": [student.weight], "kd/kl": [student.bias]}
+        if both:
+            self._parts = {key: [student.weight, student.bias] for key in self._parts}
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        (key,) = keys or ()
+        total = torch.stack([p.sum() for p in self._parts[key]]).sum()
+        return total * (3.0 if key == "task" else 5.0)
 
 
 def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
