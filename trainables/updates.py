@@ -2,10 +2,11 @@
 
 With several optimizers, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer is given the gradients
 of its losses alone, all taken at the same parameters, and what they do to a parameter that they share is added up. No DDP: its
-buckets hold one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after its backward.
+buckets hold one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after the last backward, so
+that none of it hides behind one.
 
-Memory beside one optimizer's: for each further optimizer its state and its gradients, and for the shared parameters two copies
-while they are updated.
+Memory beside one optimizer's: for each further optimizer its state and its gradients, and while they update two copies of the
+shared parameters and a third of those that one changes; on several ranks a flat copy of one loss's gradients at a time.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Updates:
         shared = [parameter.detach() for parameter in _shared(self.updates)]
         began = [parameter.clone() for parameter in shared]
         moved = [torch.zeros_like(parameter) for parameter in began]
-        for update, gradients in zip(self.updates, self._collected, strict=True):
-            _put(update.parameters, average(gradients, self._group))
+        for update in self.updates:
+            _put(update.parameters, average(self._collected.pop(0), self._group))  # no loss's gradients outlive its update
             self._advance(update, scaler)
             torch._foreach_add_(moved, torch._foreach_sub(shared, began))
             torch._foreach_copy_(shared, began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,24 @@ class Slopes:
         (key,) = keys or ()
         total = torch.stack([p.sum() for p in self._parts[key]]).sum()
         return total * (3.0 if key == "task" else 5.0)
+
+
+def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
+    student = nn.Linear(2, 1).double()
+    optim = OptimConfig(losses={"task": LossOptimConfig()})
+    updates = Updates(build_updates(student, {"kd": make("kd")}, optim), Group())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    held: list[weakref.ref[Tensor]] = []
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert not [found for found in held if found() is not None]
+        held.extend(weakref.ref(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    for update in updates.updates:
+        update.optimizer.register_step_pre_hook(begins)
+    updates.backward(Slopes(student, True), torch.ones(()), scaler)
+    updates.step(scaler)
+    assert len(held) == 4
 
 
 def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
