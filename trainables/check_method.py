@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainables import checkpoint, loop
 from trainables.build import Job, build
@@ -25,8 +25,9 @@ from trainables.errors import DistillError
 from trainables.gather import Gather
 from trainables.methods import key_of, load
 from trainables.methods.contract import Samples
+from trainables.methods.pupil import returned
 from trainables.models.registry import build_model
-from trainables.step import losses
+from trainables.step import Losses, losses
 
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: what `function(group, *args)` returns on each of n ranks."""
@@ -148,62 +149,98 @@ class Answered(NamedTuple):
     terms: dict[str, tuple[int, ...]]
     rows: int
     largest: dict[str, float | None]
-    """Trainable parameter → its largest gradient, None where no gradient arrives: DDP would wait for it."""
+    """Trainable parameter → its largest gradients from task and method, added, each where an optimizer that has the parameter
+    lowers that loss; None where none arrives: DDP would wait for it."""
     taught: float
-    """The largest gradient of the student from the method alone."""
+    """Of the student, the same from the method alone, over all parameters; in a warm-up stage of what that trains."""
     gathers: bool
     """Whether it asks for the rows of all workers."""
 
 
-def answer(group: Group, config: TrainConfig, as_taught: bool = False) -> Answered:
-    """One batch through student, teacher and method, without an update. `as_taught`: the student's batch norms run as its."""
+def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: bool = False) -> Answered:
+    """One batch through student, teacher and method, without an update, when so many epochs have passed.
+
+    `as_taught`: the student's batch norms run as its teacher's.
+    """
     with _opened(config, group) as job, contextlib.closing(on_device(job.train_loader.epoch(0), group.device)) as batches:
         learner, batch = job.learner, next(batches)
-        learner.pupil.train()
-        learner.pupil.student.train(not as_taught)
+        pupil = learner.pupil
+        pupil.train()
+        pupil.student.train(not as_taught)
+        pupil.settle(epoch >= 0)
         images, rows = learner.prepare(batch).images_BCHW, len(batch.labels_B)
         taught = learner.teacher(images, rows) if learner.teacher is not None else None
         gather = Gather(rows, group)
-        said = learner.pupil(images, Samples(images, batch.labels_B, batch.indices_B, 0.0, gather), taught)
-        loss = losses(said, batch.labels_B, None, learner.pupil.weights(1.0))
-        named = {name: p for name, p in learner.pupil.named_parameters() if p.requires_grad}
-        one = torch.ones((), dtype=torch.float64)
-        every = torch.autograd.grad(loss.total(one), list(named.values()), allow_unused=True, retain_graph=True)
-        method = 0.0
-        if said.terms:
-            only = loss.total(one, frozenset(said.terms))
-            student = [p for p in learner.pupil.student.parameters() if p.requires_grad]
-            method = max(_largest(g) or 0.0 for g in torch.autograd.grad(only, student, allow_unused=True))
+        said = pupil(images, Samples(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
+        loss = losses(said, batch.labels_B, None, pupil.weights(1.0 if epoch >= 0 else epoch))
+        only, told = pupil.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in learner.updates.updates]
+        names = {p: name for name, p in pupil.named_parameters() if p.requires_grad}
+        student, method = set(pupil.student.parameters()), 0.0
+        largest: dict[str, float | None] = {names[p]: None for p in (only.parameters if only else names) if p in names}
+        for keys, parameters in lowered:
+            moved = [p for p in parameters if p in names]
+            for part in (keys & told, keys - told):
+                for p, found in zip(moved, _largest(loss, part, moved), strict=True):
+                    if found is not None:
+                        largest[names[p]] = (largest[names[p]] or 0.0) + found
+                        method += found if part <= told and (only is not None or p in student) else 0.0
         (terms,) = said.terms.values() if said.terms else ({},)
-        return Answered(
-            {name: tuple(term.shape) for name, term in terms.items()}, rows,
-            {name: _largest(gradient) for name, gradient in zip(named, every, strict=True)}, method, gather.used,
-        )  # fmt: skip
+        shapes = {name: tuple(term.shape) for name, term in terms.items()}
+        return Answered(shapes, rows, largest, method, gather.used)
 
 
-def _largest(gradient: Tensor | None) -> float | None:
-    return None if gradient is None else float(gradient.abs().max())
+def _largest(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:
+    """The largest gradient of each parameter from some of the losses, None where none arrives."""
+    if not keys & loss.weighted.keys():
+        return [None] * len(parameters)
+    total = loss.total(torch.ones((), dtype=torch.float64), keys)
+    found = torch.autograd.grad(total, list(parameters), allow_unused=True, retain_graph=True)
+    return [None if gradient is None else float(gradient.abs().max()) for gradient in found]
+
+
+WARM_UP, TRAINING = -1.0, 0.0
+"""Epochs of a job's two stages: the last one before training, and its first."""
+
+
+def _stages(case: Case) -> dict[float, str]:
+    """Epoch → how problems there begin, of each stage of a job that has the method."""
+    if "init_epochs" not in load(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
+        return {TRAINING: ""}
+    return {TRAINING: "", WARM_UP: "in the warm-up stage "}
 
 
 def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
-    (said,) = run(1, answer, settings(case, root / "terms"))
-    declared = load(case.name).terms
-    if set(said.terms) != set(declared):
-        return f"it returns {', '.join(said.terms) or 'none'} and declares {', '.join(declared) or 'none'}"
-    needs = load(case.name).needs
-    if said.gathers and not (needs.whole_batch or needs.all_workers):
-        return "it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused with it"
-    wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]
-    return f"neither ({said.rows},) nor a scalar: {', '.join(wrong)}" if wrong else None
+    kind = load(case.name)
+    if kind.init_terms and "init_epochs" not in kind.Options.model_fields:
+        return "it declares init_terms, and its Options have no init_epochs: its warm-up stage has no length"
+    for epoch, stage in _stages(case).items():
+        (said,) = run(1, answer, settings(case, root / f"terms{epoch:g}"), epoch)
+        declared = kind.terms if epoch >= 0 else kind.init_terms
+        if set(said.terms) != set(declared):
+            return f"{stage}it {returned(said.terms, declared)}"
+        if said.gathers and not (kind.needs.whole_batch or kind.needs.all_workers):
+            return (
+                f"{stage}it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused"
+                " with it"
+            )
+        wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]
+        if wrong:
+            return f"{stage}neither ({said.rows},) nor a scalar: {', '.join(wrong)}"
+    return None
 
 
 def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
-    (said,) = run(1, answer, settings(case, root / "reach"))
-    missing = [name for name, largest in said.largest.items() if largest is None]
-    if missing:
-        return f"no loss reaches {', '.join(missing)}: several workers would wait for it for ever"
-    if said.terms and not said.taught > 0:
-        return "its terms do not move the student"
+    for epoch, stage in _stages(case).items():
+        (said,) = run(1, answer, settings(case, root / f"reach{epoch:g}"), epoch)
+        missing = [name for name, largest in said.largest.items() if largest is None]
+        if epoch < 0:  # a part of the student may lie behind what its stage looks at: nobody waits for it
+            missing = [name for name in missing if name.startswith("methods.")]
+        if missing:
+            after = "several workers would wait for it for ever" if epoch >= 0 else "warm_up_parameters names what stays as it is"
+            return f"{stage}no loss reaches {', '.join(missing)}: {after}"
+        if said.terms and not said.taught > 0:
+            return f"{stage}its terms do not move {'the student' if epoch >= 0 else 'what it trains'}"
     return None
 
 
@@ -234,9 +271,12 @@ def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _equal(case: Case, root: Path, run: RunRanks) -> str | None:
-    (said,) = run(1, answer, settings(case, root / "equal", same=True), True)
-    broken = [name for name, largest in said.largest.items() if largest is not None and not math.isfinite(largest)]
-    return f"the gradient is not finite of {', '.join(broken)}" if broken else None
+    for epoch, stage in _stages(case).items():
+        (said,) = run(1, answer, settings(case, root / f"equal{epoch:g}", same=True), epoch, True)
+        broken = [name for name, largest in said.largest.items() if largest is not None and not math.isfinite(largest)]
+        if broken:
+            return f"{stage}the gradient is not finite of {', '.join(broken)}"
+    return None
 
 
 def _differs_most(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]:

@@ -297,7 +297,7 @@ class OptimConfig(Section):
         "sgd", description="dot: the Distillation-Oriented Trainer, SGD with a momentum for the task and one for the methods"
     )
     losses: dict[str, LossOptimConfig] = Field(
-        {}, description="`task` or a method → an optimizer of its own, as what differs from this section"
+        {}, description="`task`, a method or METHOD/TERM → an optimizer of its own, as what differs from this section"
     )
     delta: Annotated[Number, Field(ge=0, lt=1)] = Field(
         0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
@@ -332,9 +332,10 @@ class OptimConfig(Section):
                 )
         return self
 
-    def for_loss(self, key: str) -> OptimConfig:
-        """The section as it is for one loss."""
-        own = self.losses.get(key, LossOptimConfig()).model_dump(exclude_none=True)
+    def for_loss(self, key: str, declared: LossOptimConfig | None = None) -> OptimConfig:
+        """The section as it is for one loss; what a method has `declared` for it counts where `losses` says nothing."""
+        layers = (layer.model_dump(exclude_none=True) for layer in (declared, self.losses.get(key)) if layer is not None)
+        own = {name: value for layer in layers for name, value in layer.items()}
         return OptimConfig.model_validate({**self.model_dump(), **own, "losses": {}})
 
 

@@ -82,8 +82,8 @@ class Learner:
 class Losses(NamedTuple):
     """The losses of a batch, and what they are made of."""
 
-    weighted: dict[str, list[Tensor]]
-    """`task` or a method → its weighted terms, each (B,), of samples, or a scalar, of the global batch."""
+    weighted: dict[str, Tensor]
+    """`task` and `method/term` of every term, weighted: each (B,), of samples, or a scalar, of the global batch."""
     named: dict[str, Tensor]
     """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
 
@@ -92,7 +92,7 @@ class Losses(NamedTuple):
 
         `weight` is what a sample's loss counts, see `GlobalCount.weight`.
         """
-        terms = [term for key, terms in self.weighted.items() if keys is None or key in keys for term in terms]
+        terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
         samples, wholes = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
         parts = [_sum(samples).sum() * weight.to(samples[0].dtype)] if samples else []
         return _sum([*parts, *wholes])
@@ -111,13 +111,13 @@ def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, weights: Mapping[s
     task_B = cross_entropy(answer.logits_BK, labels_B, mix)
     for weight, aux_BK in answer.aux:
         task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
-    weighted = {"task": [weights["task"] * task_B]}
-    weighted |= {key: [weights[key] * term for term in terms.values()] for key, terms in answer.terms.items()}
     named = {f"{key}/{name}": term for key, terms in answer.terms.items() for name, term in terms.items()}
+    distilled = {f"{key}/{name}": weights[key] * term for key, terms in answer.terms.items() for name, term in terms.items()}
+    weighted = {"task": weights["task"] * task_B, **distilled}
     with torch.no_grad():
-        named["loss"] = _sum([term for terms in weighted.values() for term in terms])
-        if answer.terms:
-            named["distill_loss"] = _sum([term for key in answer.terms for term in weighted[key]])
+        named["loss"] = _sum(list(weighted.values()))
+        if distilled:
+            named["distill_loss"] = _sum(list(distilled.values()))
     return Losses(weighted, {**named, "task_loss": task_B})
 
 
@@ -180,6 +180,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
         with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
             with learner.autocast():
                 answer: Answer = student(part.images_BCHW, samples, taught)
+            learner.pupil.check_terms(answer.terms, epoch)
             loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
             learner.updates.backward(loss, count.weight(), learner.scaler, only)

@@ -24,6 +24,7 @@ from trainables.served.asking import asking_teacher
 from trainables.served.contract import Line
 from trainables.several import load_network, teacher_reader
 from trainables.teacher import Answers, Teacher
+from trainables.updates import own_losses
 
 log = logging.getLogger("raydistill")
 
@@ -105,10 +106,12 @@ def unite(
             f"{names if pupil.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
-    if pupil.init_epochs and (config.optim.losses or config.optim.name == "dot"):
+    own = own_losses(methods, config.optim)
+    if pupil.init_epochs and (own or config.optim.name == "dot"):
+        declares = next((key for key, method in methods.items() if method.optimizers), None)
+        instead = f"leave out {declares}, which brings its own" if declares else "leave out optim.losses"
         raise ExperimentError(
-            f"distill.method: {names} has a warm-up stage, which has one optimizer: leave out optim.losses, and set optim.name"
-            " to sgd or adamw"
+            f"distill.method: {names} has a warm-up stage, which has one optimizer: {instead}, and set optim.name to sgd or adamw"
         )
     return pupil, of_teacher
 

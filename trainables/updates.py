@@ -2,17 +2,18 @@
 
 With several optimizers, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer is given the gradients
 of its losses alone, all taken at the same parameters, and what they do to a parameter that they share is added up. No DDP: its
-buckets hold one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after its backward.
+buckets hold one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after the last backward, so
+that none of it hides behind one.
 
-Memory beside one optimizer's: for each further optimizer its state and its gradients, and for the shared parameters two copies
-while they are updated.
+Memory beside one optimizer's: for each further optimizer its state and its gradients, and while they update two copies of the
+shared parameters and a third of those that one changes; on several ranks a flat copy of one loss's gradients at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from trainables.config import OptimConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
+from trainables.methods.contract import Method
 from trainables.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate, set_learning_rate
 
 
@@ -36,13 +38,45 @@ class Update:
     """An optimizer, whose losses it lowers, and its schedule."""
 
     losses: frozenset[str]
-    """`task` and names of methods."""
+    """`task`, and `method/term` of terms of methods."""
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+class DotSide(torch.optim.SGD):
+    """DOT's SGD for the task or for the methods: other settings where the other side's gradient arrives too, in this step.
+
+    As in the authors' code (mdistiller): what one side alone reaches has the momentum μ and weight decay; where both do, the
+    task's momentum is μ − Δ and the methods' μ + Δ without weight decay. Not as there: their first step of what the methods alone
+    reach goes without weight decay, ours has it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], optim: OptimConfig, where_both: Mapping[str, float]) -> None:
+        """`where_both`: settings of a group there, in place of its own."""
+        fused = any(p.is_cuda for group in groups for p in group["params"]) or None
+        super().__init__(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        self._where_both = dict(where_both)
+        self.both: Set[nn.Parameter] = frozenset()
+        """What the gradients of both sides reach."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Change what has a gradient; two passes, since a group's settings hold for all of it."""
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        kept = [dict(group) for group in self.param_groups]
+        for shared in (False, True):
+            for group, own in zip(self.param_groups, kept, strict=True):
+                group.update({name: own[name] for name in self._where_both} if not shared else self._where_both)
+            for p, gradient in gradients.items():
+                p.grad = gradient if (p in self.both) == shared else None
+            super().step()
+        for group, own in zip(self.param_groups, kept, strict=True):
+            group.update({name: own[name] for name in self._where_both})
+        for p, gradient in gradients.items():
+            p.grad = gradient
 
 
 class Only(NamedTuple):
@@ -120,51 +154,98 @@ class Updates:
 
     def _step_each(self, scaler: torch.amp.GradScaler) -> None:
         """Every optimizer starts from the same parameters, also where its update depends on them, as weight decay does."""
+        self._tell_both()
         shared = [parameter.detach() for parameter in _shared(self.updates)]
         began = [parameter.clone() for parameter in shared]
         moved = [torch.zeros_like(parameter) for parameter in began]
-        for update, gradients in zip(self.updates, self._collected, strict=True):
-            _put(update.parameters, average(gradients, self._group))
+        for update in self.updates:
+            _put(update.parameters, average(self._collected.pop(0), self._group))  # no loss's gradients outlive its update
             self._advance(update, scaler)
             torch._foreach_add_(moved, torch._foreach_sub(shared, began))
             torch._foreach_copy_(shared, began)
         torch._foreach_add_(shared, moved)
 
+    def _tell_both(self) -> None:
+        """DOT's sides hear of what the gradients of both reach. Which gradients there are is known without the device."""
+        sides = [update.optimizer for update in self.updates if isinstance(update.optimizer, DotSide)]
+        pairs = [zip(update.parameters, found, strict=True) for update, found in zip(self.updates, self._collected, strict=True)]
+        reached = [{parameter for parameter, gradient in pair if gradient is not None} for pair in pairs]
+        for side in sides:
+            side.both = set.intersection(*reached)
 
-def build_updates(student: nn.Module, methods: Mapping[str, nn.Module], optim: OptimConfig) -> tuple[Update, ...]:
-    """One optimizer for everything, or several as `optim.losses` or `optim.name: dot` say.
 
-    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters.
+def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[Update, ...]:
+    """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
+
+    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters, if it does not
+    say otherwise (`Method.moved_by`).
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
-    gradient goes at μ − Δ and the methods' at μ + Δ. As in the authors' code weight decay is the task's, and what the methods
-    alone reach has μ and weight decay as usual.
+    gradient goes at μ − Δ and the methods' at μ + Δ, see `DotSide`.
 
     Raises:
-        ExperimentError: `optim.losses` names a loss that there is none of.
+        ExperimentError: see `own_losses`.
     """
     ours, theirs = list(student.parameters()), [p for method in methods.values() for p in method.parameters()]
-    every = frozenset({"task", *methods})
+    every, own = _every_loss(methods), own_losses(methods, optim)
     if optim.name == "dot" and methods:
-        task = optim.model_copy(update={"name": "sgd", "momentum": optim.momentum - optim.delta})
-        taught = task.model_copy(update={"momentum": optim.momentum + optim.delta, "weight_decay": 0.0})
-        both = build_optimizer(ours, taught)
-        for group in parameter_groups(theirs, optim):
-            if group["params"]:
-                both.add_param_group({**group, "momentum": optim.momentum})
-        return Update(frozenset({"task"}), build_optimizer(ours, task), task), Update(every - {"task"}, both, taught)
-    if unknown := sorted(set(optim.losses) - every):
-        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(every))}")
+        plain = optim.model_copy(update={"name": "sgd"})
+        task = DotSide(parameter_groups(ours, plain), plain, {"momentum": optim.momentum - optim.delta})
+        taught = DotSide(
+            parameter_groups([*ours, *theirs], plain), plain, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}
+        )
+        return Update(frozenset({"task"}), task, plain), Update(every - {"task"}, taught, plain)
     updates = []
-    for key in optim.losses:
-        own = optim.for_loss(key)
-        reached = ours if key == "task" else [*ours, *methods[key].parameters()]
-        updates.append(Update(frozenset({key}), build_optimizer(reached, own), own))
-    if rest := every - set(optim.losses):
-        others = [p for key, method in methods.items() if key in rest for p in method.parameters()]
+    for name, (losses, settings) in own.items():
+        key, _, term = name.partition("/")
+        whole = ours if key == "task" else [*ours, *methods[key].parameters()]
+        reached = methods[key].moved_by(term, student) if term else whole
+        updates.append(Update(losses, build_optimizer(reached, settings), settings))
+    if rest := every.difference(*(losses for losses, _ in own.values())):
+        others = [p for key, method in methods.items() if rest & _losses_of(key, method) for p in method.parameters()]
         plain = optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
         updates.append(Update(rest, build_optimizer([*ours, *others], plain), plain))
     return tuple(updates)
+
+
+def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, tuple[frozenset[str], OptimConfig]]:
+    """The losses with an optimizer of their own, as `optim.losses` names them: each with what it adds up, and its settings.
+
+    Those of `optim.losses` in its order, then those that methods declare (`Method.optimizers`). A method's loss is made of its
+    terms that have none of their own.
+
+    Raises:
+        ExperimentError: `optim.losses` names a loss that there is none of, a method declares an optimizer for a term that it does
+            not have, or beside `optim.name: dot`.
+    """
+    declared = {f"{key}/{term}": settings for key, method in methods.items() for term, settings in method.optimizers.items()}
+    every = _every_loss(methods)
+    if unknown := next((name for name in declared if name not in every), None):
+        key, _, term = unknown.partition("/")
+        raise ExperimentError(
+            f"distill.method: {key} declares an optimizer for {term!r}, which is no term of it: name one in terms"
+        )
+    if declared and optim.name == "dot":
+        key, _, _ = next(iter(declared)).partition("/")
+        raise ExperimentError(
+            f"optim.name: {key} brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"
+        )
+    names = dict.fromkeys([*optim.losses, *declared])
+    alone = every & names.keys()
+    whole = {key: _losses_of(key, method) - alone for key, method in methods.items()}
+    losses = {**{name: frozenset({name}) for name in every}, **{key: terms for key, terms in whole.items() if terms}}
+    if unknown := next((name for name in sorted(names) if name not in losses), None):
+        known = ", ".join(sorted({"task", *declared, *(key for key, terms in whole.items() if terms)}))
+        raise ExperimentError(f"optim.losses: there is no loss {unknown!r} here: write one of {known}, or METHOD/TERM")
+    return {name: (losses[name], optim.for_loss(name, declared.get(name))) for name in names}
+
+
+def _every_loss(methods: Mapping[str, Method]) -> frozenset[str]:
+    return frozenset({"task"}).union(*(_losses_of(key, method) for key, method in methods.items()))
+
+
+def _losses_of(key: str, method: Method) -> frozenset[str]:
+    return frozenset(f"{key}/{term}" for term in method.terms)
 
 
 def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:

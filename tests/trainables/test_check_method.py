@@ -10,8 +10,9 @@ import torch
 
 from tests.trainables.jobs import Recorded, no_telemetry
 from tests.trainables.methods import mine
+from trainables import check_method
 from trainables.build import build
-from trainables.check_method import Case, check, settings
+from trainables.check_method import Case, Finding, check, settings
 from trainables.device.feed import on_device
 from trainables.distributed import Group
 from trainables.methods import METHODS
@@ -25,7 +26,7 @@ def problems(ranks: Ranks, name: str) -> dict[str, str]:
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
-@pytest.mark.parametrize("name", ["Alike", "Prepared"])
+@pytest.mark.parametrize("name", ["Alike", "Prepared", "PooledRivals"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
 
@@ -48,6 +49,34 @@ def test_a_method_that_compares_the_samples_of_one_worker_is_found_out(ranks: Ra
     assert title.startswith("2 and 3 workers train what one trains")
     assert "of 2 has another" in problem
     assert not others
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "says"),
+    [
+        ("Unprepared", 0, "in the warm-up stage it returns zzz and declares kept"),
+        ("Unprepared", 1, "in the warm-up stage its terms do not move what it trains"),
+        ("Gathering", 0, "in the warm-up stage it calls batch.everyone: declare needs = Needs(whole_batch=True)"),
+        ("HalfPrepared", 1, "in the warm-up stage no loss reaches methods.HalfPrepared.encoder.bias, methods.HalfPrepared.dec"),
+        ("HalfPrepared", 5, "in the warm-up stage the gradient is not finite of methods.HalfPrepared.encoder.weight"),
+        ("Endless", 0, "it declares init_terms, and its Options have no init_epochs: its warm-up stage has no length"),
+    ],
+)
+def test_mistakes_in_a_warm_up_stage_are_found_out(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(without_training(name, monkeypatch)[place].problem).startswith(says)
+
+
+@pytest.mark.parametrize("name", ["Prepared", "ab", "fsp", "ft"])
+def test_a_warm_up_stage_that_keeps_the_contract_has_no_problems(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
+
+
+def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What is found of a method in single batches on this process alone."""
+    for whole in ("_workers", "_resumed", "_finite"):
+        monkeypatch.setattr(check_method, whole, lambda *_: None)
+    name = name if name in METHODS else f"{mine.__file__}:{name}"
+    return list(check(Case(name, {}), lambda _, function, *args: [function(Group(), *args)]))
 
 
 @pytest.mark.slow

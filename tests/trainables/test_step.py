@@ -10,12 +10,13 @@ import torch
 
 from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
+from tests.trainables.methods import mine
 from tests.trainables.methods.calls import make, terms
 from trainables.build import build
 from trainables.device.augment import Inputs
 from trainables.device.feed import on_device
 from trainables.distributed import Group
-from trainables.errors import TrainingError
+from trainables.errors import ExperimentError, TrainingError
 from trainables.methods.pupil import Answer, Pupil
 from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
@@ -62,8 +63,8 @@ def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
     student = draw(2, 6, 5)
     loss = losses(Answer(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
-    assert float(loss.total(ONE, frozenset({"a"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
-    assert float(loss.total(ONE, frozenset({"b"}))) == 1.0
+    assert float(loss.total(ONE, frozenset({"a/x", "a/y"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
+    assert float(loss.total(ONE, frozenset({"b/z"}))) == 1.0
     assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
     assert torch.allclose(loss.named["distill_loss"], 2 * said["a"]["x"] + 15)
     assert {"a/x", "a/y", "b/z"} < set(loss.named)
@@ -133,6 +134,21 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
     with pytest.raises(TrainingError, match=r"one image, which the batch norm of resnet18 cannot.*last_batch=drop") as caught:
         ranks.run(1, train, settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Forgetful", "returns kept and declares kept, lost: give what forward returns the names in terms"),
+        ("Unprepared", "returns zzz and declares kept: give what warm_up returns the names in init_terms"),
+    ],
+)
+def test_terms_that_a_method_does_not_declare_are_refused(ranks: Ranks, tmp_path: Path, name: str, says: str) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:{name}"], "options": {}}
+    with pytest.raises(ExperimentError) as caught:
+        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
+    assert str(caught.value) == f"distill.method: {name} {says}"
 
 
 @pytest.mark.gpu

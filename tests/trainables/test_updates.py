@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import mine
+from tests.trainables.methods.calls import make
 from trainables import loop
 from trainables.build import build
-from trainables.config import OptimConfig, TrainConfig
+from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.optim import learning_rate
 from trainables.rank_pool import Ranks
+from trainables.updates import Updates, build_updates
 
 SECOND = f"{mine.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
@@ -35,8 +38,8 @@ def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
 class Heavy:
     """SGD with momentum and weight decay, written down."""
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
-        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2)
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int, **more: Any):
+        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2, **more)
         self.steps, self.velocity = steps, dict[str, Tensor]()
 
     def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,7 +52,7 @@ class Heavy:
 
 
 def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Tensor]:
-    """Two forwards for two losses, the gradients of both at the same parameters, the changes added up."""
+    """A forward for each loss, the gradients of all at the same parameters, the changes added up."""
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         values = {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
         prepare, step = job.learner.prepare, 0
@@ -65,11 +68,13 @@ def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Te
                         logits = hidden.relu() @ leaves["student.head.weight"].T + leaves["student.head.bias"]
                         loss = 0.7 * F.cross_entropy(logits, labels)
                     else:
-                        head = "methods.SecondHead.head"
+                        head = "methods.SecondHead.head" if key == "next" else "methods.Rivals.head"
                         logits = hidden @ leaves[f"{head}.weight"].T + leaves[f"{head}.bias"]
-                        loss = 0.4 * F.cross_entropy(logits, (labels + 1) % 10)
+                        loss = 0.4 * F.cross_entropy(logits, (labels + (2 if key == "deceive" else 1)) % 10)
                     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-                    gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+                    part = {"judge": "methods.", "deceive": "student."}.get(key, "")
+                    named = zip(leaves, found, strict=True)
+                    gradients = {name: g for name, g in named if g is not None and name.startswith(part)}
                     changes.append(optimizer.change(step, values, gradients))
                 values = {
                     name: value + sum((change[name] for change in changes if name in change), torch.zeros_like(value))
@@ -94,24 +99,171 @@ def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks:
         assert relative_difference(expected, ours) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("own", "deceive"),
+    [
+        ({}, (0.02, 0.3, 1e-3)),
+        ({"Rivals/deceive": {"lr": 0.1, "weight_decay": 0.02}, "task": {"momentum": 0.8}}, (0.1, 0.3, 0.02)),
+    ],
+)
+def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_changes(
+    ranks: Ranks, tmp_path: Path, own: dict[str, Any], deceive: tuple[float, float, float]
+) -> None:
+    expected = by_hand(
+        rivals(tmp_path / "hand", losses=own),
+        {
+            "task": Heavy(0.05, 0.8 if own else 0.9, 1e-3, 15),
+            "judge": Heavy(0.2, 0.5, 0.01, 15),
+            "deceive": Heavy(*deceive, 15, schedule="constant"),
+        },
+    )
+    for n in (1, 2):
+        ours = ranks.run(n, trained, rivals(tmp_path / str(n), losses=own))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+def rivals(output: Path, **optim: Any) -> TrainConfig:
+    distill = {"method": [f"{mine.__file__}:Rivals"], "options": {"Rivals": {"weight": 0.4}}}
+    return two_heads(output, **optim).model_copy(update={"distill": DistillConfig(task_weight=0.7, **distill)})
+
+
+def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> list[tuple[set[str], float]]:
+    """Each optimizer's losses and learning rate for a method of two terms, `m`, and another, `kd`."""
+    method = make(f"{mine.__file__}:{kind}", student_shapes=((4,),))
+    if declared:
+        method.optimizers = declared  # type: ignore[misc]
+    updates = build_updates(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
+    return [(set(update.losses), update.optim.lr) for update in updates]
+
+
+def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
+    optim = OptimConfig(lr=0.5, losses={"kd": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.2), ({"m/deceive"}, 0.02), ({"task"}, 0.5)]
+    judge = {"judge": LossOptimConfig(lr=0.125)}
+    assert losses_of("Rivals", optim, **judge) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.125), ({"task", "m/deceive"}, 0.5)]
+    optim = OptimConfig(lr=0.5, losses={"m": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("optim", "declared", "says"),
+    [
+        ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
+        ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
+        ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
+        ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        losses_of("Rivals", OptimConfig.model_validate(optim), **declared)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
+    with pytest.raises(ExperimentError, match=r"has a warm-up stage, which has one optimizer: leave out Rivals, which brings"):
+        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
+
+
 def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
-    expected = by_hand(two_heads(tmp_path / "hand"), {"task": Heavy(0.05, 0.85, 1e-3, 15), "next": DotsOther(0.05, 15)})
+    expected = by_hand(two_heads(tmp_path / "hand"), {"task": DotsTask(0.05, 15), "next": DotsOther(0.05, 15)})
     for n in (1, 2):
         ours = ranks.run(n, trained, two_heads(tmp_path / str(n), name="dot", delta=0.05))[0]
         assert relative_difference(expected, ours) < 1e-9
 
 
-class DotsOther(Heavy):
-    """More momentum on what both losses reach, without weight decay; the methods' own parameters as usual."""
+class DotsOne(Heavy):
+    """A momentum of its own for what both losses reach; what one alone reaches goes as usual."""
 
-    def __init__(self, lr: float, steps: int):
-        super().__init__(lr, 0.95, 0.0, steps)
+    alone: str
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
+        super().__init__(lr, momentum, weight_decay, steps)
         self.plain = Heavy(lr, 0.9, 1e-3, steps)
 
     def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: g for name, g in gradients.items() if name.startswith("methods.")}
+        own = {name: g for name, g in gradients.items() if name.startswith(self.alone)}
         shared = {name: g for name, g in gradients.items() if name not in own}
         return super().change(step, values, shared) | self.plain.change(step, values, own)
+
+
+class DotsTask(DotsOne):
+    """Less momentum; SecondHead does not reach the classifier."""
+
+    alone = "student.head."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.85, 1e-3, steps)
+
+
+class DotsOther(DotsOne):
+    """More momentum, without weight decay; the methods' own parameters are theirs alone."""
+
+    alone = "methods."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.95, 0.0, steps)
+
+
+def test_dot_changes_what_one_side_alone_reaches_as_sgd_would() -> None:
+    optim = OptimConfig(name="dot", lr=0.5, momentum=0.5, delta=0.25, weight_decay=0.125)
+    student, method = nn.Linear(2, 1).double(), make("kd")  # the task reaches the weight, and in the end the bias too
+    updates = Updates(build_updates(student, {"kd": method}, optim), Group())
+    updates.set_learning_rates(0, 10, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    values = {name: p.detach().clone() for name, p in student.named_parameters()}
+    velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
+    for both in (False, True, False):
+        updates.backward(Slopes(student, both), torch.ones(()), scaler)
+        updates.step(scaler)
+        for name, value in values.items():
+            task, kd = name == "weight" or both, name == "bias" or both
+            found = torch.zeros_like(value)
+            for side, reaches, slope in (("task", task, 3.0), ("kd", kd, 5.0)):
+                if reaches:
+                    momentum = (0.25 if side == "task" else 0.75) if both else 0.5
+                    decay = 0.0 if both and side == "kd" else 0.125
+                    key = f"{side}.{name}"
+                    velocity[key] = momentum * velocity[key] + slope + decay * value  # type: ignore[assignment]
+                    found = found - 0.5 * velocity[key]
+            values[name] = value + found
+        for name, p in student.named_parameters():
+            torch.testing.assert_close(p.detach(), values[name], rtol=1e-12, atol=1e-12)
+
+
+class Slopes:
+    """Losses whose gradients are 3 of the task and 5 of `kd`: each by its own parameter, or by both."""
+
+    def __init__(self, student: nn.Linear, both: bool):
+        self._parts = {"task": [student.weight], "kd/kl": [student.bias]}
+        if both:
+            self._parts = {key: [student.weight, student.bias] for key in self._parts}
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        (key,) = keys or ()
+        total = torch.stack([p.sum() for p in self._parts[key]]).sum()
+        return total * (3.0 if key == "task" else 5.0)
+
+
+def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
+    student = nn.Linear(2, 1).double()
+    optim = OptimConfig(losses={"task": LossOptimConfig()})
+    updates = Updates(build_updates(student, {"kd": make("kd")}, optim), Group())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    held: list[weakref.ref[Tensor]] = []
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert not [found for found in held if found() is not None]
+        held.extend(weakref.ref(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    for update in updates.updates:
+        update.optimizer.register_step_pre_hook(begins)
+    updates.backward(Slopes(student, True), torch.ones(()), scaler)
+    updates.step(scaler)
+    assert len(held) == 4
 
 
 def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
@@ -123,9 +275,9 @@ def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole
 
 
 def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    own = {"task": {"momentum": 0.5}, "SecondHead": {"name": "adamw", "lr": 0.01}}
-    whole = ranks.run(2, train, two_heads(tmp_path / "whole", losses=own))[0]
-    settings = two_heads(tmp_path / "cut", losses=own)
+    own = {"task": {"momentum": 0.5}, "Rivals/judge": {"name": "adamw", "lr": 0.01}}
+    whole = ranks.run(2, train, rivals(tmp_path / "whole", losses=own))[0]
+    settings = rivals(tmp_path / "cut", losses=own)
     assert ranks.run(2, train, settings, 6)[0]["died"]
     resumed = ranks.run(2, train, settings)[0]
     assert relative_difference(whole["state"], resumed["state"]) == 0.0

@@ -12,12 +12,13 @@ Shapes: B samples of this rank (maybe none), N samples of the global batch in th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions
+from trainables.config import LossOptimConfig, MethodOptions
 from trainables.distributed import Group
 from trainables.gather import Gather
 from trainables.global_batch_norm import GlobalBatchNorm
@@ -118,6 +119,9 @@ class Method(nn.Module):
     """Where it reads student and teacher, unless `student_taps` or `teacher_taps` say otherwise; see `trainables.models.taps`."""
     init_terms: ClassVar[tuple[str, ...]] = ()
     """Names of the terms of the warm-up stage; empty: there is none."""
+    optimizers: ClassVar[Mapping[str, LossOptimConfig]] = {}
+    """Terms that are a loss with an optimizer of its own each, as what differs from `optim`; `optim.losses` may change it, under
+    METHOD/TERM. What such an optimizer changes is told by `moved_by`. Not beside a warm-up stage."""
     needs: ClassVar[Needs] = Needs()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy beside it, where the user gives none."""
@@ -133,7 +137,10 @@ class Method(nn.Module):
         """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
-        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`."""
+        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.
+
+        The option `weight` is that of `terms`, and the stage's loss counts 1; a method without `terms` has it for this loss.
+        """
         raise NotImplementedError
 
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
@@ -143,6 +150,13 @@ class Method(nn.Module):
     def settled_parameters(self) -> list[nn.Parameter]:
         """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""
         return [] if self.terms else list(self.parameters())
+
+    def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
+        """What a term's own optimizer changes where its gradient arrives: by default all of the student and of the method.
+
+        A method whose terms are adversaries names the one side for each.
+        """
+        return [*student.parameters(), *self.parameters()]
 
     @property
     def compares_samples(self) -> bool:

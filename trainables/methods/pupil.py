@@ -6,7 +6,7 @@ Shapes: B samples of this rank, K classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -43,11 +43,18 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     """The methods of `distill`, but for those whose weight is 0.
 
     Raises:
-        ExperimentError: one of them cannot be loaded.
+        ExperimentError: one of them cannot be loaded, or has a schedule for a weight that stays as it is.
         pydantic.ValidationError: options that a method does not have.
     """
     named = [(key_of(name), load(name)) for name in distill.method]
     every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
+    for key, kind, options in every:
+        kept = {"warmup_epochs": options.warmup_epochs == 0, "decay": options.decay == "none"}
+        if not kind.terms and (name := next((name for name, unchanged in kept.items() if not unchanged), None)):
+            raise ExperimentError(
+                f"distill.options.{key}.{name}: {key} works in its warm-up stage alone, throughout which its weight is the same:"
+                f" leave {name} out"
+            )
     return tuple(method for method in every if method.options.weight)
 
 
@@ -183,10 +190,33 @@ class Pupil(nn.Module):
         return {key: method for key, method in self.methods_by_name.items() if method.terms}
 
     def weights(self, epoch: float) -> dict[str, float]:
-        """The weight of the task and of each method when so many epochs have passed; in a warm-up stage 0 and 1."""
+        """The weight of the task and of each method when so many epochs have passed.
+
+        In a warm-up stage the task's is 0, a method's 1, or its `weight` where it has no other stage: see `Method.warm_up`.
+        """
         if epoch < 0:
-            return {"task": 0.0, **dict.fromkeys(self.methods, 1.0)}
+            methods = self.methods_by_name.items()
+            return {"task": 0.0, **{key: 1.0 if m.terms else self._options[key].weight for key, m in methods}}
         return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
+
+    def check_terms(self, said: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
+        """Refuse terms of methods that are not those which they declare: some would be learned and stand in no record.
+
+        Raises:
+            ExperimentError: on every rank alike, one line.
+        """
+        for key, terms in said.items():
+            declared = self.declared(key, epoch)
+            if terms.keys() != set(declared):
+                where, names = ("forward", "terms") if epoch >= 0 else ("warm_up", "init_terms")
+                raise ExperimentError(
+                    f"distill.method: {key} {returned(terms, declared)}: give what {where} returns the names in {names}"
+                )
+
+    def declared(self, key: str, epoch: float) -> tuple[str, ...]:
+        """Names of the terms that a method declares for the time when so many epochs have passed."""
+        method = self.methods_by_name[key]
+        return method.terms if epoch >= 0 else method.init_terms
 
     def asks_teacher(self, epoch: float) -> bool:
         """Whether a method that is asked for its loss now reads the teacher."""
@@ -198,7 +228,7 @@ class Pupil(nn.Module):
             return None
         keys = self._calls(epoch)
         found = dict.fromkeys(p for key in keys for p in self.methods_by_name[key].warm_up_parameters(self.student))
-        return Only(list(found), frozenset(keys))
+        return Only(list(found), self.told_at(epoch) - {"distill_loss"})
 
     @property
     def init_epochs(self) -> int:
@@ -224,14 +254,18 @@ class Pupil(nn.Module):
 
     def told_at(self, epoch: float) -> frozenset[str]:
         """Those of `term_names` that are computed when so many epochs have passed, and `distill_loss` where there are any."""
-        asked = ((key, self.methods_by_name[key]) for key in self._calls(epoch))
-        names = frozenset(f"{key}/{term}" for key, m in asked for term in (m.terms if epoch >= 0 else m.init_terms))
+        names = frozenset(f"{key}/{term}" for key in self._calls(epoch) for term in self.declared(key, epoch))
         return names | {"distill_loss"} if names else names
 
     @property
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
         return any(method.compares_samples for method in self.methods_by_name.values())
+
+
+def returned(terms: Collection[str], declared: Collection[str]) -> str:
+    """What a method returns and what it declares, in words."""
+    return f"returns {', '.join(terms) or 'none'} and declares {', '.join(declared) or 'none'}"
 
 
 def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float, Tensor], ...]:

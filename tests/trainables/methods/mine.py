@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural
+from trainables.config import LossOptimConfig, MethodOptions, Natural
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 
 
@@ -24,6 +27,37 @@ class SecondHead(Method):
     def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0])
         return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
+
+
+class Rivals(Method):
+    """A judge on a tapped feature learns to tell one class, and the student, against it, has it tell another."""
+
+    terms = ("judge", "deceive")
+    taps = ("hidden.0",)
+    needs = Needs(teacher=False)
+    optimizers: ClassVar = {
+        "judge": LossOptimConfig(lr=0.2, momentum=0.5, weight_decay=0.01),
+        "deceive": LossOptimConfig(lr=0.02, momentum=0.3, schedule="constant"),
+    }
+
+    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.head = nn.Linear(math.prod(setting.student.shapes[0]), setting.num_classes)
+
+    def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
+        return list(self.parameters() if term == "judge" else student.parameters())
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        logits_BK = self.head(student.features[0].flatten(1))
+        wanted = zip(self.terms, (1, 2), strict=True)
+        num_classes = logits_BK.shape[1]
+        return {name: F.cross_entropy(logits_BK, (batch.labels_B + off) % num_classes, reduction="none") for name, off in wanted}
+
+
+class PooledRivals(Rivals):
+    """The same for a network with maps."""
+
+    taps = ("pooled",)
 
 
 class Alike(Method):
@@ -141,3 +175,38 @@ class Unsaid(Alike):
     """Gathers, and does not say so."""
 
     needs = Needs()
+
+
+class Unprepared(Prepared):
+    """All mistakes are in its warm-up stage: a name that it does not declare, rows of all workers, a root at zero."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        theirs_NK = batch.everyone(teacher.logits_BK)
+        off = self.decoder(self.encoder(theirs_NK)) - theirs_NK
+        return {"zzz": (off * 0).square().sum().sqrt()}
+
+
+class Gathering(Prepared):
+    """Gathers in its warm-up stage alone, and does not say so."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        theirs_NK = batch.everyone(teacher.logits_BK)
+        return {"kept": (self.decoder(self.encoder(theirs_NK)) - theirs_NK).square().mean()}
+
+
+class HalfPrepared(Prepared):
+    """Leaves out of its warm-up stage's loss what it says to train there, and takes a root that may be one of zero."""
+
+    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        apart_BK = student.logits_BK.detach() - teacher.logits_BK
+        return {"kept": (self.encoder.weight.square().sum() * apart_BK.square().sum(1)).sqrt()}
+
+
+class Endless(Method):
+    """Declares a warm-up stage without a length."""
+
+    terms = ("apart",)
+    init_terms = ("kept",)
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
