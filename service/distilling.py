@@ -46,7 +46,8 @@ def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimCo
     """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
     options, methods = (distill.options, distill.method) if distill is not None else ({}, ())
     weighed = {"task", *(key for key in map(key_of, methods) if options.get(key, {}).get("weight") != 0)}
-    return optim.model_copy(update={"losses": {key: own for key, own in optim.losses.items() if key in weighed}})
+    losses = {key: own for key, own in optim.losses.items() if key.partition("/")[0] in weighed}
+    return optim.model_copy(update={"losses": losses})
 
 
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -75,6 +76,10 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
                 check_options(name, options, where, sources)
         if distills(experiment):
             _check_needs(experiment)
+        elif experiment.optim.name == "dot":
+            raise ExperimentError(
+                "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd"
+            )
     except WrongOptionsError:
         raise
     except ExperimentError as error:
@@ -119,12 +124,13 @@ def _check_needs(experiment: Said) -> None:
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
     losses = {"task", *map(key_of, distill.method)}
-    if unknown := sorted(set(experiment.optim.losses) - losses):
+    if unknown := sorted(key for key in experiment.optim.losses if key.partition("/")[0] not in losses):
         raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(losses))}")
-    if experiment.teacher is not None and experiment.teacher.logits_only is not None and distill.method != ("kd",):
+    teacher = experiment.teacher
+    if teacher is not None and teacher.logits_only is not None and (distill.method != ("kd",) or distill.options):
         from trainables.methods.pupil import check_reads_logits, choose
 
-        check_reads_logits(choose(distill), experiment.teacher.logits_only)
+        check_reads_logits(choose(distill), teacher)
     for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
         if load(name).needs.reuses_classifier:
             raise ExperimentError(

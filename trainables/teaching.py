@@ -78,7 +78,7 @@ def unite(
         return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
-        check_reads_logits(chosen, given.logits_only)
+        check_reads_logits(chosen, given)
         if isinstance(student, ReusedClassifier):
             raise ExperimentError(
                 f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"

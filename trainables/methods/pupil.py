@@ -58,13 +58,21 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     return tuple(method for method in every if method.options.weight)
 
 
-def check_reads_logits(chosen: Sequence[Chosen], key: str) -> None:
-    """Refuse methods to which a teacher's logits alone would not do, where the experiment's `key` gives no more of it.
+def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None:
+    """Refuse methods to which a teacher's logits alone would not do, where `logits_only` or `cache_top_k` gives no more of it.
 
     Raises:
         ExperimentError: one line.
     """
+    key = teacher.logits_only
+    if key is None:
+        return
     for method in chosen:
+        if teacher.cache_top_k is not None and getattr(method.options, "standardize", False):
+            raise ExperimentError(
+                "teacher.cache_top_k: what is not kept has one value for all classes, and standardize divides by the deviation: "
+                f"leave it out, or set distill.options.{method.key}.standardize to false"
+            )
         needs = method.kind.needs
         more = {
             "features": method.teacher_taps,
