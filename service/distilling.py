@@ -44,10 +44,14 @@ def distills(experiment: Said) -> bool:
 
 def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
     """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
-    options, methods = (distill.options, distill.method) if distill is not None else ({}, ())
-    weighed = {"task", *(key for key in map(key_of, methods) if options.get(key, {}).get("weight") != 0)}
+    weighed = {"task", *(_weighed(distill) if distill is not None else ())}
     losses = {key: own for key, own in optim.losses.items() if key.partition("/")[0] in weighed}
     return optim.model_copy(update={"losses": losses})
+
+
+def _weighed(distill: DistillConfig) -> list[str]:
+    """The keys of the methods that are not given the weight 0."""
+    return [key for key in map(key_of, distill.method) if distill.options.get(key, {}).get("weight") != 0]
 
 
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -76,7 +80,7 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
                 check_options(name, options, where, sources)
         if distills(experiment):
             _check_needs(experiment)
-        elif experiment.optim.name == "dot":
+        if experiment.optim.name == "dot" and not searched and not (distills(experiment) and _weighed(distill)):
             raise ExperimentError(
                 "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd"
             )
@@ -119,7 +123,7 @@ def check_options(name: str, options: Mapping[str, object], where: str, sources:
 
 def _check_needs(experiment: Said) -> None:
     distill, mixes, parts = experiment.distill, experiment.data.device_augment.mixes, experiment.optim.accumulate
-    if distill.task_weight == 0 and all(distill.options.get(key_of(name), {}).get("weight") == 0 for name in distill.method):
+    if distill.task_weight == 0 and not _weighed(distill):
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
@@ -70,28 +69,32 @@ def nearest(key: str, keys: Sequence[str]) -> str:
 def explain(error: ValidationError, section: type[BaseModel], where: str, sources: Mapping[str, str] | None = None) -> str:
     """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`."""
     keys, free = list(known_keys(section)), _free_keys(section)
-    grouped: dict[str, list[Any]] = {}
+    grouped: dict[tuple[str, str], list[Any]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
-    lines = [f"{source_of(key, sources or {}, where)}: {_line(key, details, keys)}" for key, details in grouped.items()]
+    lines = [
+        f"{source_of(key, sources or {}, where)}: {_line(key, plain, details, keys)}" for (key, plain), details in grouped.items()
+    ]
     if len(lines) > MAX_LINES:
         lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
     return "\n".join(lines)
 
 
-def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> str:
-    """The dotted key as the user wrote it: without the names that pydantic gives to a union's branches and a list's places."""
+def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, str]:
+    """The dotted key as the user wrote it, without the names that pydantic gives to a union's branches; and as `keys` has it,
+    without a list's places and the user's own names."""
     loc: tuple[Any, ...] = detail["loc"]
     unknown = detail["type"] in ("extra_forbidden", "invalid_key")
-    key = ""
+    key = plain = named = ""
     for place, part in enumerate(loc, start=1):
-        name = f"{key}.{part}" if key else str(part)
-        own = key in free and isinstance(part, str) and not part.startswith("[")
-        if own or re.sub(r"\[\d+\]", "", name) in keys or (unknown and place == len(loc)):
-            key = name
+        below = f"{plain}.{part}".lstrip(".")
+        if plain in free and plain != named and isinstance(part, str) and not part.startswith("["):
+            key, named = f"{key}.{part}", plain
+        elif below in keys or (unknown and place == len(loc)):
+            key, plain = f"{key}.{part}".lstrip("."), below
         elif isinstance(part, int) and (detail["type"] != "missing" or place < len(loc)):
             key = f"{key}[{part}]"
-    return key
+    return key, plain
 
 
 def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
@@ -101,11 +104,12 @@ def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
     return next(around, where)
 
 
-def _line(key: str, details: list[Any], keys: Sequence[str]) -> str:
+def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"{key}: no such key{nearest(key, keys)}"
+        around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
+        return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
         return f"{key}: missing: write it in the " + ("list" if "[" in key else f"file or --set {key}=…")
     if kind == "value_error":

@@ -169,7 +169,8 @@ def log_step(job: Job, in_epoch: int) -> None:
     check_replicas(learner.pupil, group, progress.step)
     progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
     metrics = means(learner, totals, progress.epoch) | (job.noise.add(window) if window else {})
-    lr = learner.updates.updates[0].optimizer.param_groups[0]["lr"]
+    of_task = next(update for update in learner.updates.updates if "task" in update.losses)
+    lr = of_task.optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
                {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip

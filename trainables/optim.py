@@ -34,7 +34,21 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
-    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
+    sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
+    sgd.register_step_pre_hook(begin_momenta)
+    return sgd
+
+
+def begin_momenta(sgd: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step: a momentum that does not exist yet is 0, of what has a gradient.
+
+    Torch's fused SGD takes memory for it as it finds it, and leaves it so where the first step overflows and is skipped; and it
+    ends in an error where some of a group have a momentum and others do not. The first step is the same: μ·0 + g.
+    """
+    for group in sgd.param_groups:
+        for parameter in group["params"] if group["fused"] and group["momentum"] else ():
+            if parameter.grad is not None and sgd.state[parameter].get("momentum_buffer") is None:
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def peak_learning_rate(optim: OptimConfig, global_batch_size: int) -> float:

@@ -24,7 +24,14 @@ from trainables.config import OptimConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
-from trainables.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate, set_learning_rate
+from trainables.optim import (
+    begin_momenta,
+    build_optimizer,
+    learning_rate,
+    parameter_groups,
+    peak_learning_rate,
+    set_learning_rate,
+)
 
 
 class Total(Protocol):
@@ -59,6 +66,7 @@ class DotSide(torch.optim.SGD):
         """`where_both`: settings of a group there, in place of its own."""
         fused = any(p.is_cuda for group in groups for p in group["params"]) or None
         super().__init__(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+        self.register_step_pre_hook(begin_momenta)
         self._where_both = dict(where_both)
         self.both: Set[nn.Parameter] = frozenset()
         """What the gradients of both sides reach."""
@@ -195,17 +203,22 @@ def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: Opti
             parameter_groups([*ours, *theirs], plain), plain, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}
         )
         return Update(frozenset({"task"}), task, plain), Update(every - {"task"}, taught, plain)
-    updates = []
-    for name, (losses, settings) in own.items():
-        key, _, term = name.partition("/")
-        whole = ours if key == "task" else [*ours, *methods[key].parameters()]
-        reached = methods[key].moved_by(term, student) if term else whole
-        updates.append(Update(losses, build_optimizer(reached, settings), settings))
     if rest := every.difference(*(losses for losses, _ in own.values())):
-        others = [p for key, method in methods.items() if rest & _losses_of(key, method) for p in method.parameters()]
-        plain = optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
-        updates.append(Update(rest, build_optimizer([*ours, *others], plain), plain))
-    return tuple(updates)
+        own["the rest"] = rest, optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
+    moved = [(losses, settings, _moved_by(losses, student, methods)) for losses, settings in own.values()]
+    return tuple(Update(losses, build_optimizer(parameters, settings), settings) for losses, settings, parameters in moved)
+
+
+def _moved_by(losses: Set[str], student: nn.Module, methods: Mapping[str, Method]) -> list[nn.Parameter]:
+    """What the optimizer of these losses changes, in an order that all ranks have."""
+    moved = dict.fromkeys(student.parameters() if "task" in losses else ())
+    for key, method in methods.items():
+        for term in method.terms:
+            if f"{key}/{term}" in losses:
+                moved |= dict.fromkeys(method.moved_by(term, student))
+        if not method.terms and "task" in losses:  # it has a warm-up stage alone, in which there is one optimizer
+            moved |= dict.fromkeys(method.parameters())
+    return list(moved)
 
 
 def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, tuple[frozenset[str], OptimConfig]]:
@@ -263,7 +276,10 @@ def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | N
 
 
 def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+    """In the parameter's own memory order, as autograd leaves a gradient itself: fused optimizers read both by address."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
         parameter.grad = gradient
 
 

@@ -155,8 +155,9 @@ def compose(table: Table, request: Request, overrides: Sequence[str], data: str 
         name = "students" if teacher is None else f"teacher-{teacher}"
         common = _common(tree, table, teacher, teachers, name)
         for (pair_name, column), point in firsts.items():
-            sources = {**base.sources, **_places(table, pair_name, column)}
-            validate(_with(common, point), f"pairs.{pair_name} of the table", sources)
+            places = {key: place for key, place in _places(table, pair_name, column).items() if not _overridden(key, set_keys)}
+            where = f"pairs.{pair_name}.{column} of the table" + (", with what --set changes" if overrides else "")
+            validate(_with(common, point), where, {**base.sources, **places})
         own = {"student.model": points[0]["student.model"], "sweep.points": points}
         parts.append(Part(name, teacher, Resolved(validate(_with(common, own), f"table {table.title}"), base.sources), rows))
     return parts

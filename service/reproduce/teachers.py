@@ -61,6 +61,7 @@ def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
     about = {
         "model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": size,
         "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
+        "transform_input": bool(getattr(model, "transform_input", False)),
     }  # fmt: skip
     ours = run_dir.root / "given-teacher.safetensors"
     write_tensors(ours, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)

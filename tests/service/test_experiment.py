@@ -275,6 +275,8 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
         ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
         ("distill.method=5", "--set: distill.method: names a method, or a list of methods, such as kd, not 5"),
+        ("optim.losses={task: {lr: -1}}", "--set: optim.losses.task.lr: must be above 0, not -1"),
+        ("optim.losses={task: {lrr: 1}}", "--set: optim.losses.task.lrr: no such key; did you mean optim.losses.task.lr?"),
         ("distill.options.kd=4", "--set: distill.options.kd: must be a section of keys, not 4"),
         (
             "teacher.cache=s3://logits",
@@ -315,7 +317,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["teacher=null", "assistants=[{model: resnet8}]"], "there is no teacher whom they could assist: write teacher.model"),
         (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
         (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it in the list"),
-        (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants.epochs?"),
+        (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
         (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
         (["optim.accumulate=2", "distill.method=sp"], "sp compares the samples of a batch, which optim.accumulate 2 parts"),

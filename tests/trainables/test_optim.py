@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from trainables.config import OptimConfig
-from trainables.optim import learning_rate, parameter_groups, peak_learning_rate
+from trainables.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate
 
 
 def test_cosine_falls_from_the_peak_to_zero() -> None:
@@ -47,3 +48,34 @@ def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
     assert len(spared["params"]) == 4
     (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01))
     assert len(everything["params"]) == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
+    def trained(first: float | None) -> torch.Tensor:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9))
+        optimizer.param_groups[0]["fused"] = fused
+        optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for slope in [first] * (first is not None) + [2.0, 3.0]:
+            torch.full((512,), 7.0)  # memory that was somebody's
+            optimizer.zero_grad()
+            scaler.scale((weight * slope).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weight.detach()
+
+    assert torch.equal(trained(math.inf), trained(None))
+
+
+def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
+    early, late = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0))
+    optimizer.param_groups[0]["fused"] = True
+    for reached in ([early], [early, late]):
+        optimizer.zero_grad()
+        sum(weight.sum() for weight in reached).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert early.tolist() == [1 - 0.5 - 0.75] * 4
+    assert late.tolist() == [0.5] * 4

@@ -145,6 +145,24 @@ def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
     assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
 
 
+def test_a_term_changes_what_it_says_whoever_has_its_optimizer() -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    for optimizers in ({"judge": LossOptimConfig()}, {"deceive": LossOptimConfig()}):
+        method.optimizers = optimizers  # type: ignore[misc]
+        updates = build_updates(student, {"m": method}, OptimConfig())
+        (judge,) = (update for update in updates if "m/judge" in update.losses)
+        (deceive,) = (update for update in updates if "m/deceive" in update.losses)
+        assert set(method.parameters()) <= set(judge.parameters)
+        assert set(deceive.parameters) == set(student.parameters())
+
+
+@pytest.mark.parametrize("name", ["ab", "fsp"])
+def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
+    method, student = make(name, student_shapes=((4, 6, 6),) * 3, teacher_shapes=((4, 6, 6),) * 3), nn.Linear(2, 2)
+    (update,) = build_updates(student, {name: method}, OptimConfig())
+    assert set(update.parameters) == {*student.parameters(), *method.parameters()}
+
+
 @pytest.mark.parametrize(
     ("optim", "declared", "says"),
     [
@@ -208,11 +226,14 @@ class DotsOther(DotsOne):
         super().__init__(lr, 0.95, 0.0, steps)
 
 
-def test_dot_changes_what_one_side_alone_reaches_as_sgd_would() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> None:
     optim = OptimConfig(name="dot", lr=0.5, momentum=0.5, delta=0.25, weight_decay=0.125)
     student, method = nn.Linear(2, 1).double(), make("kd")  # the task reaches the weight, and in the end the bias too
     updates = Updates(build_updates(student, {"kd": method}, optim), Group())
     updates.set_learning_rates(0, 10, 1)
+    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
+        group["fused"] = fused  # as on a GPU
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     values = {name: p.detach().clone() for name, p in student.named_parameters()}
     velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
@@ -246,6 +267,30 @@ class Slopes:
         (key,) = keys or ()
         total = torch.stack([p.sum() for p in self._parts[key]]).sum()
         return total * (3.0 if key == "task" else 5.0)
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
+    student = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    updates = Updates(build_updates(student, {"kd": make("kd")}, OptimConfig(losses={"task": LossOptimConfig()})), Group())
+    seen = list[bool]()
+
+    def watch(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            seen.extend(p.grad.stride() == p.stride() for p in group["params"] if p.grad is not None)
+
+    for update in updates.updates:
+        update.optimizer.register_step_pre_hook(watch)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    class Sums:
+        """Whose gradients are one number, in no memory order."""
+
+        def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+            return torch.stack([p.sum() for p in student.parameters()]).sum()
+
+    updates.backward(Sums(), torch.ones(()), scaler)
+    updates.step(scaler)
+    assert seen == [True] * 8
 
 
 def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:

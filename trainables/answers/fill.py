@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from trainables.answers.kept import KeptTeacher
 from trainables.build import open_loaders
 from trainables.config import FillConfig
 from trainables.device.augment import TrainInputs
@@ -53,12 +54,18 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
                             teacher(prepare(batch).images_BCHW, rows, Asked(batch.known_B, batch.epoch))
                         if step % config.train.log_every == 0:
                             report("step", step, step / steps_per_epoch, {})
+                            _check_written(teacher, group)
                     images += sum(gather_objects(teacher.end_epoch(), group))
-                    for reason in filter(None, gather_objects(teacher.unwritten(), group)):
-                        raise DataError(
-                            f"teacher.cache: {teacher.store.folder} cannot be written ({reason}): free room or name another "
-                            "folder, and run it again: what is written stays"
-                        )
+                    _check_written(teacher, group)
                     missing += int(teacher.store.open(epoch).missing_N.sum())
                 report("step", done + steps_per_epoch, epoch + 1.0, {})
         return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}
+
+
+def _check_written(teacher: KeptTeacher, group: Group) -> None:
+    """End on every rank where the disk has failed one. Raises DataError."""
+    for reason in filter(None, gather_objects(teacher.unwritten(), group)):
+        raise DataError(
+            f"teacher.cache: {teacher.store.folder} cannot be written ({reason}): free room or name another folder, and run it "
+            "again: what is written stays"
+        )

@@ -121,7 +121,7 @@ class Method(nn.Module):
     """Names of the terms of the warm-up stage; empty: there is none."""
     optimizers: ClassVar[Mapping[str, LossOptimConfig]] = {}
     """Terms that are a loss with an optimizer of its own each, as what differs from `optim`; `optim.losses` may change it, under
-    METHOD/TERM. What such an optimizer changes is told by `moved_by`. Not beside a warm-up stage."""
+    METHOD/TERM. Not beside a warm-up stage."""
     needs: ClassVar[Needs] = Needs()
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy beside it, where the user gives none."""
@@ -152,7 +152,7 @@ class Method(nn.Module):
         return [] if self.terms else list(self.parameters())
 
     def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
-        """What a term's own optimizer changes where its gradient arrives: by default all of the student and of the method.
+        """What the optimizer of a term changes where its gradient arrives: by default all of the student and of the method.
 
         A method whose terms are adversaries names the one side for each.
         """

@@ -24,6 +24,8 @@ class Header:
     num_classes: int
     image_size: int
     classes: tuple[str, ...]
+    transform_input: bool = False
+    """That it brings images to another scale first, as GoogLeNet and Inception do with torchvision's published weights."""
 
 
 def locate(weights: str) -> Path | None:
@@ -66,7 +68,8 @@ def read_header(path: Path) -> Header | None:
         return None
     try:
         about = json.loads(metadata[META_KEY])
-        return Header(str(about["model"]), int(about["num_classes"]), int(about["image_size"]), tuple(map(str, about["classes"])))
+        model, classes = str(about["model"]), tuple(map(str, about["classes"]))
+        return Header(model, int(about["num_classes"]), int(about["image_size"]), classes, bool(about.get("transform_input")))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has a header that does not say what its model is ({error!r}): write the checkpoint again"

@@ -80,9 +80,12 @@ def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int
 
 
 def _rescales(found: ModelName, path: Path) -> bool:
-    """Whether the file is torchvision's own of a model in RESCALING: its name ends with the first digits of its SHA-256."""
+    """Whether a model in RESCALING rescales with this file: one of ours says it, of torchvision's own the URL has its SHA-256."""
     if found.library != "torchvision" or found.name not in RESCALING:
         return False
+    if path.suffix == ".safetensors":
+        header = read_header(path)
+        return header is not None and header.transform_input
     import torchvision
 
     published = torchvision.models.get_model_weights(found.name)

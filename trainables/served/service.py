@@ -8,10 +8,11 @@ Shapes: B samples asked about, R of them whose images come along, n rows of one 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -212,7 +213,12 @@ class Service:
                 held = [one for note in late for one in self._end_fetch(note)]
                 oldest = next(iter(self._fetches.values()), None)
                 pause_s = oldest.until_s - now_s if oldest else self._fetch_s
-            self._answer(held)
+            for one in held:
+                try:
+                    self._answer([one])
+                except Exception as error:  # theirs alone: the thread watches for all
+                    if not one.reply.done():
+                        one.reply.set_exception(error)
 
     def _fetched(self, places: NDArray[np.int64]) -> list[int]:
         """The notes in these places by which images are on their way."""
@@ -283,7 +289,7 @@ def network_of(key: str) -> str:
 
 
 def _give(reply: Future[Reply], found: Reply) -> None:
-    if not reply.done():  # nobody waits any more, or an error came first
+    with contextlib.suppress(InvalidStateError):  # nobody waits any more, or an error came first
         reply.set_result(found)
 
 

@@ -131,6 +131,31 @@ def test_images_that_are_promised_and_do_not_come_are_asked_of_another() -> None
     service.close()
 
 
+def test_a_question_that_fails_or_is_given_up_harms_no_other_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, _ = served(fetch_s=0.2)
+    asks = [Question("key", 0, np.arange(begin, 10), NONE, None) for begin in (0, 4, 5, 6)]
+    assert service.answer(asks[0]).result(5).wanted is not None  # and they do not come
+    failing, given_up, waits = (service.answer(ask) for ask in asks[1:])
+    look = Service._look
+
+    def failing_once(self: Service, held: Any, waiting: Any) -> Reply | None:
+        if held.reply is failing:
+            raise MemoryError("no room for the answer")
+        found = look(self, held, waiting)
+        given_up.cancel()  # while its answer is on its way
+        return found
+
+    monkeypatch.setattr(Service, "_look", failing_once)
+    with pytest.raises(MemoryError):
+        failing.result(5)
+    assert waits.result(5).wanted is not None
+    monkeypatch.undo()
+    lost = service.answer(Question("key", 0, np.arange(20, 30), NONE, None)).result(5)
+    assert lost.wanted is not None
+    assert service.answer(Question("key", 0, np.arange(25, 30), NONE, None)).result(5).wanted is not None  # the watch goes on
+    service.close()
+
+
 def test_images_are_wanted_for_what_is_neither_known_nor_on_its_way() -> None:
     service, network = served()
     ask(service, np.arange(10))
