@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from service import work
 from trainables.errors import DistillError
 
 if TYPE_CHECKING:
@@ -520,7 +521,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # the interpreter would say so once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+    work.leave(code)
 
 
 def keep_trace(error: Exception) -> str:

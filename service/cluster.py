@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from service import work
 from trainables.errors import ClusterError
 
 MAX_OVERSUBSCRIPTION = 4
@@ -215,7 +216,8 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
         check_shared(runs_root)
         yield cluster
     finally:
-        ray.shutdown()
+        if not work.goes_on():  # see `work.leave`
+            ray.shutdown()
 
 
 def knock(address: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from service import work as work_thread
 from trainables.rundir import StageDir
 
 T = TypeVar("T")
@@ -41,8 +41,7 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
         except BaseException as error:  # re-raised below, in the main thread
             failure.append(error)
 
-    thread = threading.Thread(target=target, name="work", daemon=True)
-    thread.start()
+    thread = work_thread.begin(target)
     while thread.is_alive():
         thread.join(0.25)
         display.tick()

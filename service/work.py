@@ -1,0 +1,35 @@
+"""The thread in which a command uses Ray while its caller watches: whether it has ended decides how the process may end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+_NAME = "work"
+
+
+def begin(target: Callable[[], None]) -> threading.Thread:
+    """Start it."""
+    thread = threading.Thread(target=target, name=_NAME, daemon=True)
+    thread.start()
+    return thread
+
+
+def goes_on() -> bool:
+    """Whether it still works, for a caller that was interrupted or has failed."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, and a Ray of its own with it.
+
+    Whoever uses Ray while it is shut down ends the process, at once and with code 1. So nothing of Ray is shut down while the
+    thread goes on: its processes go when this one has gone.
+    """
+    if not goes_on():
+        sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)

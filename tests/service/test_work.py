@@ -1,0 +1,20 @@
+"""A process ends with its own exit code, whether the thread that worked for it has ended or not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -> None:
+    code = (
+        "import atexit, time\nfrom service import work\natexit.register(print, 'whole')\n"
+        f"thread = work.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
+        "assert work.goes_on() == thread.is_alive()\nwork.leave(130)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
