@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn
+
+import psutil
 
 _NAME = "work"
 
@@ -27,9 +30,14 @@ def leave(code: int) -> NoReturn:
     """End the process with this exit code, and a Ray of its own with it.
 
     Whoever uses Ray while it is shut down ends the process, at once and with code 1. So nothing of Ray is shut down while the
-    thread goes on: its processes go when this one has gone.
+    thread goes on: its processes are killed, each of them stopped first, since they too notice the end of another.
     """
     if not goes_on():
         sys.exit(code)
+    started = psutil.Process().children(recursive=True)
+    for end in (psutil.Process.suspend, psutil.Process.kill):
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(process)
     sys.stderr.flush()
     os._exit(code)

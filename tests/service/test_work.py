@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 
@@ -18,3 +19,17 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
+
+
+def test_what_a_command_started_ends_with_it() -> None:
+    code = (
+        "import subprocess, sys, time\nfrom service import work\n"
+        "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
+        "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
+        "print(process.pid, int(process.stdout.readline()), flush=True)\n"
+        "work.begin(lambda: time.sleep(600))\nwork.leave(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    started = [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))]
+    assert psutil.wait_procs(started, timeout=10)[1] == []
