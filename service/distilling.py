@@ -44,9 +44,14 @@ def distills(experiment: Said) -> bool:
 
 def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
     """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
-    weighed = {"task", *(_weighed(distill) if distill is not None else ())}
-    losses = {key: own for key, own in optim.losses.items() if key.partition("/")[0] in weighed}
+    weighed = _weighed(distill) if distill is not None else []
+    losses = {key: own for key, own in optim.losses.items() if _is_loss(key, weighed)}
     return optim.model_copy(update={"losses": losses})
+
+
+def _is_loss(key: str, methods: Collection[str]) -> bool:
+    """Whether a key of `optim.losses` names the labels' loss, or that of one of these methods or a term of it."""
+    return key == "task" or key.partition("/")[0] in methods
 
 
 def _weighed(distill: DistillConfig) -> list[str]:
@@ -127,9 +132,10 @@ def _check_needs(experiment: Said) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
-    losses = {"task", *map(key_of, distill.method)}
-    if unknown := sorted(key for key in experiment.optim.losses if key.partition("/")[0] not in losses):
-        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(losses))}")
+    methods = [key_of(name) for name in distill.method]
+    if unknown := sorted(key for key in experiment.optim.losses if not _is_loss(key, methods)):
+        known = ", ".join(sorted(["task", *methods]))
+        raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {known}")
     teacher = experiment.teacher
     if teacher is not None and teacher.logits_only is not None and (distill.method != ("kd",) or distill.options):
         from trainables.methods.pupil import check_reads_logits, choose

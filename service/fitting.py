@@ -60,10 +60,12 @@ def _on_gpu(experiment: Experiment) -> bool:
 def _told(experiment: Experiment, stage: str) -> str:
     """What decides whether a stage fits: points that differ elsewhere, as in learning rate, workers or seed, are alike."""
     config = experiment.stage(stage, Path("/"), {}, _UNTRAINED)
-    optim = config.optim.model_dump(include={"name", "accumulate", "epochs"})
+    one = {"name", "momentum", "nesterov", "warmup_epochs"}
+    optim = config.optim.model_dump(include={*one, "delta", "accumulate", "epochs"})
+    losses = {key: own.model_dump(include=one) for key, own in config.optim.losses.items()}
     whole = TrainConfig.model_validate({
         "output_dir": "/", "model": config.model, "teacher": config.teacher, "distill": config.distill,
-        "optim": {**optim, "losses": {key: {} for key in config.optim.losses}},
+        "optim": {**optim, "losses": losses},
         "data": config.data.model_dump(include={"image_size", "global_batch_size"}),
         "precision": config.precision, "scale": config.scale.model_dump(include={"sync_batch_norm"}),
     })  # fmt: skip

@@ -73,7 +73,8 @@ def explain(error: ValidationError, section: type[BaseModel], where: str, source
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
     lines = [
-        f"{source_of(key, sources or {}, where)}: {_line(key, plain, details, keys)}" for (key, plain), details in grouped.items()
+        f"{source_of(key, sources or {}, where)}: {_line(key, plain, details, keys, settable=sources is not None)}"
+        for (key, plain), details in grouped.items()
     ]
     if len(lines) > MAX_LINES:
         lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
@@ -104,14 +105,14 @@ def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
     return next(around, where)
 
 
-def _line(key: str, plain: str, details: list[Any], keys: Sequence[str]) -> str:
+def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], *, settable: bool) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
         around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
-        return f"{key}: missing: write it in the " + ("list" if "[" in key else f"file or --set {key}=…")
+        return f"{key}: missing: write it in the " + ("list" if "[" in key else f"file or --set {key}=…" if settable else "file")
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
     wanted = " or ".join(dict.fromkeys(_expected(detail) for detail in details if detail["type"] != "missing"))

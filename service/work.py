@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -34,6 +35,8 @@ def leave(code: int) -> NoReturn:
     """
     if not goes_on():
         sys.exit(code)
+    for again in (signal.SIGINT, signal.SIGTERM):  # between the two lines below it would leave what is stopped as it is
+        signal.signal(again, signal.SIG_IGN)
     started = psutil.Process().children(recursive=True)
     for end in (psutil.Process.suspend, psutil.Process.kill):
         for process in started:

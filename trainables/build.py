@@ -119,6 +119,8 @@ def build(
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
     stage = StageDir(Path(config.output_dir))
+    if not pupil.init_epochs:  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
+        pupil.settle(True)
     updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
     init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
     pupil.settle(True)  # before DDP looks which gradients there will be

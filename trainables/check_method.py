@@ -150,11 +150,13 @@ class Answered(NamedTuple):
     rows: int
     largest: dict[str, float | None]
     """Trainable parameter → its largest gradients from task and method, added, each where an optimizer that has the parameter
-    lowers that loss; None where none arrives: DDP would wait for it."""
+    lowers that loss; None where none arrives."""
     taught: float
     """Of the student, the same from the method alone, over all parameters; in a warm-up stage of what that trains."""
     gathers: bool
     """Whether it asks for the rows of all workers."""
+    several: bool
+    """Whether there are several optimizers, and no DDP then."""
 
 
 def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: bool = False) -> Answered:
@@ -187,7 +189,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
                         method += found if part <= told and (only is not None or p in student) else 0.0
         (terms,) = said.terms.values() if said.terms else ({},)
         shapes = {name: tuple(term.shape) for name, term in terms.items()}
-        return Answered(shapes, rows, largest, method, gather.used)
+        return Answered(shapes, rows, largest, method, gather.used, learner.updates.several)
 
 
 def _largest(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:
@@ -237,7 +239,8 @@ def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
         if epoch < 0:  # a part of the student may lie behind what its stage looks at: nobody waits for it
             missing = [name for name in missing if name.startswith("methods.")]
         if missing:
-            after = "several workers would wait for it for ever" if epoch >= 0 else "warm_up_parameters names what stays as it is"
+            waits = "it never changes" if said.several else "several workers would wait for it for ever"
+            after = waits if epoch >= 0 else "warm_up_parameters names what stays as it is"
             return f"{stage}no loss reaches {', '.join(missing)}: {after}"
         if said.terms and not said.taught > 0:
             return f"{stage}its terms do not move {'the student' if epoch >= 0 else 'what it trains'}"

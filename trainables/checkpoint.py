@@ -167,7 +167,8 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
     theirs, ours = [each["type"] for each in meta["optimizers"]], [type(optimizer).__name__ for optimizer in state.optimizers]
     if theirs != ours:
         raise CheckpointError(
-            f"checkpoint {path} was written by {' and '.join(theirs)}: resume with the same optim.name and optim.losses"
+            f"checkpoint {path} was written by {' and '.join(theirs)}, and here there is {' and '.join(ours)}: resume with "
+            "the same optim.name and optim.losses, and with the version that wrote it"
         )
     try:
         state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})

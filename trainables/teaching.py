@@ -18,13 +18,22 @@ from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import normalizes_together
 from trainables.inputs import AUTOCAST
-from trainables.methods.pupil import Chosen, Pupil, Reader, build_methods, check_reads_logits, choose, task_weight
+from trainables.methods.pupil import (
+    Chosen,
+    Pupil,
+    Reader,
+    build_methods,
+    check_keeps_enough,
+    check_reads_logits,
+    choose,
+    task_weight,
+)
 from trainables.models.reused import ReusedClassifier
 from trainables.served.asking import asking_teacher
 from trainables.served.contract import Line
 from trainables.several import load_network, teacher_reader
 from trainables.teacher import Answers, Teacher
-from trainables.updates import own_losses
+from trainables.updates import share_out
 
 log = logging.getLogger("raydistill")
 
@@ -79,6 +88,7 @@ def unite(
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
         check_reads_logits(chosen, given)
+        check_keeps_enough(chosen, given, num_classes)
         if isinstance(student, ReusedClassifier):
             raise ExperimentError(
                 f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
@@ -106,13 +116,12 @@ def unite(
             f"{names if pupil.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
-    own = own_losses(methods, config.optim)
-    if pupil.init_epochs and (own or config.optim.name == "dot"):
-        declares = next((key for key, method in methods.items() if method.optimizers), None)
-        instead = f"leave out {declares}, which brings its own" if declares else "leave out optim.losses"
-        raise ExperimentError(
-            f"distill.method: {names} has a warm-up stage, which has one optimizer: {instead}, and set optim.name to sgd or adamw"
-        )
+    share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
+    others = [f"leave out {key}, which brings its own" for key, method in methods.items() if method.optimizers]
+    others += ["leave out optim.losses"] if config.optim.losses else []
+    others += ["set optim.name to sgd or adamw"] if config.optim.name == "dot" else []
+    if pupil.init_epochs and others:
+        raise ExperimentError(f"distill.method: {names} has a warm-up stage, which has one optimizer: {', and '.join(others)}")
     return pupil, of_teacher
 
 

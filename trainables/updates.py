@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from trainables.config import OptimConfig
+from trainables.config import LossOptimConfig, OptimConfig
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
@@ -176,37 +176,60 @@ class Updates:
     def _tell_both(self) -> None:
         """DOT's sides hear of what the gradients of both reach. Which gradients there are is known without the device."""
         sides = [update.optimizer for update in self.updates if isinstance(update.optimizer, DotSide)]
+        if not sides:
+            return
         pairs = [zip(update.parameters, found, strict=True) for update, found in zip(self.updates, self._collected, strict=True)]
         reached = [{parameter for parameter, gradient in pair if gradient is not None} for pair in pairs]
         for side in sides:
             side.both = set.intersection(*reached)
 
 
+class Share(NamedTuple):
+    """Losses that have an optimizer together, its settings, and what it changes."""
+
+    losses: frozenset[str]
+    optim: OptimConfig
+    parameters: list[nn.Parameter]
+
+
 def build_updates(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[Update, ...]:
     """One optimizer for everything, or several as the methods, `optim.losses` or `optim.name: dot` say.
-
-    The labels' loss, `task`, reaches the student; a method's loss the student and the method's own parameters, if it does not
-    say otherwise (`Method.moved_by`).
 
     DOT (Zhao, Cui, Li and Liang 2023, ICCV, "DOT: A Distillation-Oriented Trainer", algorithm 1): with momentum μ, the task's
     gradient goes at μ − Δ and the methods' at μ + Δ, see `DotSide`.
 
     Raises:
-        ExperimentError: see `own_losses`.
+        ExperimentError: see `share_out`.
     """
-    ours, theirs = list(student.parameters()), [p for method in methods.values() for p in method.parameters()]
+    shares = share_out(student, methods, optim)
+    if optim.name != "dot" or len(shares) == 1:
+        return tuple(Update(losses, build_optimizer(moved, settings), settings) for losses, settings, moved in shares)
+    apart = {"momentum": optim.momentum - optim.delta}, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}
+    return tuple(
+        Update(losses, DotSide(parameter_groups(moved, plain), plain, where_both), plain)
+        for (losses, plain, moved), where_both in zip(shares, apart, strict=True)
+    )
+
+
+def share_out(student: nn.Module, methods: Mapping[str, Method], optim: OptimConfig) -> tuple[Share, ...]:
+    """Every loss with the others that its optimizer lowers.
+
+    The labels' loss, `task`, changes the student; a method's loss the student and the method's own parameters, if it does not
+    say otherwise (`Method.moved_by`).
+
+    Raises:
+        ExperimentError: see `own_losses`; or a term would change more than it says, by an optimizer that it shares.
+    """
     every, own = _every_loss(methods), own_losses(methods, optim)
-    if optim.name == "dot" and methods:
-        plain = optim.model_copy(update={"name": "sgd"})
-        task = DotSide(parameter_groups(ours, plain), plain, {"momentum": optim.momentum - optim.delta})
-        taught = DotSide(
-            parameter_groups([*ours, *theirs], plain), plain, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}
-        )
-        return Update(frozenset({"task"}), task, plain), Update(every - {"task"}, taught, plain)
+    plain = optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
+    if optim.name == "dot":
+        own["task"] = frozenset({"task"}), plain
     if rest := every.difference(*(losses for losses, _ in own.values())):
-        own["the rest"] = rest, optim.model_copy(update={"name": "sgd"}) if optim.name == "dot" else optim
-    moved = [(losses, settings, _moved_by(losses, student, methods)) for losses, settings in own.values()]
-    return tuple(Update(losses, build_optimizer(parameters, settings), settings) for losses, settings, parameters in moved)
+        own["the rest"] = rest, plain
+    shares = tuple(Share(losses, settings, _moved_by(losses, student, methods)) for losses, settings in own.values())
+    for share in shares:
+        _check_moved(share, student, methods)
+    return shares
 
 
 def _moved_by(losses: Set[str], student: nn.Module, methods: Mapping[str, Method]) -> list[nn.Parameter]:
@@ -221,6 +244,18 @@ def _moved_by(losses: Set[str], student: nn.Module, methods: Mapping[str, Method
     return list(moved)
 
 
+def _check_moved(share: Share, student: nn.Module, methods: Mapping[str, Method]) -> None:
+    """Refuse terms whose gradient would change more than they say: an optimizer has one gradient, of all its losses."""
+    for key, method in methods.items():
+        reached = {*student.parameters(), *method.parameters()}.intersection(share.parameters)
+        for term in method.terms:
+            if f"{key}/{term}" in share.losses and reached.difference(method.moved_by(term, student)):
+                raise ExperimentError(
+                    f"distill.method: {key}'s {term} changes less than the losses beside it in its optimizer: write one of its"
+                    f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name sgd or adamw"
+                )
+
+
 def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, tuple[frozenset[str], OptimConfig]]:
     """The losses with an optimizer of their own, as `optim.losses` names them: each with what it adds up, and its settings.
 
@@ -229,7 +264,7 @@ def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, t
 
     Raises:
         ExperimentError: `optim.losses` names a loss that there is none of, a method declares an optimizer for a term that it does
-            not have, or beside `optim.name: dot`.
+            not have, or beside `optim.name: dot`; or the settings of a loss exclude each other.
     """
     declared = {f"{key}/{term}": settings for key, method in methods.items() for term, settings in method.optimizers.items()}
     every = _every_loss(methods)
@@ -250,7 +285,17 @@ def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, t
     if unknown := next((name for name in sorted(names) if name not in losses), None):
         known = ", ".join(sorted({"task", *declared, *(key for key, terms in whole.items() if terms)}))
         raise ExperimentError(f"optim.losses: there is no loss {unknown!r} here: write one of {known}, or METHOD/TERM")
-    return {name: (losses[name], optim.for_loss(name, declared.get(name))) for name in names}
+    return {name: (losses[name], _settings(name, optim, declared.get(name))) for name in names}
+
+
+def _settings(name: str, optim: OptimConfig, declared: LossOptimConfig | None) -> OptimConfig:
+    """Those of one loss, held to what the whole section is held to."""
+    own = optim.for_loss(name, declared)
+    if own.nesterov and not own.momentum:
+        raise ExperimentError(f"optim.losses: {name}: nesterov needs a momentum above 0: write it there, or nesterov: false")
+    if own.warmup_epochs >= own.epochs:
+        raise ExperimentError(f"optim.losses: {name}: warmup_epochs {own.warmup_epochs:g} leaves none of {own.epochs} epochs")
+    return own
 
 
 def _every_loss(methods: Mapping[str, Method]) -> frozenset[str]:

@@ -53,7 +53,7 @@ def method_parts(name: str) -> Iterator[str | Table]:
     module, loss = _docs(kind)
     defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
-    yield "\n\n".join(text for text in (f"{key_of(name)}: {loss}", module, defaults, options, "") if text)
+    yield "\n\n".join(text for text in (f"{key_of(name)}: {loss}", module, defaults, options) if text) + "\n"
     table = Table(title=f"distill.options.{key_of(name)}", title_justify="left")
     for heading in ("option", "default", "description"):
         table.add_column(heading, overflow="fold")

@@ -324,10 +324,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd takes up what every worker's samples are"),
         (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
-        (
-            ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.options.kd.standardize=true"],
-            "leave it out, or set distill.options.kd.standardize to false",
-        ),
+        (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
         (["teacher.others=[{model: resnet8}]"], "teacher.others[0].weights: missing: write it in the list"),
         (["teacher.others=[{model: resnet9, weights: x}]"], "teacher.others[0].model: there is no model 'resnet9'"),
         (["teacher.others=[{model: resnet8, weights: x}]", "distill.method=sp"], "there is only a mean of probabilities"),

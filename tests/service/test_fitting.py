@@ -33,7 +33,28 @@ def small(*overrides: str) -> Resolved:
         (["distill.method=fitnet", "optim.accumulate=2"], "fitnet looks at all samples of a batch, which optim.accumulate 2"),
         (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
         ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
-        (["distill.method=ab", "optim.losses={task: {lr: 0.1}}"], "ab has a warm-up stage, which has one optimizer"),
+        (
+            ["distill.method=ab", "optim.losses={task: {lr: 0.1}}"],
+            "has a warm-up stage, which has one optimizer: leave out",
+        ),
+        (
+            ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
+            "has one optimizer: set optim.name to sgd or adamw",
+        ),
+        (["optim.losses={task: {momentum: 0}}"], "optim.losses: task: nesterov needs a momentum above 0"),
+        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses: kd: warmup_epochs 100 leaves none of 12 epochs"),
+        (
+            [f"distill.method={MINE}:PooledRivals", "optim.name=dot", "optim.nesterov=false"],
+            "optim.name: PooledRivals brings optimizers",
+        ),
+        (
+            ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.method=dkd"],
+            "of 10 classes it keeps 3 apart, and dkd looks",
+        ),
+        (
+            ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.options.kd.standardize=true"],
+            "teacher.cache_top_k: of 10 classes it keeps 3 apart, and distill.options.kd.standardize looks at each",
+        ),
         (
             ["student.model=resnet8+resnet14", "teacher.service=1"],
             "teacher.service: it answers with logits, and resnet8+resnet14",
@@ -50,6 +71,11 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
         check_inputs(small(*overrides), "train")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_as_many_logits_kept_as_there_are_classes_are_enough_for_every_method() -> None:
+    kept = ["teacher.cache=kept", "teacher.cache_top_k=10"]
+    check_inputs(small(*kept, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"), "train")
 
 
 def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Path) -> None:

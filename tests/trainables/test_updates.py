@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -145,15 +145,34 @@ def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
     assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
 
 
-def test_a_term_changes_what_it_says_whoever_has_its_optimizer() -> None:
+def test_a_term_changes_what_it_says_beside_the_task_too() -> None:
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
-    for optimizers in ({"judge": LossOptimConfig()}, {"deceive": LossOptimConfig()}):
-        method.optimizers = optimizers  # type: ignore[misc]
-        updates = build_updates(student, {"m": method}, OptimConfig())
-        (judge,) = (update for update in updates if "m/judge" in update.losses)
-        (deceive,) = (update for update in updates if "m/deceive" in update.losses)
-        assert set(method.parameters()) <= set(judge.parameters)
-        assert set(deceive.parameters) == set(student.parameters())
+    method.optimizers = {"judge": LossOptimConfig()}  # type: ignore[misc]
+    judge, rest = build_updates(student, {"m": method}, OptimConfig())
+    assert judge.losses == {"m/judge"}
+    assert set(judge.parameters) == set(method.parameters())
+    assert rest.losses == {"task", "m/deceive"}
+    assert set(rest.parameters) == set(student.parameters())
+
+
+@pytest.mark.parametrize("declared", [(), ("deceive",)])
+@pytest.mark.parametrize("name", ["sgd", "dot"])
+def test_a_term_that_would_change_more_than_it_says_is_refused(declared: tuple[str, ...], name: Literal["sgd", "dot"]) -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method.optimizers = {} if name == "dot" else {term: LossOptimConfig() for term in declared}  # type: ignore[misc]
+    with pytest.raises(ExperimentError, match=r"m's judge changes less than .* own, optim.losses: \{m/judge: \{\}\}"):
+        build_updates(student, {"m": method}, OptimConfig(name=name))
+
+
+def test_what_is_never_trained_has_no_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
+    job = config(
+        tmp_path, model="convnet_small", teacher={"model": "convnet_large", "weights": weights}, train={"max_steps": 2},
+        distill={"method": ["ft"], "options": {"ft": {"init_epochs": 0}}},
+    )  # fmt: skip
+    for optim in ({"losses": {"task": LossOptimConfig(momentum=0.8)}}, {"name": "dot", "nesterov": False}):
+        (state,) = ranks.run(1, trained, job.model_copy(update={"optim": job.optim.model_copy(update=optim)}))
+        assert all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
 @pytest.mark.parametrize("name", ["ab", "fsp"])
@@ -169,6 +188,13 @@ def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
         ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
         ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
         ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
+        ({"losses": {"kd": {"momentum": 0}}, "nesterov": True}, {}, "optim.losses: kd: nesterov needs a momentum above 0"),
+        (
+            {"nesterov": True},
+            {"judge": LossOptimConfig(momentum=0.0)},
+            "optim.losses: m/judge: nesterov needs a momentum",
+        ),
+        ({"losses": {"task": {"warmup_epochs": 10}}}, {}, "optim.losses: task: warmup_epochs 10 leaves none of 10 epochs"),
         ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
     ],
 )
@@ -182,7 +208,9 @@ def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared:
 def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: Ranks, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
-    with pytest.raises(ExperimentError, match=r"has a warm-up stage, which has one optimizer: leave out Rivals, which brings"):
+    with pytest.raises(
+        ExperimentError, match=r"a warm-up stage, which has one optimizer: leave out Rivals, which brings its own$"
+    ):
         ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
 
 

@@ -69,6 +69,9 @@ class Needs:
     teacher_gradient: bool = False
     """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
     what a method is given is a copy in float32, of which the logits are no function."""
+    largest_logits: bool = False
+    """The teacher's largest logits, and what the others add up to, are enough for it: without this it is refused with
+    `teacher.cache_top_k` below the number of classes."""
     teacher_model: bool = False
     """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
 
@@ -154,7 +157,8 @@ class Method(nn.Module):
     def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
         """What the optimizer of a term changes where its gradient arrives: by default all of the student and of the method.
 
-        A method whose terms are adversaries names the one side for each.
+        A method whose terms are adversaries names the one side for each. An optimizer has one gradient, so a term that changes
+        less than the losses beside it needs one of its own, see `optimizers`.
         """
         return [*student.parameters(), *self.parameters()]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.logits import LogitOptions, divergence, soften
 
 
@@ -24,6 +24,7 @@ class KD(Method):
 
     Options = KDOptions
     terms = ("kl",)
+    needs = Needs(largest_logits=True)
     task_weight = 0.1
 
     def __init__(self, options: KDOptions, setting: Setting) -> None:

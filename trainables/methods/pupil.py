@@ -59,7 +59,7 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
 
 
 def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None:
-    """Refuse methods to which a teacher's logits alone would not do, where `logits_only` or `cache_top_k` gives no more of it.
+    """Refuse methods to which a teacher's logits alone would not do, where `logits_only` gives no more of it.
 
     Raises:
         ExperimentError: one line.
@@ -68,11 +68,6 @@ def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None
     if key is None:
         return
     for method in chosen:
-        if teacher.cache_top_k is not None and getattr(method.options, "standardize", False):
-            raise ExperimentError(
-                "teacher.cache_top_k: what is not kept has one value for all classes, and standardize divides by the deviation: "
-                f"leave it out, or set distill.options.{method.key}.standardize to false"
-            )
         needs = method.kind.needs
         more = {
             "features": method.teacher_taps,
@@ -83,6 +78,24 @@ def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None
             raise ExperimentError(
                 f"{key}: it gives a teacher's logits, and {method.key} needs its {what}: set {key} to null, or distill.method "
                 "to methods on logits, such as kd"
+            )
+
+
+def check_keeps_enough(chosen: Sequence[Chosen], teacher: TeacherConfig, num_classes: int) -> None:
+    """Refuse methods that look at logits which `teacher.cache_top_k` does not keep.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    if teacher.cache_top_k is None or teacher.cache_top_k >= num_classes:
+        return
+    for method in chosen:
+        standardizes = getattr(method.options, "standardize", False)
+        if method.kind.needs.teacher and (standardizes or not method.kind.needs.largest_logits):
+            looks = f"distill.options.{method.key}.standardize" if standardizes else method.key
+            raise ExperimentError(
+                f"teacher.cache_top_k: of {num_classes} classes it keeps {teacher.cache_top_k} apart, and {looks} looks at each:"
+                " leave it out, or set distill.method to kd, without standardize"
             )
 
 

@@ -39,7 +39,7 @@ SIZES = (4, 2, 1)
 class ReviewKDOptions(MethodOptions):
     """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6); how long it warms up.
 
-    For ImageNet they take a weight of 1 and a warm-up of 1 epoch.
+    For ImageNet they take a weight of 1 and no warm-up.
     """
 
     weight: NonNegative = 5.0
