@@ -21,6 +21,7 @@ def can_make_namespaces() -> bool:
     return os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_on_both_nodes_outlives_one_of_them_and_loses_at_most_the_steps_since_its_last_checkpoint(
     distill: Distill, cluster: RayCluster
 ) -> None:
