@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from service.experiment import load
+from tests.trainables.answers.test_key import folder
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables import loop
 from trainables.answers import kept
@@ -25,6 +27,7 @@ from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import DataError, ExperimentError
+from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
 from trainables.rundir import StageDir
 from trainables.teacher import Asked
@@ -53,6 +56,15 @@ def ran_for(result: dict[str, Any]) -> list[float]:
 
 def keys(folder: Path) -> set[str]:
     return {path.name for path in (folder / "kept").iterdir()}
+
+
+def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> TrainConfig:
+    """A job on an image folder of `test_key.folder`; of its teacher `settings` knows only the weights."""
+    weights = folder / "teacher.safetensors"
+    if not weights.exists():
+        save_file(build_model("mlp_large", num_classes=2, image_size=8, seed=11).state_dict(), weights)
+    data = {"path": str(images), "global_batch_size": 3, **sections.pop("data", {})}
+    return settings(folder, name, epochs=1, data=data, **sections)
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
@@ -129,6 +141,16 @@ def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict
         write_teacher(other, seed=12)
         change = {"teacher": {"weights": str(other)}}
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
+    images = folder(tmp_path / "images", 0)
+    assert [ran_for(train(Group(), of_photos(tmp_path, name, images))) for name in ("first", "same")] == [[6], [0]]
+    folder(images, 1)
+    assert ran_for(train(Group(), of_photos(tmp_path, "anew", images))) == [6]
+    folder(images, 0)
+    assert ran_for(train(Group(), of_photos(tmp_path, "back", images))) == [0]
     assert len(keys(tmp_path)) == 2
 
 

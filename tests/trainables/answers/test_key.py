@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -15,6 +16,8 @@ from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import write_teacher
 from trainables.answers.key import key_of
 from trainables.config import DataConfig
+from trainables.data import folder as folders
+from trainables.data.decode import UnreadableImageError
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_on_node, open_source
 from trainables.models.registry import build_model
@@ -22,9 +25,10 @@ from trainables.models.weights import teacher_sha256
 
 
 def folder(root: Path, seed: int = 0) -> Path:
+    """An image folder of two classes with three images each; those of another seed have other pixels and equal sizes."""
     for split in ("train", "val"):
         for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
+            (root / split / name).mkdir(parents=True, exist_ok=True)
             for number in range(3):
                 pixels = np.random.default_rng([seed, number]).integers(0, 256, (9, 9, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{number}.png", compress_level=0)
@@ -35,15 +39,51 @@ def fingerprint(path: Path | str, **data: object) -> str:
     return open_source(DataConfig.model_validate({"path": str(path), **data}), "train").fingerprint()
 
 
-def test_a_folder_is_its_names_and_sizes_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_folder_is_its_names_sizes_and_contents_wherever_it_lies(tmp_path: Path) -> None:
     images = folder(tmp_path / "images")
     first = fingerprint(images)
-    assert fingerprint(shutil.copytree(images, tmp_path / "copy")) == first
+    copy = shutil.copytree(images, tmp_path / "copy")
+    os.utime(copy / "train" / "cat" / "0.png", (0, 0))
+    assert fingerprint(copy) == first
     os.rename(images / "train" / "cat" / "0.png", images / "train" / "cat" / "00.png")
     renamed = fingerprint(images)
     with open(images / "train" / "dog" / "2.png", "ab") as file:
         file.write(b"longer")
     assert len({first, renamed, fingerprint(images)}) == 3
+
+
+def test_images_preprocessed_anew_are_other_images_though_their_sizes_are_equal(tmp_path: Path) -> None:
+    one, other = folder(tmp_path / "one", 0), folder(tmp_path / "other", 1)
+    sizes = [[path.stat().st_size for path in sorted(root.rglob("*.png"))] for root in (one, other)]
+    assert sizes[0] == sizes[1]
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_of_many_files_a_few_are_read_and_they_are_spread_over_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SAMPLED", 4)
+    images, prints = folder(tmp_path / "images"), list[str]()
+    files = sorted((images / "train").rglob("*.png"))
+    for number in range(len(files)):
+        before = files[number].read_bytes()
+        files[number].write_bytes(bytes(len(before)))
+        prints.append(fingerprint(images))
+        files[number].write_bytes(before)
+    first = fingerprint(images)
+    assert [number for number, other in enumerate(prints) if other != first] == [0, 1, 3, 4]
+    files[2].write_bytes(b"shorter")  # the sizes of all count
+    assert fingerprint(images) != first
+
+
+def test_a_file_that_cannot_be_read_is_part_of_what_a_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training skips it: it need not end because its answers are kept."""
+    images = folder(tmp_path / "images")
+    first = fingerprint(images)
+
+    def forbid(path: str) -> bytes:
+        raise UnreadableImageError("cannot be read: Permission denied")
+
+    monkeypatch.setattr(folders, "read_file", forbid)
+    assert fingerprint(images) != first
 
 
 def test_a_cached_folder_is_the_folder(tmp_path: Path) -> None:
