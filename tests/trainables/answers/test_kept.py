@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from trainables.answers.store import Store
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.errors import DataError, ExperimentError
+from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
 from trainables.rundir import StageDir
+from trainables.served.contract import Line
 from trainables.teacher import Asked
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
@@ -65,6 +68,15 @@ def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> T
         save_file(build_model("mlp_large", num_classes=2, image_size=8, seed=11).state_dict(), weights)
     data = {"path": str(images), "global_batch_size": 3, **sections.pop("data", {})}
     return settings(folder, name, epochs=1, data=data, **sections)
+
+
+def refusal(group: Group, each: Sequence[TrainConfig], lines: Sequence[Line] = ()) -> str | None:
+    """With which line the job of this rank is refused when it is built."""
+    try:
+        build(each[group.rank], group, Recorded(), no_telemetry, lines=lines).close()
+    except DistillError as error:
+        return str(error)
+    return None
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
@@ -152,6 +164,15 @@ def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal
     folder(images, 0)
     assert ran_for(train(Group(), of_photos(tmp_path, "back", images))) == [0]
     assert len(keys(tmp_path)) == 2
+
+
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+    each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
+    for line in ranks.run(2, refusal, each):
+        assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
+    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "torchvision")]
+    for line in ranks.run(2, refusal, each):
+        assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
 
 
 def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:
