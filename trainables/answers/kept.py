@@ -111,8 +111,10 @@ class KeptTeacher:
         return layout.decode(columns, self._dtype)
 
 
-def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> Store:
-    """Where the answers of the experiment's teacher are, or will be; says how large they are. Every rank calls it.
+def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[Store, str]:
+    """Where the answers of the experiment's teacher are, or will be, and whose they are: the hash of the teacher's tensors.
+
+    Says how large they are. Every rank calls it.
 
     Raises:
         DistillError: the teacher or the data cannot be read, the workers see different images, or the disk is too small.
@@ -121,13 +123,13 @@ def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Seque
     told = gather_objects(_look(config, images, classes) if group.is_main else None, group)[0]
     if isinstance(told, DistillError):
         raise told
-    key, top_k = told
+    key, top_k, sha256 = told
     assert config.teacher is not None
-    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), images.num_samples)
+    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), images.num_samples), sha256
 
 
-def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, int | None] | DistillError:
-    """On rank 0: the key and the top-k, once there is a folder for them and room; or what is wrong, for all ranks."""
+def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, int | None, str] | DistillError:
+    """On rank 0: key, top-k and teacher's hash, once there is a folder for them and room; or what is wrong, for all ranks."""
     teacher = config.teacher
     assert teacher is not None
     top_k = teacher.cache_top_k if teacher.cache_top_k is not None and teacher.cache_top_k < len(classes) else None
@@ -141,8 +143,9 @@ def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[
             "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{rows:,}",
             f"{all_rows:,}", f"{images.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
         )  # fmt: skip
+        found = store.folder.name, top_k, parts["teacher"]["sha256"]
         if rows == all_rows or not keeps(config):
-            return store.folder.name, top_k
+            return found
         store.folder.mkdir(parents=True, exist_ok=True)
         store.tidy()
         missing_bytes, free = (all_rows - rows) * row_bytes, free_bytes(store.folder)
@@ -156,7 +159,7 @@ def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[
         return DataError(f"teacher.cache: {teacher.cache} cannot be written ({error.strerror}): name another folder")
     except DistillError as error:
         return error
-    return store.folder.name, top_k
+    return found
 
 
 def keeps(config: TrainConfig) -> bool:

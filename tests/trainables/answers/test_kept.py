@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from trainables.answers.store import Store
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
 from trainables.rundir import StageDir
@@ -164,6 +165,40 @@ def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal
     folder(images, 0)
     assert ran_for(train(Group(), of_photos(tmp_path, "back", images))) == [0]
     assert len(keys(tmp_path)) == 2
+
+
+def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path) -> None:
+    asked, weights = settings(tmp_path, "first", epochs=1), tmp_path / "teacher.safetensors"
+    right = shutil.copy(weights, tmp_path / "right.safetensors")
+    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+        write_teacher(weights, seed=12)
+        with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
+            loop.run(job)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "kept").rglob("*.arrow"))
+    shutil.copy(right, weights)
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
+
+
+def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    """What the first batch's answer fails with on this rank; its step, in which ranks meet, is not done."""
+    with contextlib.closing(build(each[group.rank], group, Recorded(), no_telemetry)) as job:
+        batch = next(job.train_loader.epoch(0))
+        assert job.learner.teacher is not None
+        try:
+            images = torch.zeros(len(batch.labels_B), 3, 8, 8, dtype=torch.float64)
+            job.learner.teacher(images, len(images), Asked(batch.indices_B, 0))
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    other = write_teacher(tmp_path / "other.safetensors", seed=12)
+    each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
+    first, second = ranks.run(2, answered, each)
+    assert first is None
+    assert second.startswith(other)
 
 
 def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:

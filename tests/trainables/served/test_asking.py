@@ -17,7 +17,7 @@ import torch
 from tests.trainables.answers.test_kept import losses_of, of_photos, ran_for, refusal
 from tests.trainables.answers.test_kept import settings as kept_settings
 from tests.trainables.answers.test_key import folder
-from tests.trainables.jobs import Recorded, equal, no_telemetry, relative_difference, train
+from tests.trainables.jobs import Recorded, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.served.here import LineHere, lines
 from trainables import loop
 from trainables.build import build
@@ -158,6 +158,25 @@ def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tm
         (tmp_path / "teacher.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
             loop.run(job)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path, restarted: bool) -> None:
+    asked, weights = settings(tmp_path, "ours"), tmp_path / "teacher.safetensors"
+    right = weights.read_bytes()
+    with lines() as to:
+        if restarted:
+            served(settings(tmp_path, "before", epochs=1), to)
+        with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as job:
+            write_teacher(weights, seed=12)
+            if restarted:
+                to[0].kill()
+                to[0].start()
+            with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which") as error:
+                loop.run(job)
+        assert "\n" not in str(error.value)
+        weights.write_bytes(right)
+        assert ran_for(served(settings(tmp_path, "after", epochs=1), to)) == [ROWS]
 
 
 def refused_by_its_own_service(group: Group, each: Sequence[TrainConfig]) -> str | None:
