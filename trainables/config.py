@@ -387,6 +387,7 @@ class TrainConfig(Section):
     model: str
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
+    teacher_sha256: str | None = Field(None, description="hash of the teacher whose answers are kept or asked for")
     distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()

@@ -75,16 +75,19 @@ def check_several(given: TeacherConfig | None, chosen: Sequence[Chosen]) -> None
             )
 
 
-def load_network(given: TeacherConfig, classes: Sequence[str], image_size: int, seed: int) -> nn.Module:
-    """The teacher, or all of several, with their weights; frozen, on the CPU.
+def load_network(
+    given: TeacherConfig, classes: Sequence[str], image_size: int, seed: int, sha256: str | None = None
+) -> nn.Module:
+    """The teacher, or all of several, with their weights; frozen, on the CPU. `sha256`: of the first, see `load_teacher`.
 
     Raises:
         CheckpointError, ModelError: see `load_teacher`.
     """
     assert given.weights is not None
+    named = [(given.model, given.weights, sha256), *((other.model, other.weights, None) for other in given.others)]
     models = [
-        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed)
-        for model, weights in ((given.model, given.weights), *((other.model, other.weights) for other in given.others))
+        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed, sha256=known)
+        for model, weights, known in named
     ]
     return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
 

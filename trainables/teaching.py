@@ -144,11 +144,12 @@ def kept_teacher(
     assert config.teacher is not None
     name = config.teacher.model
 
+    store, sha256 = open_store(config, group, loader, classes)
+
     def run() -> Teacher:
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        return running_teacher(config, group, classes, methods)
+        return running_teacher(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
 
-    store = open_store(config, group, loader, classes)
     return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
 
 
@@ -156,11 +157,11 @@ def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], m
     """The experiment's teacher as a network, for methods that read its logits.
 
     Raises:
-        CheckpointError, ModelError: see `load_network`.
+        CheckpointError, ModelError: see `load_teacher`; it is not the one of `config.teacher_sha256`.
     """
     given, size = config.teacher, config.data.image_size
     assert given is not None
-    network = load_network(given, classes, size, config.seed)
+    network = load_network(given, classes, size, config.seed, config.teacher_sha256)
     place(network, config, group)
     return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
 

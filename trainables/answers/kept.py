@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from trainables.answers.keeper import Keeper
-from trainables.answers.key import key_of, key_parts
+from trainables.answers.key import Images, agree_on_images, key_of, key_parts
 from trainables.answers.layout import Layout
 from trainables.answers.store import Shelf, Store
 from trainables.config import TrainConfig
 from trainables.data.loader import Batch, Loader
 from trainables.data.place.hold import free_bytes, human
 from trainables.distributed import Group, gather_objects
-from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.errors import DataError, DistillError
 from trainables.methods.contract import Seen
 from trainables.rundir import write_json
 from trainables.teacher import Asked, Teacher
@@ -111,52 +111,41 @@ class KeptTeacher:
         return layout.decode(columns, self._dtype)
 
 
-def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> Store:
-    """Where the answers of the experiment's teacher are, or will be; says how large they are. Every rank calls it.
+def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[Store, str]:
+    """Where the answers of the experiment's teacher are, or will be, and whose they are: the hash of the teacher's tensors.
+
+    Says how large they are. Every rank calls it.
 
     Raises:
         DistillError: the teacher or the data cannot be read, the workers see different images, or the disk is too small.
     """
-    told = gather_objects(_look(config, loader, classes) if group.is_main else None, group)[0]
+    images = agree_on_images(config.data.path, loader, group, "teacher.cache")
+    told = gather_objects(_look(config, images, classes) if group.is_main else None, group)[0]
     if isinstance(told, DistillError):
         raise told
-    key, top_k = told
-    agree_on_decoder(loader, group, "teacher.cache")
+    key, top_k, sha256 = told
     assert config.teacher is not None
-    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), loader.num_samples)
+    return Store(Path(str(config.teacher.cache)) / key, Layout(len(classes), top_k), images.num_samples), sha256
 
 
-def agree_on_decoder(loader: Loader, group: Group, key: str) -> None:
-    """Refuse what would give one sample two answers; `key` says who shares them. Every rank calls it.
-
-    Raises:
-        ExperimentError: one line.
-    """
-    decoders = gather_objects(loader.decoder, group)
-    if len(set(decoders)) > 1:
-        raise ExperimentError(
-            f"{key}: the workers decode JPEG by {' and '.join(sorted(set(decoders)))}, which differ in a rounding: "
-            "install the same on all nodes, or set data.decoder"
-        )
-
-
-def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[str, int | None] | DistillError:
-    """On rank 0: the key and the top-k, once there is a folder for them and room; or what is wrong, for all ranks."""
+def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, int | None, str] | DistillError:
+    """On rank 0: key, top-k and teacher's hash, once there is a folder for them and room; or what is wrong, for all ranks."""
     teacher = config.teacher
     assert teacher is not None
     top_k = teacher.cache_top_k if teacher.cache_top_k is not None and teacher.cache_top_k < len(classes) else None
     try:
-        parts = key_parts(config, loader, classes, top_k)
-        store = Store(Path(str(teacher.cache)) / key_of(parts), Layout(len(classes), top_k), loader.num_samples)
+        parts = key_parts(config, images, classes, top_k)
+        store = Store(Path(str(teacher.cache)) / key_of(parts), Layout(len(classes), top_k), images.num_samples)
         num_epochs = config.kept_epochs
         rows, there_bytes = store.size(num_epochs)
-        all_rows, row_bytes = loader.num_samples * num_epochs, store.layout.row_bytes
+        all_rows, row_bytes = images.num_samples * num_epochs, store.layout.row_bytes
         log.info(
             "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{rows:,}",
-            f"{all_rows:,}", f"{loader.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
+            f"{all_rows:,}", f"{images.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
         )  # fmt: skip
+        found = store.folder.name, top_k, parts["teacher"]["sha256"]
         if rows == all_rows or not keeps(config):
-            return store.folder.name, top_k
+            return found
         store.folder.mkdir(parents=True, exist_ok=True)
         store.tidy()
         missing_bytes, free = (all_rows - rows) * row_bytes, free_bytes(store.folder)
@@ -170,7 +159,7 @@ def _look(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> tuple[
         return DataError(f"teacher.cache: {teacher.cache} cannot be written ({error.strerror}): name another folder")
     except DistillError as error:
         return error
-    return store.folder.name, top_k
+    return found
 
 
 def keeps(config: TrainConfig) -> bool:

@@ -8,22 +8,73 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
+from trainables.distributed import Group, gather_objects
+from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.models.weights import teacher_sha256
 
 FORMAT = 1
 """Raised whenever the same key would mean other numbers: pixels, augmentation, layout."""
 
 
-def key_parts(config: TrainConfig, loader: Loader, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
+class Images(NamedTuple):
+    """What a loader shows, as far as no setting says it: the same for all workers."""
+
+    num_samples: int
+    fingerprint: str
+    decoder: str
+
+
+def images_of(loader: Loader) -> Images:
+    """Raises DataError: the data cannot be read."""
+    return Images(loader.num_samples, loader.fingerprint(), loader.decoder)
+
+
+def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> Images:
+    """What the loaders of all ranks show of `path`, where it is the same: one sample has one answer. Every rank calls it.
+
+    `key`: of the experiment, whose answers they share. Raises DataError, ExperimentError: one line, on every rank.
+    """
+    told = gather_objects((socket.gethostname(), _seen(loader)), group)
+    for _, seen in told:
+        if isinstance(seen, DistillError):
+            raise seen
+    first_host: str = told[0][0]
+    first: Images = told[0][1]
+    others = [(rank, host) for rank, (host, seen) in enumerate(told) if seen[:2] != first[:2]]
+    if others:
+        rank, host = others[0]
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise DataError(
+            f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}{more}) than on {first_host} "
+            "(rank 0): copy the same to all nodes, or give a folder that they share"
+        )
+    decoders = sorted({seen.decoder for _, seen in told})
+    if len(decoders) > 1:
+        raise ExperimentError(
+            f"{key}: the workers decode JPEG by {' and '.join(decoders)}, which differ in a rounding: "
+            "install the same on all nodes, or set data.decoder"
+        )
+    return first
+
+
+def _seen(loader: Loader) -> Images | DistillError:
+    try:
+        return images_of(loader)
+    except DistillError as error:
+        return error
+
+
+def key_parts(config: TrainConfig, images: Images, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
     """The parts of the key, as `key.json` beside the answers tells them. Reads the teacher's weights.
 
     Raises:
-        CheckpointError, ModelError, DataError: the teacher or the data cannot be read.
+        CheckpointError, ModelError: the teacher cannot be read.
     """
     data, teacher = config.data, config.teacher
     assert teacher is not None
@@ -38,8 +89,8 @@ def key_parts(config: TrainConfig, loader: Loader, classes: Sequence[str], top_k
     return {
         "format": FORMAT,
         "teacher": {"model": teacher.model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
-        "data": {"samples": loader.num_samples, "fingerprint": loader.fingerprint()},
-        "images": {**view, "decoder": loader.decoder, "seed": config.seed if data.draws else None},
+        "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
+        "images": {**view, "decoder": images.decoder, "seed": config.seed if data.draws else None},
         "top_k": top_k,
     }
 

@@ -8,19 +8,29 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 
-from trainables.data.decode import read_file
+from trainables.data.decode import Sample, UnreadableImageError, read_file
 from trainables.data.order import Split
 from trainables.errors import DataError
 
 VAL_FOLDERS = ("val", "validation", "test")
 # torchvision.datasets.folder.IMG_EXTENSIONS, compared without case
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+SAMPLED = 256
+"""Files whose contents a fingerprint reads. Of images preprocessed anew nearly all change, so that a few tell; to open a million
+on a network disk takes minutes."""
 _KINDS = " ".join(EXTENSIONS)
 _LAYOUT = "a folder with train/CLASS/* and val/CLASS/*"
+
+
+class Reads(Protocol):
+    """See `source.Source`."""
+
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> Sample: ...
 
 
 class FolderSource:
@@ -72,17 +82,19 @@ class FolderSource:
         return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
     def fingerprint(self) -> str:
-        """Of names and sizes: see `source.Source`. An image that another one of the same size replaced is not seen.
+        """Of all names and sizes, and of what is in SAMPLED files spread evenly over them: see `source.Source`.
 
-        Raises DataError where a file is gone.
+        Times do not count: nodes may have copies of their own. A single image that another one of the same size replaced may
+        not be seen. Raises DataError where a file is gone, or the disk fails.
         """
         digest = hashlib.sha256()
-        for file in self.files():
-            try:
+        try:
+            for file in self.files():
                 size = os.stat(os.path.join(self._root, file)).st_size
-            except OSError as error:
-                _refuse(error)
-            digest.update(b"%d %s\0" % (size, os.fsencode(file)))
+                digest.update(b"%d %s\0" % (size, os.fsencode(file)))
+        except OSError as error:
+            _refuse(error)
+        digest.update(sampled_sha256(self))
         return digest.hexdigest()
 
     def _classes_of_validation(self) -> set[str]:
@@ -92,6 +104,24 @@ class FolderSource:
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise DataError(f"data.path: {folder} has classes that train has not: {shown}; add them to train or remove them")
         return present
+
+
+def sampled_sha256(source: Reads) -> bytes:
+    """A hash over what is in SAMPLED files spread evenly over a source's, or in all; where one cannot be read, over why.
+
+    Training skips what it cannot read. Raises DataError where the disk or the network fails.
+    """
+    digest, count = hashlib.sha256(), min(len(source), SAMPLED)
+    for number in range(count):
+        try:
+            content = bytes(source.read(number * len(source) // count))
+        except UnreadableImageError as error:
+            content = str(error).encode()
+        except OSError as error:
+            _refuse(error)
+        digest.update(b"%d\0" % len(content))
+        digest.update(content)
+    return digest.digest()
 
 
 def _validation_folder(root: str, path: str) -> str:

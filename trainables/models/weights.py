@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,18 @@ RESCALING = ("googlenet", "inception_v3")
 """Of torchvision: with the published weights, and no others, they bring images to another scale first, which no tensor tells."""
 
 
-def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> nn.Module:
+def load_teacher(
+    name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int, sha256: str | None = None
+) -> nn.Module:
     """Model `name` with its `weights`, on the CPU in float32, frozen and in eval mode.
 
     `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a state-dict file
     (.pt, .pth, .safetensors); the name of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`) or a timm pretrained tag.
     `classes` are the data's, in label order; a checkpoint of ours must have been trained on the same. Only published weights are
-    ever downloaded.
+    ever downloaded. `sha256`: what `teacher_sha256` has said of it before, here or elsewhere; None: nothing has.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another model or of other classes.
+        CheckpointError: the file is missing, damaged, of another model or of other classes, or not the one of `sha256`.
         ModelError: no such model or weights, weights for another number of classes, a failed download, or images of a wrong size.
     """
     found = check_model_name(name)
@@ -47,12 +50,19 @@ def load_teacher(name: str, weights: str, *, num_classes: int, image_size: int, 
     if path is None:
         with torch.random.fork_rng(devices=[]):  # a library draws initial parameters before it overwrites them
             model = _published(found, name, weights, num_classes, image_size)
+        state: Mapping[str, Tensor] = model.state_dict()
+        rescales = bool(getattr(model, "transform_input", False))
     else:
-        state = _read_state(path, name, num_classes, classes)
+        state, rescales = _read_state(path, name, num_classes, classes), _rescales(found, path)
         model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
         _fill(model, state, path, name, num_classes)
-        if _rescales(found, path):
+        if rescales:
             model.transform_input = True  # type: ignore[assignment]
+    if sha256 is not None and _digest(state, rescales=rescales) != sha256:  # of what was read for the model, and not once more
+        raise CheckpointError(
+            f"{path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was replaced "
+            "since, or differs by node: put the same one on all nodes, then `distill resume`"
+        )
     check_forward(model, image_size, num_classes, name=name)
     return model.eval().requires_grad_(False)
 
@@ -66,11 +76,12 @@ def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int
     if path is None:
         options: dict[str, Any] = {"num_classes": num_classes, "image_size": image_size, "classes": classes, "seed": seed}
         model = load_teacher(name, weights, **options)
-        state: Mapping[str, Tensor] = model.state_dict()
-        rescales = getattr(model, "transform_input", False)
-    else:
-        state = _read_state(path, name, num_classes, classes)
-        rescales = _rescales(check_model_name(name), path)
+        return _digest(model.state_dict(), rescales=bool(getattr(model, "transform_input", False)))
+    state = _read_state(path, name, num_classes, classes)
+    return _digest(state, rescales=_rescales(check_model_name(name), path))
+
+
+def _digest(state: Mapping[str, Tensor], *, rescales: bool) -> str:
     digest = hashlib.sha256(b"transform_input\0" if rescales else b"")
     for key in sorted(key for key in state if not key.startswith(AUX_PREFIXES)):
         tensor = state[key].detach().contiguous()

@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.answers.kept import agree_on_decoder
-from trainables.answers.key import key_of, key_parts
+from trainables.answers.key import Images, agree_on_images, key_of, key_parts
 from trainables.config import TrainConfig
 from trainables.data.loader import Batch, Loader
 from trainables.distributed import Group, gather_objects
@@ -198,19 +197,23 @@ def asking_teacher(
     Raises:
         DistillError: the teacher or the data cannot be read, or the workers see different images.
     """
-    told = gather_objects(_key(config, loader, classes) if group.is_main else None, group)[0]
+    images = agree_on_images(config.data.path, loader, group, "teacher.service")
+    told = gather_objects(_key(config, images, classes) if group.is_main else None, group)[0]
     if isinstance(told, DistillError):
         raise told
-    agree_on_decoder(loader, group, "teacher.service")
-    return AskingTeacher(
-        lines, told, config.model_dump(mode="json"), classes, loader.num_samples, methods, device=group.device, dtype=dtype
-    )
+    key, sha256 = told
+    settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
+    return AskingTeacher(lines, key, settings, classes, images.num_samples, methods, device=group.device, dtype=dtype)
 
 
-def _key(config: TrainConfig, loader: Loader, classes: Sequence[str]) -> str | DistillError:
-    """On rank 0: whose answers are asked for. A timing run shares none, since it is to say what its own teacher costs."""
+def _key(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, str] | DistillError:
+    """On rank 0: whose answers are asked for, and the teacher's hash.
+
+    A timing run shares no answers, since it is to say what its own teacher costs.
+    """
     try:
-        key = key_of(key_parts(config, loader, classes, None))
+        parts = key_parts(config, images, classes, None)
     except DistillError as error:
         return error
-    return key if config.train.max_steps is None else f"{key}-{config.labels.get('trial', config.stage)}"
+    own = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
+    return key_of(parts) + own, parts["teacher"]["sha256"]

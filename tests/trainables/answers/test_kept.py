@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from service.experiment import load
+from tests.trainables.answers.test_key import folder
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from trainables import loop
 from trainables.answers import kept
@@ -24,9 +29,11 @@ from trainables.answers.store import Store
 from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.errors import DataError, ExperimentError
+from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
+from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
 from trainables.rundir import StageDir
+from trainables.served.contract import Line
 from trainables.teacher import Asked
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
@@ -53,6 +60,24 @@ def ran_for(result: dict[str, Any]) -> list[float]:
 
 def keys(folder: Path) -> set[str]:
     return {path.name for path in (folder / "kept").iterdir()}
+
+
+def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> TrainConfig:
+    """A job on an image folder of `test_key.folder`; of its teacher `settings` knows only the weights."""
+    weights = folder / "teacher.safetensors"
+    if not weights.exists():
+        save_file(build_model("mlp_large", num_classes=2, image_size=8, seed=11).state_dict(), weights)
+    data = {"path": str(images), "global_batch_size": 3, **sections.pop("data", {})}
+    return settings(folder, name, epochs=1, data=data, **sections)
+
+
+def refusal(group: Group, each: Sequence[TrainConfig], lines: Sequence[Line] = ()) -> str | None:
+    """With which line the job of this rank is refused when it is built."""
+    try:
+        build(each[group.rank], group, Recorded(), no_telemetry, lines=lines).close()
+    except DistillError as error:
+        return str(error)
+    return None
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
@@ -130,6 +155,59 @@ def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict
         change = {"teacher": {"weights": str(other)}}
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
     assert len(keys(tmp_path)) == 2
+
+
+def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
+    images = folder(tmp_path / "images", 0)
+    assert [ran_for(train(Group(), of_photos(tmp_path, name, images))) for name in ("first", "same")] == [[6], [0]]
+    folder(images, 1)
+    assert ran_for(train(Group(), of_photos(tmp_path, "anew", images))) == [6]
+    folder(images, 0)
+    assert ran_for(train(Group(), of_photos(tmp_path, "back", images))) == [0]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path) -> None:
+    asked, weights = settings(tmp_path, "first", epochs=1), tmp_path / "teacher.safetensors"
+    right = shutil.copy(weights, tmp_path / "right.safetensors")
+    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+        write_teacher(weights, seed=12)
+        with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
+            loop.run(job)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "kept").rglob("*.arrow"))
+    shutil.copy(right, weights)
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
+
+
+def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    """What the first batch's answer fails with on this rank; its step, in which ranks meet, is not done."""
+    with contextlib.closing(build(each[group.rank], group, Recorded(), no_telemetry)) as job:
+        batch = next(job.train_loader.epoch(0))
+        assert job.learner.teacher is not None
+        try:
+            images = torch.zeros(len(batch.labels_B), 3, 8, 8, dtype=torch.float64)
+            job.learner.teacher(images, len(images), Asked(batch.indices_B, 0))
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    other = write_teacher(tmp_path / "other.safetensors", seed=12)
+    each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
+    first, second = ranks.run(2, answered, each)
+    assert first is None
+    assert second.startswith(other)
+
+
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+    each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
+    for line in ranks.run(2, refusal, each):
+        assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
+    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "torchvision")]
+    for line in ranks.run(2, refusal, each):
+        assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
 
 
 def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:

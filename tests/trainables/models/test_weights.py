@@ -234,6 +234,19 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
     told = {**options, "classes": CLASSES, "seed": 0}
     hashes = [teacher_sha256("googlenet", str(weights), **told) for weights in ("IMAGENET1K_V1", made, again)]
     assert hashes[0] == hashes[1] != hashes[2]
+    for weights, other in (("IMAGENET1K_V1", hashes[2]), (again, hashes[0])):  # they differ in nothing but the scale
+        assert "with which" in refusal(weights, "googlenet", sha256=other, **options)
+
+
+def test_weights_that_are_not_those_whose_hash_is_told_are_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "best.safetensors", convnet())
+    sha256 = teacher_sha256("convnet_small", str(path), num_classes=4, image_size=8, classes=CLASSES, seed=0)
+    assert_same(load(path, sha256=sha256), convnet())
+    write_checkpoint(path, convnet(seed=2))
+    assert refusal(path, sha256=sha256).startswith(f"{path}: ")
+    torch.save({f"module.{name}": tensor.half() for name, tensor in convnet().state_dict().items()}, tmp_path / "half.pt")
+    halved = teacher_sha256("convnet_small", str(tmp_path / "half.pt"), num_classes=4, image_size=8, classes=CLASSES, seed=0)
+    load(tmp_path / "half.pt", sha256=halved)  # as it lies in its file, though the model holds it in float32
 
 
 def test_timms_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:

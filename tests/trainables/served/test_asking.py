@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainables.answers.test_kept import losses_of, ran_for
+from tests.trainables.answers.test_kept import losses_of, of_photos, ran_for, refusal
 from tests.trainables.answers.test_kept import settings as kept_settings
-from tests.trainables.jobs import Recorded, equal, no_telemetry, relative_difference, train
+from tests.trainables.answers.test_key import folder
+from tests.trainables.jobs import Recorded, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.served.here import LineHere, lines
 from trainables import loop
 from trainables.build import build
@@ -156,6 +158,39 @@ def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tm
         (tmp_path / "teacher.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
             loop.run(job)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path, restarted: bool) -> None:
+    asked, weights = settings(tmp_path, "ours"), tmp_path / "teacher.safetensors"
+    right = weights.read_bytes()
+    with lines() as to:
+        if restarted:
+            served(settings(tmp_path, "before", epochs=1), to)
+        with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as job:
+            write_teacher(weights, seed=12)
+            if restarted:
+                to[0].kill()
+                to[0].start()
+            with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which") as error:
+                loop.run(job)
+        assert "\n" not in str(error.value)
+        weights.write_bytes(right)
+        assert ran_for(served(settings(tmp_path, "after", epochs=1), to)) == [ROWS]
+
+
+def refused_by_its_own_service(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    with lines() as to:
+        return refusal(group, each, to)
+
+
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+    each = [
+        of_photos(tmp_path, "job", folder(tmp_path / name, seed), teacher={"cache": None, "service": 1})
+        for name, seed in (("one", 0), ("other", 1))
+    ]
+    for line in ranks.run(2, refused_by_its_own_service, each):
+        assert re.match(r"teacher.service: \S+ has images of other names, sizes or contents on ", line)
 
 
 def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -> None:

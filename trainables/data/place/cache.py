@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
+from trainables.data.folder import sampled_sha256
 from trainables.data.order import Split
 from trainables.data.place.hold import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
 from trainables.errors import DataError
@@ -112,7 +113,7 @@ class CachedSource:
         return len(self._source)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return cached, (self._data, self._split, self._source)
+        return cached, (self._data, self._split, self._source, self.folder.name)
 
     def name(self, index: int) -> str:
         return self._source.name(index)
@@ -139,17 +140,16 @@ class CachedSource:
         return content
 
 
-def cached(data: DataConfig, split: Split, source: _Source) -> CachedSource:
+def cached(data: DataConfig, split: Split, source: _Source, identity: str | None = None) -> CachedSource:
     """`source` with what this node has read of it in shared memory, `data.cache_mib` at most (absent: half of what is free).
 
-    All processes of the node share it, and it is removed a while after the last one has ended. A file that is changed in place
-    meanwhile is not read again. Raises DataError where the memory cannot be had.
+    All processes of the node share it, and it is removed a while after the last one has ended. Images that were preprocessed
+    anew in place have another; a single file that is changed meanwhile may not be read again. `identity`: of the one to share;
+    None: the one of what the folder holds now. Raises DataError where the memory cannot be had.
     """
-    digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
-    for index in range(len(source)):
-        digest.update(source.name(index).encode() + b"\0")
+    identity = identity or _identity(data, split, source)
     with usable("data.cache", RAM, "leave data.cache out"):
-        held = hold(RAM, "cache-" + digest.hexdigest()[:32])
+        held = hold(RAM, identity)
         try:
             room_bytes = free_bytes(held.folder)
             limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * room_bytes)
@@ -162,6 +162,14 @@ def cached(data: DataConfig, split: Split, source: _Source) -> CachedSource:
         except BaseException:
             held.close()
             raise
+
+
+def _identity(data: DataConfig, split: Split, source: _Source) -> str:
+    digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
+    for index in range(len(source)):
+        digest.update(source.name(index).encode() + b"\0")
+    digest.update(sampled_sha256(source))
+    return "cache-" + digest.hexdigest()[:32]
 
 
 def _open_sized(path: Path, num_bytes: int) -> int:

@@ -53,6 +53,16 @@ def test_what_was_read_once_is_not_read_again(folder: Path) -> None:
     assert [source.name(3), len(source), source.classes] == ["train/a/003.jpg", 40, ("a", "b")]
 
 
+def test_images_that_were_preprocessed_anew_in_place_are_read_anew(folder: Path) -> None:
+    source = open_on_node(_config(folder), "train")
+    before = _contents(source)
+    for path in (folder / "train").rglob("*.jpg"):
+        path.write_bytes(bytes(path.stat().st_size))
+    again = open_on_node(_config(folder), "train")
+    assert _contents(again) == [bytes(len(content)) for content in before]
+    assert _contents(source) == before  # a job that runs meanwhile
+
+
 def _read_in_child(source: Source, begin: int, end: int) -> list[bytes]:
     return [bytes(source.read(index)) for index in range(begin, end)]
 
