@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainables.device.test_augment import ALL
-from tests.trainables.jobs import Recorded, config, no_telemetry, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
 from tests.trainables.methods import mine
 from tests.trainables.methods.calls import make, terms
 from trainables.build import build
@@ -68,6 +68,31 @@ def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
     assert torch.allclose(loss.named["distill_loss"], 2 * said["a"]["x"] + 15)
     assert {"a/x", "a/y", "b/z"} < set(loss.named)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_weights_schedule_is_in_the_loss_of_each_step(tmp_path: Path, decay: str) -> None:
+    settings = config(
+        tmp_path, teacher={"weights": write_teacher(tmp_path / "t.safetensors")}, optim={"epochs": 2}, train={"log_every": 1},
+        distill={"options": {"kd": {"weight": 0.8, "warmup_epochs": 1, "decay": decay}}},
+    )  # fmt: skip
+    steps = [metrics for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    assert len(steps) == 30
+    for step, told in enumerate(steps):
+        done = step / 30  # in the middle the weight has risen, and half of it is left
+        left = 1 - done if decay == "linear" else math.cos(math.pi * done / 2) ** 2
+        expected = 0.8 * min(2 * done, 1.0) * left * told["kd/kl"]
+        assert told["distill_loss"] == pytest.approx(expected, rel=1e-9)
+        assert told["loss"] == pytest.approx(0.3 * told["task_loss"] + expected, rel=1e-9)
+
+
+def test_a_method_whose_weight_has_not_begun_to_rise_moves_nothing(tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "t.safetensors")
+    one_step = {"data": {"path": "synthetic", "synthetic_images": 32, "global_batch_size": 32}, "optim": {"epochs": 1}}
+    rising = {"task_weight": 1.0, "options": {"kd": {"weight": 0.8, "warmup_epochs": 1}}}
+    alone = train(Group(), config(tmp_path / "alone", teacher=None, **one_step))["state"]
+    begun = train(Group(), config(tmp_path / "kd", teacher={"weights": weights}, distill=rising, **one_step))["state"]
+    assert equal(alone, begun)
 
 
 def test_auxiliary_heads_belong_to_the_task() -> None:

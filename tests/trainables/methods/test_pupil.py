@@ -37,6 +37,32 @@ def test_published_stages_count_one() -> None:
     assert pupil(ab={}, fsp={}, ft={}).weights(-1.0) == {"task": 0.0, "ab": 1.0, "fsp": 1.0, "ft": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, {-1: 2, 0: 2, 5: 2, 10: 2, 11: 2}),
+        ({"warmup_epochs": 4}, {-1: 0, 0: 0, 1: 0.5, 2: 1, 4: 2, 5: 2, 10: 2}),
+        ({"warmup_epochs": 20}, {0: 0, 5: 0.5, 10: 1}),  # longer than the training
+        ({"decay": "linear"}, {0: 2, 2.5: 1.5, 5: 1, 10: 0, 11: 0}),
+        ({"decay": "cosine"}, {0: 2, 2.5: 1 + 0.5**0.5, 5: 1, 7.5: 1 - 0.5**0.5, 10: 0, 11: 0}),
+        ({"warmup_epochs": 5, "decay": "linear"}, {0: 0, 2.5: 0.75, 5: 1, 7.5: 0.5, 10: 0}),
+        ({"warmup_epochs": 10, "decay": "cosine"}, {0: 0, 5: 0.5, 10: 0}),
+    ],
+    ids=str,
+)
+def test_a_weight_rises_and_falls_with_the_epochs_as_its_schedule_says(
+    schedule: dict[str, Any], expected: dict[float, float]
+) -> None:
+    options = MethodOptions.model_validate({"weight": 2, **schedule})
+    found = {epoch: options.weight_at(epoch, 10) for epoch in expected}
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
+    both = pupil(fitnet={"weight": 100.0, "decay": "linear"}, nst={"weight": 50.0, "warmup_epochs": 8})
+    assert both.weights(2.0) == pytest.approx({"task": 0.5, "fitnet": 80.0, "nst": 12.5})
+
+
 @pytest.mark.parametrize("name", ["ab", "fsp"])
 @pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("decay", "cosine")])
 def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: str, value: object) -> None:
