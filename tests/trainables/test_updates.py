@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.methods import mine
 from tests.trainables.methods.calls import make
+from tests.trainables.methods.references.basic import Array
+from tests.trainables.methods.references.training import DotState, dot_update
 from trainables import loop
 from trainables.build import build
 from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
@@ -295,6 +298,49 @@ class Slopes:
         (key,) = keys or ()
         total = torch.stack([p.sum() for p in self._parts[key]]).sum()
         return total * (3.0 if key == "task" else 5.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("decay_norm_and_bias", [True, False])
+def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_and_bias: bool, fused: bool) -> None:
+    optim = OptimConfig(
+        name="dot", lr=0.3, epochs=2, momentum=0.8, delta=0.15, weight_decay=0.02, decay_norm_and_bias=decay_norm_and_bias
+    )
+    student = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    method = make("fitnet", student_shapes=((2, 3, 3),), teacher_shapes=((3, 3, 3),))
+    updates = Updates(build_updates(student, {"fitnet": method}, optim), Group())
+    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
+        group["fused"] = fused  # as on a GPU
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    named = dict(student.named_parameters()) | {f"method.{name}": p for name, p in method.named_parameters()}
+    expected = {name: DotState(p.detach().numpy().copy()) for name, p in named.items()}
+    numbers, seen = np.random.default_rng(0), set[tuple[bool, bool]]()
+    for step in range(12):
+        reach = {side: [name for name in named if numbers.random() < 0.6] for side in ("task", "methods")}
+        reach["task"] = [name for name in reach["task"] if not name.startswith("method.")]
+        found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
+        updates.set_learning_rates(step, 6, 1)
+        updates.backward(Reaching(named, found), torch.ones(()), scaler)
+        updates.step(scaler)
+        lr = learning_rate(step, 6, optim, optim.lr)
+        for name, p in named.items():
+            slopes = found["task"].get(name), found["methods"].get(name)
+            decay = 0.02 if decay_norm_and_bias or p.ndim > 1 else 0.0
+            expected[name] = dot_update(expected[name], *slopes, lr, 0.8, 0.15, decay)
+            np.testing.assert_allclose(p.detach().numpy(), expected[name].parameter, rtol=1e-12, atol=1e-12, err_msg=name)
+            seen.add((slopes[0] is not None, slopes[1] is not None))
+    assert len(seen) == 4  # a parameter that both reach, one alone, the other alone, neither
+
+
+class Reaching:
+    """Losses of the task and of the methods, each with these gradients of some parameters, by name."""
+
+    def __init__(self, named: dict[str, nn.Parameter], found: dict[str, dict[str, Array]]):
+        self._named, self._found = named, found
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        found = self._found["task" if keys == {"task"} else "methods"]
+        return torch.stack([(self._named[name] * torch.from_numpy(slope)).sum() for name, slope in found.items()]).sum()
 
 
 def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
