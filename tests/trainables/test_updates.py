@@ -21,10 +21,12 @@ from tests.trainables.methods.references.training import DotState, dot_update
 from trainables import loop
 from trainables.build import build
 from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
+from trainables.device.feed import on_device
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.optim import learning_rate
 from trainables.rank_pool import Ranks
+from trainables.step import train_step
 from trainables.updates import Updates, build_updates
 
 SECOND = f"{mine.__file__}:SecondHead"
@@ -383,6 +385,25 @@ def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
     updates.backward(Slopes(student, True), torch.ones(()), scaler)
     updates.step(scaler)
     assert len(held) == 4
+
+
+@pytest.mark.parametrize(
+    ("optim", "num_optimizers"),
+    [({"losses": {"SecondHead": {"lr": 0.2}}}, 2), ({"name": "dot"}, 2), ({"losses": {"Rivals/deceive": {"lr": 0.1}}}, 3)],
+    ids=str,
+)
+def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
+    tmp_path: Path, optim: dict[str, Any], num_optimizers: int
+) -> None:
+    settings = (rivals if num_optimizers == 3 else two_heads)(tmp_path, **optim)
+    forwards = list[int]()
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        assert len(job.learner.updates.updates) == num_optimizers
+        job.model.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
+        with contextlib.closing(on_device(job.train_loader.epoch(0), job.learner.group.device)) as batches:
+            for step in range(2):
+                train_step(job.learner, next(batches), step, job.timer)
+    assert forwards == [100, 100]
 
 
 def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
