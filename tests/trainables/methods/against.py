@@ -35,6 +35,12 @@ class Given:
     student: list[Array]
     teacher: list[Array]
     parameters: dict[str, Array]
+    before: Given | None = None
+
+    @property
+    def constant(self) -> Given:
+        """The same before a derivative moved it: what the method takes as a constant."""
+        return self.before or self
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Beside:
     teacher_shapes: Shapes = ()
     teacher: Callable[[], nn.Module] = nn.Identity
     rows: int = len(LABELS)
+    batch: Callable[[list[Tensor]], dict[str, Any]] = lambda teacher: {}
+    """What a batch holds beside labels, of the teacher's answers: images may stand in a feature's place."""
+    memory: dict[str, Array] = field(default_factory=dict)
+    """What the method remembers at first, by the buffer's name."""
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
@@ -67,6 +77,8 @@ class Beside:
         with torch.no_grad():
             for parameter in method.parameters():
                 parameter.add_(0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
+            for name, remembered in self.memory.items():
+                method.get_buffer(name).copy_(torch.from_numpy(remembered))
         return method.to(dtype)
 
     def of_equal_models(self) -> Beside:
@@ -123,13 +135,14 @@ def at_edge(beside: Beside, edge: str) -> tuple[Beside, list[Array], list[Array]
     return beside, [of_student(x) for x in student], [of_teacher(x) for x in teacher]
 
 
-def ask(method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> dict[str, Tensor]:
+def ask(beside: Beside, method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> dict[str, Tensor]:
     """All its terms, those of the warm-up stage too."""
+    batch = beside.batch(teacher)
     seen = [Seen(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.warm_up(*seen, samples(labels_B, epoch=-1.0))
-    found |= method(*seen, samples(labels_B))
+        found |= method.warm_up(*seen, samples(labels_B, **{**batch, "epoch": -1.0}))
+    found |= method(*seen, samples(labels_B, **batch))
     assert tuple(found) == method.init_terms + method.terms
     assert all(term.shape in ((len(labels_B),), ()) for term in found.values())
     return found
@@ -139,7 +152,7 @@ def assert_as_the_reference(beside: Beside, student: list[Array], teacher: list[
     """The terms to 1e-9 in float64; losses and gradients finite."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
     method = beside.make()
-    found = ask(method, _tensors(student), _tensors(teacher), labels_B)
+    found = ask(beside, method, _tensors(student), _tensors(teacher), labels_B)
     expected = beside.reference(_given(method, student, teacher, labels_B))
     assert set(found) == set(expected)
     for name, value in found.items():
@@ -152,15 +165,17 @@ def assert_finite(beside: Beside, student: list[Array], teacher: list[Array], la
     """Losses and gradients in float64 and float32; no gradient is far beyond the inputs' size."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
     for dtype in (torch.float64, torch.float32):
-        for tensor in loss_and_gradients(beside.make(dtype), _tensors(student, dtype), _tensors(teacher, dtype), labels_B):
+        for tensor in loss_and_gradients(beside, dtype, _tensors(student, dtype), _tensors(teacher, dtype), labels_B):
             assert tensor.dtype == dtype
             assert (tensor.abs() < 1e7).all()
 
 
-def loss_and_gradients(method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> list[Tensor]:
+def loss_and_gradients(
+    beside: Beside, dtype: torch.dtype, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor
+) -> list[Tensor]:
     """The terms' means, then the gradients of their sum that there are: of the student's answers and of the parameters."""
-    leaves = [x.clone().requires_grad_() for x in student]
-    means = [term.mean() if term.ndim else term for term in ask(method, leaves, teacher, labels_B).values()]
+    method, leaves = beside.make(dtype), [x.clone().requires_grad_() for x in student]
+    means = [term.mean() if term.ndim else term for term in ask(beside, method, leaves, teacher, labels_B).values()]
     gradients = torch.autograd.grad(torch.stack(means).sum(), [*leaves, *method.parameters()], allow_unused=True)
     assert any(gradient is not None for gradient in gradients)
     return [*(mean.detach() for mean in means), *(gradient for gradient in gradients if gradient is not None)]
@@ -176,7 +191,7 @@ def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> 
             continue
         trained = {name: parameter for name, parameter in method.named_parameters() if (id(parameter) in settled) == warming}
         leaves = [*(x.requires_grad_() for x in _tensors(student)), *trained.values()]
-        found = ask(method, leaves[: len(student)], _tensors(teacher), labels_B)
+        found = ask(beside, method, leaves[: len(student)], _tensors(teacher), labels_B)
         loss = torch.stack([found[name].mean() for name in names]).sum()
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         arrays = [leaf.detach().numpy().copy() for leaf in leaves]
@@ -187,7 +202,7 @@ def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> 
                 now = [x + np.tensordot(steps, ways, 1) if at == place else x for at, x in enumerate(arrays)]  # noqa: B023
                 own = dict(zip(trained, now[len(student) :], strict=True))  # noqa: B023
                 told = dataclasses.replace(
-                    given, student_BK=now[0], student=now[1 : len(student)], parameters={**given.parameters, **own}
+                    given, student_BK=now[0], student=now[1 : len(student)], parameters={**given.parameters, **own}, before=given
                 )
                 terms = beside.reference(told)
                 return float(sum(np.mean(terms[name]) for name in names))  # noqa: B023
@@ -209,7 +224,7 @@ def assert_half_precision_is_near(beside: Beside) -> None:
 
     def found(dtype: torch.dtype, scale: float = 1.0, wide: torch.dtype = torch.float32) -> list[Tensor]:
         sides = ([(scale * torch.as_tensor(x)).to(dtype).to(wide) for x in side] for side in (student, teacher))
-        return loss_and_gradients(beside.make(wide), *sides, labels_B)
+        return loss_and_gradients(beside, wide, *sides, labels_B)
 
     exact, single = found(torch.float64, wide=torch.float64), found(torch.float32)
     largest = max(float(gradient.norm()) for gradient in exact[terms:])
@@ -226,7 +241,7 @@ def assert_a_batch_may_be_empty(beside: Beside) -> None:
     """As it is on a rank that has no rows of a last batch: finite terms, and no gradients but 0."""
     student, teacher = ([torch.as_tensor(x[:0]) for x in side] for side in beside.answers())
     leaves, method = [x.requires_grad_() for x in student], beside.make()
-    terms = ask(method, leaves, teacher, LABELS[:0])
+    terms = ask(beside, method, leaves, teacher, LABELS[:0])
     assert all(term.isfinite().all() for term in terms.values())
     torch.stack([term.sum() for term in terms.values()]).sum().backward()
     assert all(not x.grad.count_nonzero() for x in (*leaves, *method.parameters()) if x.grad is not None)

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.trainables.methods.against import (
+    EDGES,
+    Beside,
+    Given,
+    Terms,
+    assert_a_batch_may_be_empty,
+    assert_as_the_reference,
+    assert_gradients_are_the_references,
+    assert_half_precision_is_near,
+    at_edge,
+)
 from tests.trainables.methods.calls import make, samples, terms
+from tests.trainables.methods.references.basic import Array, flat, linear, relu
 from tests.trainables.methods.references.training import cross_entropy, mutual, ps_kd, ps_kd_alpha
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
@@ -21,6 +35,60 @@ from trainables.rank_pool import Ranks
 
 def draw(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# Both beside their references, also at the edges of what they may be given
+
+
+def mutually(given: Given, temperature: float = 1.0) -> Terms:
+    """The peer is a network of one hidden layer, and the images stand in the place of a teacher's feature."""
+
+    def peer_BK(told: Given) -> Array:
+        weights = [told.parameters[f"peer.{layer}.{kind}"] for layer in ("hidden.0", "head") for kind in ("weight", "bias")]
+        return linear(relu(linear(flat(told.teacher[0]), *weights[:2])), *weights[2:])
+
+    own, _ = mutual([given.student_BK, peer_BK(given.constant)], temperature)
+    _, others = mutual([given.constant.student_BK, peer_BK(given)], temperature)
+    return {"student_kl": own, "peer_ce": cross_entropy(peer_BK(given), given.labels_B), "peer_kl": others}
+
+
+def by_itself(given: Given, alpha: float = 0.8) -> Terms:
+    """In the fourth of ten epochs."""
+    before_BK = REMEMBERED_MK[: len(given.labels_B)]
+    return {"self_ce": ps_kd(given.student_BK, before_BK, given.labels_B, ps_kd_alpha(4, 10, alpha))}
+
+
+REMEMBERED_MK = np.random.default_rng(3).dirichlet(np.ones(5), size=40)
+IMAGES: dict[str, Any] = {"teacher_shapes": ((3, 8, 8),), "batch": lambda teacher: {"images_BCHW": teacher[1]}}
+LATER: dict[str, Any] = {"memory": {"last_MK": REMEMBERED_MK}, "batch": lambda teacher: {"epoch": 3.5}}
+METHODS = [
+    Beside("dml", mutually, {"peer": "mlp_small"}, **IMAGES),
+    Beside("dml", partial(mutually, temperature=3.0), {"peer": "mlp_small", "temperature": 3.0}, **IMAGES),
+    Beside("pskd", by_itself, **LATER),
+    Beside("pskd", partial(by_itself, alpha=1.0), {"alpha": 1.0}, **LATER),
+]
+every_method = pytest.mark.parametrize("beside", METHODS, ids=str)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@every_method
+def test_values_are_the_references_and_gradients_are_finite(beside: Beside, edge: str) -> None:
+    assert_as_the_reference(*at_edge(beside, edge))
+
+
+@every_method
+def test_gradients_are_those_of_the_reference(beside: Beside) -> None:
+    assert_gradients_are_the_references(beside)
+
+
+@every_method
+def test_answers_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(beside: Beside) -> None:
+    assert_half_precision_is_near(beside)
+
+
+@every_method
+def test_a_batch_may_be_empty(beside: Beside) -> None:
+    assert_a_batch_may_be_empty(beside)
 
 
 # Mutual learning
