@@ -15,19 +15,24 @@ from trainables.rank_pool import Ranks
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("methods", "data"),
     [
-        pytest.param({}, id="a last batch of 42"),
-        pytest.param({"path": "synthetic", "synthetic_images": 65, "global_batch_size": 32}, id="a last batch of 1"),
-        pytest.param({"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32}, id="a last batch of 2"),
+        pytest.param(["kd"], {}, id="a last batch of 42"),
+        pytest.param(["kd", "dkd"], {"path": "synthetic", "synthetic_images": 65}, id="a last batch of 1"),
+        pytest.param(["kd", "dml"], {"path": "synthetic", "synthetic_images": 34}, id="a last batch of 2"),
     ],
 )
-def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(ranks: Ranks, tmp_path: Path, data: dict[str, object]) -> None:
-    teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
-    states = {
-        n: ranks.run(n, train, config(tmp_path / str(n), data=data, teacher=teacher, optim={"epochs": 2}))[0]["state"]
-        for n in (1, 2, 3)
+def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
+    ranks: Ranks, tmp_path: Path, methods: list[str], data: dict[str, object]
+) -> None:
+    distill = {"method": methods, "options": {method: {"weight": 0.7, "warmup_epochs": 0} for method in methods}}
+    told = {
+        "teacher": {"weights": write_teacher(tmp_path / "teacher.safetensors")},
+        "data": {"global_batch_size": 32 if data else 100, **data},
+        "distill": distill,
+        "optim": {"epochs": 2},
     }
+    states = {n: ranks.run(n, train, config(tmp_path / str(n), **told))[0]["state"] for n in (1, 2, 3)}
     assert relative_difference(states[1], states[2]) < 1e-9
     assert relative_difference(states[1], states[3]) < 1e-9
 

@@ -64,7 +64,8 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
         for leaf in leaves(mine[0]):
             leaf.requires_grad_()
         labels, indices = torch.arange(total) % 5, (torch.arange(total) * 5 + torch.arange(total) % 5) % 40
-        batch = samples(labels[own], indices_B=indices[own], epoch=float(step), group=group)
+        images = draw(total, 3, 8, 8, seed=step)[own]
+        batch = samples(labels[own], indices_B=indices[own], images_BCHW=images, epoch=float(step), group=group)
         terms = method(*mine, batch)
         assert tuple(terms) == method.terms
         loss = torch.stack([t if t.ndim == 0 else t.sum() * group.world_size / total for t in terms.values()]).sum()

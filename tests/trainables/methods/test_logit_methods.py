@@ -72,6 +72,6 @@ def test_methods_that_compare_samples_say_so() -> None:
     assert {case.name for case in CASES if make(case.name).compares_samples} == {"dist", "mlkd"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [Case("dkd"), Case("dml", {"peer": "mlp_small"}), *CASES], ids=str)
 def test_any_number_of_ranks_says_what_one_does(ranks: Ranks, case: Case) -> None:
     assert_ranks_equal_one(ranks, case, (5, 0, 2))

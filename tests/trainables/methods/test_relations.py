@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -82,3 +83,12 @@ def test_a_student_that_sees_as_the_teacher_does_loses_nothing(case: Case) -> No
 def test_any_number_of_ranks_says_what_one_does(ranks: Ranks, case: Case) -> None:
     assert case.make().compares_samples
     assert_ranks_equal_one(ranks, case, (5, 0, 2))
+
+
+@pytest.mark.slow
+def test_eight_ranks_say_what_one_does() -> None:
+    crd = Case("crd", {"negatives": 6, "embedding": 3}, **ROWS, steps=3)
+    with contextlib.closing(Ranks(8)) as ranks:
+        for case in (Case("sp", **MAPS), crd, Case("dml", {"peer": "mlp_small"}, steps=2)):
+            assert_ranks_equal_one(ranks, case, (5, 0, 2, 3, 1, 1, 4, 0))
+            assert_ranks_equal_one(ranks, case, (0, 0, 0, 2, 0, 0, 0, 1))
