@@ -124,6 +124,59 @@ def test_the_13_pairs_are_the_published_ones_with_all_methods() -> None:
     assert table.teachers.models["resnet110"].top1_pct == 74.31
 
 
+# How many numbers there are and what they sum up to, once each had been compared with its source: a mistyped digit shows.
+COLUMNS = {
+    "cifar100": {
+        "kd": (13, 941.06), "fitnet": (13, 918.45), "at": (13, 912.40), "sp": (13, 934.56), "cc": (13, 914.39),
+        "vid": (13, 928.70), "rkd": (13, 917.78), "pkt": (13, 937.05), "ab": (13, 924.08), "ft": (13, 910.05),
+        "fsp": (6, 427.71), "nst": (13, 919.93), "crd": (13, 955.12), "crd_kd": (13, 958.21), "reviewkd": (8, 604.99),
+        "dkd": (11, 818.41), "kd_dot": (3, 224.44), "kd_standardized": (8, 591.23),
+    },
+    "imagenet": {"kd": (1, 71.03), "dkd": (1, 71.70), "kd_dot": (1, 71.72), "dist": (1, 72.07), "reviewkd": (1, 71.61)},
+}  # fmt: skip
+PAIRS = {
+    "cifar100": {
+        "wrn_40_2-wrn_16_2": (17, 1263.90),
+        "wrn_40_2-wrn_40_1": (16, 1171.16),
+        "resnet56-resnet20": (17, 1196.99),
+        "resnet110-resnet20": (14, 981.47),
+        "resnet110-resnet32": (17, 1234.26),
+        "resnet32x4-resnet8x4": (18, 1331.42),
+        "vgg13_cifar-vgg8_cifar": (17, 1228.73),
+        "vgg13_cifar-mobilenetv2_half_cifar": (15, 983.27),
+        "resnet50_cifar-mobilenetv2_half_cifar": (14, 923.27),
+        "resnet50_cifar-vgg8_cifar": (13, 935.84),
+        "resnet32x4-shufflenetv1_cifar": (15, 1107.32),
+        "resnet32x4-shufflenetv2_cifar": (17, 1267.02),
+        "wrn_40_2-shufflenetv1_cifar": (15, 1113.91),
+    },
+    "imagenet": {"resnet34-resnet18": (5, 358.13)},
+}
+MODELS = {
+    "cifar100": {
+        "resnet56": 72.34, "resnet110": 74.31, "resnet32x4": 79.42, "wrn_40_2": 75.61, "vgg13_cifar": 74.64,
+        "resnet50_cifar": 79.34, "resnet20": 69.06, "resnet32": 71.14, "resnet8x4": 72.50, "wrn_16_2": 73.26, "wrn_40_1": 71.98,
+        "vgg8_cifar": 70.36, "mobilenetv2_half_cifar": 64.60, "shufflenetv1_cifar": 70.50, "shufflenetv2_cifar": 71.82,
+    },
+    "imagenet": {"resnet34": 73.31, "resnet18": 69.76},
+}  # fmt: skip
+
+
+def counted(numbers: list[float]) -> tuple[int, float]:
+    return len(numbers), round(sum(numbers), 2)
+
+
+@pytest.mark.parametrize("name", tables())
+def test_the_numbers_are_the_published_ones(name: str) -> None:
+    table = read_table(name)
+    assert {each: model.top1_pct for part in (table.teachers, table.students) for each, model in part.models.items()} == MODELS[
+        name
+    ]
+    columns = {key: [pair.top1_pct[key] for pair in table.pairs.values() if key in pair.top1_pct] for key in table.columns}
+    assert {key: counted(numbers) for key, numbers in columns.items()} == COLUMNS[name]
+    assert {key: counted(list(pair.top1_pct.values())) for key, pair in table.pairs.items()} == PAIRS[name]
+
+
 @pytest.mark.parametrize(
     ("pair", "column", "num_runs"),
     [
