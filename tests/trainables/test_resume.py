@@ -17,6 +17,7 @@ from trainables.data.order import sample_at
 from trainables.distributed import Group
 from trainables.errors import CheckpointError, DataError
 from trainables.models.registry import build_model
+from trainables.models.weights import load_teacher
 from trainables.rank_pool import Ranks
 
 
@@ -119,11 +120,20 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
     assert all(torch.equal(theirs[i][slot], ours[i][slot]) for i in ours for slot in ours[i])
 
 
-def test_a_checkpoint_names_no_wrapper_and_holds_no_pickle(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, train, config(tmp_path, teacher=None))
-    tensors, _ = checkpoint.read(tmp_path / "checkpoints" / "last.safetensors")
-    own = build_model("mlp_small", num_classes=10, image_size=8, seed=0).state_dict()
-    assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in own}
+def test_a_checkpoint_names_no_wrapper_holds_no_pickle_and_loads_as_a_teacher_without_its_methods(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    mutual = {"method": ["dml"], "options": {"dml": {"peer": "mlp_large"}}}
+    result = ranks.run(2, train, config(tmp_path, teacher=None, distill=mutual))[0]
+    last = tmp_path / "checkpoints" / "last.safetensors"
+    tensors, _ = checkpoint.read(last)
+    student, peer = (build_model(f"mlp_{size}", num_classes=10, image_size=8, seed=0).state_dict() for size in ("small", "large"))
+    assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in student}
+    assert {name for name in tensors if name.startswith("method.")} == {f"method.dml.peer.{name}" for name in peer}
+    assert {name.partition(".")[0] for name in tensors} == {"model", "method", "optim", "rng"}
+    classes = [str(label) for label in range(10)]
+    teacher = load_teacher("mlp_small", str(last), num_classes=10, image_size=8, classes=classes, seed=0)
+    assert equal(teacher.state_dict(), {name: tensor.float() for name, tensor in result["state"].items()})
     assert {path.suffix for path in (tmp_path / "checkpoints").iterdir()} == {".safetensors"}
 
 

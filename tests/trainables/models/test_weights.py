@@ -24,7 +24,8 @@ def convnet(seed: int = 1, num_classes: int = 4) -> nn.Module:
 def write_checkpoint(path: Path, weights: nn.Module, /, **changes: Any) -> Path:
     about = {"model": "convnet_small", "num_classes": 4, "image_size": 8, "classes": CLASSES, "step": 7} | changes
     tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
-    tensors |= {"optim.0.momentum_buffer": torch.zeros(3), "rng.0.cpu": torch.get_rng_state()}
+    tensors |= {"method.fitnet.regressors.0.conv.weight": torch.zeros(8, 4, 1, 1), "method.crd.memory_student": torch.zeros(9, 4)}
+    tensors |= {"optim.0.0.momentum_buffer": torch.zeros(3), "rng.0.cpu": torch.get_rng_state()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, metadata={"raydistill": json.dumps(about)})
     return path
@@ -48,7 +49,7 @@ def refusal(weights: Path | str, name: str = "convnet_small", **changes: Any) ->
     return str(caught.value)
 
 
-def test_a_checkpoint_of_ours_loads_frozen_in_eval_mode_and_without_its_optimizer(tmp_path: Path) -> None:
+def test_a_checkpoint_of_ours_loads_frozen_in_eval_mode_without_its_methods_and_optimizer(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "best.safetensors", convnet())
     teacher = load(path)
     assert_same(teacher, convnet())
