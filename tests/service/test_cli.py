@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import yaml
 from service import cli
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
+from tests.trainables.methods import mine
+from trainables.rank_pool import Ranks
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -405,6 +408,65 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
 
 
 # What no check foresaw
+
+
+# check-method
+
+CONTRACT = [
+    "its terms are those that it declares, of samples or of the batch",
+    "gradients reach the student and all that the method trains",
+    "2 and 3 workers train what one trains, to 1e-09",
+    "a job that was cut off goes on exactly",
+    "everything is finite in bf16",
+    "a student that equals its teacher has finite gradients",
+]
+
+
+class Lent:
+    """The test session's ranks, which the command may use and does not end."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.run, self.closed = ranks.run, 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code_2(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = Lent(ranks)
+    monkeypatch.setattr("trainables.rank_pool.Ranks", lambda: lent)
+    name = f"{mine.__file__}:Apart"
+    assert exit_code("check-method", name, "--option", "weight=2") == 2
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert [line[8:].partition(": ")[0] for line in lines] == CONTRACT
+    assert [line[:6] for line in lines] == ["    ok", "    ok", "failed", "    ok", "    ok", "    ok"]
+    assert re.search(r": rank \d of 2 has another \S+, by \S+ of its largest value$", lines[2])
+    assert said.err == f"error: {name} does not keep the contract of a method in 1 of the points above\n"
+    assert lent.closed == 1
+
+
+@pytest.mark.slow
+def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("check-method", f"{mine.__file__}:Mendable", "--option", "mended=true", "--option", "weight=0.5") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"    ok  {point}" for point in CONTRACT]
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["kd", "--option", "temprature=2"], "--option: distill.options.kd.temprature: no such key; did you mean temperature?"),
+        (["kd", "--option", "temperature=-2"], "--option: distill.options.kd.temperature: must be above 0, not -2"),
+        (["dkdd"], "there is no method 'dkdd'; did you mean dkd?"),
+        (["kd", "--option", "temperature"], "--option temperature: write --option key=value"),
+    ],
+)
+def test_a_method_or_an_option_that_there_is_not_is_refused(refuse: Refuse, arguments: list[str], says: str) -> None:
+    assert says in refuse("check-method", *arguments)
 
 
 def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""`distill check-method`: what it says of methods that keep the contract, and of the usual mistakes."""
+"""`distill check-method`: what it says of methods that keep the contract, and of the usual mistakes.
+
+The classic mistake, and the command itself, are in `tests.service.test_cli`.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,6 @@ def test_the_method_that_readme_shows_keeps_the_contract(ranks: Ranks, tmp_path:
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_of_ours_keeps_the_contract(ranks: Ranks, name: str) -> None:
     assert problems(ranks, name) == {}
-
-
-def test_a_method_that_compares_the_samples_of_one_worker_is_found_out(ranks: Ranks) -> None:
-    (title, problem), *others = problems(ranks, "Apart").items()
-    assert title.startswith("2 and 3 workers train what one trains")
-    assert "of 2 has another" in problem
-    assert not others
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,23 @@ class Apart(Method):
         return {"gram": (mine_BK @ mine_BK.T - theirs_BK @ theirs_BK.T).square().mean(1)}
 
 
+class MendableOptions(MethodOptions):
+    mended: bool = False
+
+
+class Mendable(Alike):
+    """Makes the classic mistake unless it is told not to."""
+
+    Options = MendableOptions
+
+    def __init__(self, options: MendableOptions, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self._mended = options.mended
+
+    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+        return super().forward(student, teacher, batch) if self._mended else Apart.forward(self, student, teacher, batch)  # type: ignore[arg-type]
+
+
 class Forgetful(Method):
     """Trains a layer that its loss does not use, and names a term that it does not return."""
 
