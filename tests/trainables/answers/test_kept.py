@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from trainables.answers.kept import KeptTeacher
 from trainables.answers.store import Store
 from trainables.build import build
 from trainables.config import TrainConfig
+from trainables.data.place.hold import human
 from trainables.distributed import Group
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
@@ -315,6 +317,39 @@ def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, m
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"teacher.cache: .* do not fit .* set teacher.cache_top_k or teacher.cache_epochs"):
         train(Group(), settings(tmp_path, "first", epochs=2**30))
+
+
+class Listening(logging.Handler):
+    """What is said of a cache, and how many bytes of answers were there when it was said."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__()
+        self.cache, self.said = cache, list[tuple[str, int]]()
+
+    def there(self) -> int:
+        return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " logits (" in record.getMessage():
+            self.said.append((record.getMessage(), self.there()))
+
+
+def test_how_large_the_answers_will_be_is_said_before_any_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listening, log = Listening(tmp_path / "kept"), logging.getLogger("raydistill")
+    log.addHandler(listening)
+    try:
+        with caplog.at_level(logging.INFO, "raydistill"):
+            for epochs in (1, 2):
+                train(Group(), settings(tmp_path, str(epochs), epochs=epochs))
+    finally:
+        log.removeHandler(listening)
+    (key,) = keys(tmp_path)
+    place = f"teacher.cache: {tmp_path / 'kept' / key} holds"
+    (first, nothing), (second, half) = listening.said
+    assert (first, nothing) == (f"{place} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
+    assert half == pytest.approx(39.4 * 1024, rel=0.05)
+    assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {human(half)} of 78.9 KiB"
+    assert listening.there() == pytest.approx(78.9 * 1024, rel=0.05)
 
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
