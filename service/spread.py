@@ -56,6 +56,7 @@ def _over_cores(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]
     # Forked where that is safe: the pool forks all its processes before it starts a thread, and each begins at once instead of
     # after a second of imports.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_parent)
     try:
         yield from pool.map(work, *zip(*arguments, strict=True))
@@ -65,7 +66,8 @@ def _over_cores(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]
         ) from None
     except BaseException:
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,10 @@
-"""Work spread over a cluster ends in one line where the cluster loses a part of it."""
+"""Spread work that fails: in one line where a cluster loses a part of it, and with its own processes alone."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,3 +31,21 @@ def test_a_node_that_dies_ends_the_command_in_one_line(lost: Exception, tmp_path
         f"a process or a node of the cluster was lost ({type(lost).__name__}), most likely for want of memory; "
         "the same command goes on"
     )
+
+
+def refuse(word: str) -> None:
+    raise DistillError(word)
+
+
+def test_work_that_fails_ends_its_own_processes_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    bystander.start()
+    try:
+        with pytest.raises(DistillError, match="no"):
+            list(spread.spread(refuse, [("no",), ("no",)], 2, tmp_path))
+        bystander.join(0.5)
+        assert bystander.is_alive()
+    finally:
+        bystander.kill()
+        bystander.join()
