@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -21,9 +22,12 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
 
 
-def test_what_a_command_started_ends_with_it() -> None:
+@pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])
+def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(again: int) -> None:
     code = (
-        "import subprocess, sys, time\nfrom service import work\n"
+        "import os, psutil, signal, subprocess, sys, time\nfrom service import work\nsuspend = psutil.Process.suspend\n"
+        f"psutil.Process.suspend = lambda process: (suspend(process), os.kill(os.getpid(), {int(again)}))\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
         "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
         "print(process.pid, int(process.stdout.readline()), flush=True)\n"
