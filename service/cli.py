@@ -417,7 +417,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     from trainables.rank_pool import Ranks
 
     given = dict(parse_override(option, "--option") for option in options)
-    check_options(name, given, "--option", {})
+    check_options(name, given, "--option", {}, missing="give --option {name}=…")
     num_broken = 0
     with contextlib.closing(Ranks()) as ranks:
         for title, problem in check(Case(name, given, student, teacher, image_size), ranks.run):

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from service.mistakes import explain
+from service.mistakes import SETTABLE, explain
 from service.search.config import SweepConfig
 from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, ScaleConfig, TeacherConfig
 from trainables.errors import ExperimentError
-from trainables.methods import check_name, key_of, load
+from trainables.methods import METHODS, check_name, key_of, load
 
 
 class Said(Protocol):
@@ -83,6 +83,9 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
                 if name not in distill.method:
                     check_name(name, searched.get(name, f"distill.options.{key}"))
                 check_options(name, options, where, sources)
+        for name in distill.method:  # one of ours works without options, and is not loaded to hear that
+            if name not in METHODS and key_of(name) not in distill.options:
+                check_options(name, {}, where, sources)
         if distills(experiment):
             _check_needs(experiment)
         if experiment.optim.name == "dot" and not searched and not (distills(experiment) and _weighed(distill)):
@@ -109,8 +112,10 @@ class WrongOptionsError(ExperimentError):
     """Its lines already say where each value came from."""
 
 
-def check_options(name: str, options: Mapping[str, object], where: str, sources: Mapping[str, str]) -> None:
-    """Refuse options that the method does not have, or values that they cannot take.
+def check_options(
+    name: str, options: Mapping[str, object], where: str, sources: Mapping[str, str], missing: str = SETTABLE
+) -> None:
+    """Refuse options that the method does not have or that it lacks, or values that they cannot take. `missing`: see `explain`.
 
     Raises:
         WrongOptionsError: one line a mistake.
@@ -120,10 +125,8 @@ def check_options(name: str, options: Mapping[str, object], where: str, sources:
     try:
         kind.model_validate(options)
     except ValidationError as error:
-        prefix = f"distill.options.{key_of(name)}"
-        below = {key.removeprefix(f"{prefix}."): source for key, source in sources.items() if key.startswith(f"{prefix}.")}
-        lines = explain(error, kind, where, below).splitlines()
-        raise WrongOptionsError("\n".join(line.replace(": ", f": {prefix}.", 1) for line in lines)) from error
+        below = f"distill.options.{key_of(name)}."
+        raise WrongOptionsError(explain(error, kind, where, sources, below=below, missing=missing)) from error
 
 
 def _check_needs(experiment: Said) -> None:

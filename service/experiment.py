@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from service import strict_yaml
 from service.distilling import check_distill, distills, own_optimizers
-from service.mistakes import explain, known_keys, nearest, source_of
+from service.mistakes import SETTABLE, explain, known_keys, nearest, source_of
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
@@ -280,7 +280,7 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
     try:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(explain(error, Experiment, where, sources)) from error
+        raise ExperimentError(explain(error, Experiment, where, sources, missing=SETTABLE)) from error
     check_names(experiment, where, sources or {})
     searched = "sweep.points" if experiment.sweep.points else "sweep.space"
     where = (sources or {}).get(searched, where)

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from trainables.config import Section
 
 MAX_LINES = 6
+SETTABLE = "write it in the file or --set {key}=…"
+"""What to do about a key that an experiment lacks."""
 
 EXPECTED = {
     "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer", "int_parsing_size": "an integer",
@@ -66,14 +68,26 @@ def nearest(key: str, keys: Sequence[str]) -> str:
     return ""
 
 
-def explain(error: ValidationError, section: type[BaseModel], where: str, sources: Mapping[str, str] | None = None) -> str:
-    """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`."""
+def explain(
+    error: ValidationError,
+    section: type[BaseModel],
+    where: str,
+    sources: Mapping[str, str] | None = None,
+    *,
+    below: str = "",
+    missing: str = "write it in the file",
+) -> str:
+    """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`.
+
+    `below`: the key of the section itself, with a dot, where it is a part. `missing`: what to do about a `{key}`, or an option
+    `{name}`, that is not there.
+    """
     keys, free = list(known_keys(section)), _free_keys(section)
     grouped: dict[tuple[str, str], list[Any]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
     lines = [
-        f"{source_of(key, sources or {}, where)}: {_line(key, plain, details, keys, settable=sources is not None)}"
+        f"{source_of(below + key, sources or {}, where)}: {_line(below + key, plain, details, keys, missing)}"
         for (key, plain), details in grouped.items()
     ]
     if len(lines) > MAX_LINES:
@@ -105,14 +119,14 @@ def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
     return next(around, where)
 
 
-def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], *, settable: bool) -> str:
+def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing: str) -> str:
     first = details[0]
     kind, last = first["type"], first["loc"][-1:]
     if kind in ("extra_forbidden", "invalid_key"):
         around, own = plain.rpartition(".")[0], key.rpartition(".")[0]
         return f"{key}: no such key{nearest(plain, keys).replace(f' {around}.', f' {own}.')}"
     if kind == "missing" and not isinstance(last[0], int):
-        return f"{key}: missing: write it in the " + ("list" if "[" in key else f"file or --set {key}=…" if settable else "file")
+        return f"{key}: missing: " + ("write it in the list" if "[" in key else missing.format(key=key, name=last[0]))
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
     wanted = " or ".join(dict.fromkeys(_expected(detail) for detail in details if detail["type"] != "missing"))

@@ -164,12 +164,6 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
         raise CheckpointError(
             f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
-    theirs, ours = [each["type"] for each in meta["optimizers"]], [type(optimizer).__name__ for optimizer in state.optimizers]
-    if theirs != ours:
-        raise CheckpointError(
-            f"checkpoint {path} was written by {' and '.join(theirs)}, and here there is {' and '.join(ours)}: resume with "
-            "the same optim.name and optim.losses, and with the version that wrote it"
-        )
     try:
         state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
@@ -181,6 +175,13 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
             f"checkpoint {path} was written with another distill.method or other options of it "
             f"({str(error).splitlines()[-1].strip()}): resume with the same, or choose another --out"
         ) from error
+    theirs = [_told(each["type"], each["param_groups"]) for each in meta["optimizers"]]
+    ours = [_told(type(optimizer).__name__, optimizer.param_groups) for optimizer in state.optimizers]
+    if theirs != ours:
+        raise CheckpointError(
+            f"checkpoint {path} was written by {' and '.join(theirs)}, and here there is {' and '.join(ours)}: resume with "
+            "the same optim.name and optim.losses, and with the version that wrote it"
+        )
     for number, optimizer in enumerate(state.optimizers):
         _restore_optimizer(optimizer, tensors, meta["optimizers"][number], f"optim.{number}.")
     state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
@@ -190,6 +191,11 @@ def restore(path: Path, state: TrainState, group: Group) -> None:
         torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
         if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
             torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+
+
+def _told(kind: str, groups: Sequence[dict[str, Any]]) -> str:
+    """An optimizer and how much it changes, in words."""
+    return f"{kind} of {'+'.join(str(len(group['params'])) for group in groups)} parameters"
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any], prefix: str) -> None:

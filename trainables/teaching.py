@@ -117,11 +117,14 @@ def unite(
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
     share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
-    others = [f"leave out {key}, which brings its own" for key, method in methods.items() if method.optimizers]
-    others += ["leave out optim.losses"] if config.optim.losses else []
-    others += ["set optim.name to sgd or adamw"] if config.optim.name == "dot" else []
+    others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
+    others += ["optim.losses"] if config.optim.losses else []
+    others += ["optim.name: dot"] if config.optim.name == "dot" else []
     if pupil.init_epochs and others:
-        raise ExperimentError(f"distill.method: {names} has a warm-up stage, which has one optimizer: {', and '.join(others)}")
+        warms = next(key for key, method in methods.items() if method.init_epochs)
+        raise ExperimentError(
+            f"distill.method: {warms} has a warm-up stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
+        )
     return pupil, of_teacher
 
 

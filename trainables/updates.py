@@ -247,7 +247,8 @@ def _moved_by(losses: Set[str], student: nn.Module, methods: Mapping[str, Method
 def _check_moved(share: Share, student: nn.Module, methods: Mapping[str, Method]) -> None:
     """Refuse terms whose gradient would change more than they say: an optimizer has one gradient, of all its losses."""
     for key, method in methods.items():
-        reached = {*student.parameters(), *method.parameters()}.intersection(share.parameters)
+        trained = [parameter for parameter in share.parameters if parameter.requires_grad]
+        reached = {*student.parameters(), *method.parameters()}.intersection(trained)
         for term in method.terms:
             if f"{key}/{term}" in share.losses and reached.difference(method.moved_by(term, student)):
                 raise ExperimentError(

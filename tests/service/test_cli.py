@@ -407,9 +407,6 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
 
 
-# What no check foresaw
-
-
 # check-method
 
 CONTRACT = [
@@ -467,6 +464,18 @@ def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(cap
 )
 def test_a_method_or_an_option_that_there_is_not_is_refused(refuse: Refuse, arguments: list[str], says: str) -> None:
     assert says in refuse("check-method", *arguments)
+
+
+def test_an_option_that_a_method_cannot_do_without_is_asked_for(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from trainables.config import MethodOptions\nfrom trainables.methods.contract import Method\n\n\n"
+        "class Own(Method):\n    class Options(MethodOptions):\n        margin: float\n\n    terms = ('apart',)\n"
+    )
+    said = refuse("check-method", f"{tmp_path}/own.py:Own")
+    assert said == "--option: distill.options.Own.margin: missing: give --option margin=…"
+
+
+# What no check foresaw
 
 
 def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

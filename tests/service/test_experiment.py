@@ -381,6 +381,14 @@ def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: 
     assert "there is no method 'Other'" in refusal(*searched, "distill.options={Other: {margin: 2}}")
 
 
+@pytest.mark.parametrize("options", [[], ["distill.options.Margin.weight=2"]])
+def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[str], tmp_path: Path) -> None:
+    name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
+    said = refusal(f"distill.method={name}", *options)
+    assert said.endswith("distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…")
+    assert load("digits", [f"distill.method={name}", *options, "distill.options.Margin.margin=2"])
+
+
 def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
     text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
     assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")

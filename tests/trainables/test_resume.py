@@ -154,6 +154,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         checkpoint.restore(path, state, Group())
 
 
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    path, adam, sgd = tmp_path / "last.safetensors", small_state(), small_state()
+    checkpoint.save(path, adam, Group())
+    sgd.optimizers = [torch.optim.SGD(sgd.model.parameters(), lr=0.1)]
+    with pytest.raises(
+        CheckpointError, match="was written by AdamW of 4 parameters, and here there is SGD of 4 parameters: resume"
+    ):
+        checkpoint.restore(path, sgd, Group())
+    fewer = small_state()
+    fewer.optimizers = [torch.optim.AdamW(list(fewer.model.parameters())[1:], lr=0.1)]
+    with pytest.raises(CheckpointError, match="AdamW of 4 parameters, and here there is AdamW of 3 parameters"):
+        checkpoint.restore(path, fewer, Group())
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path, state = tmp_path / "last.safetensors", small_state()
     checkpoint.save(path, state, Group())

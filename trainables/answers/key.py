@@ -30,42 +30,39 @@ class Images(NamedTuple):
     decoder: str
 
 
-def images_of(loader: Loader) -> Images:
-    """Raises DataError: the data cannot be read."""
-    return Images(loader.num_samples, loader.fingerprint(), loader.decoder)
-
-
 def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> Images:
     """What the loaders of all ranks show of `path`, where it is the same: one sample has one answer. Every rank calls it.
 
-    `key`: of the experiment, whose answers they share. Raises DataError, ExperimentError: one line, on every rank.
+    One rank of each node looks at the data, of which nodes may have copies. `key`: of the experiment, whose answers they share.
+
+    Raises:
+        DataError, ExperimentError: one line, on every rank.
     """
-    told = gather_objects((socket.gethostname(), _seen(loader)), group)
-    for _, seen in told:
-        if isinstance(seen, DistillError):
-            raise seen
-    first_host: str = told[0][0]
-    first: Images = told[0][1]
-    others = [(rank, host) for rank, (host, seen) in enumerate(told) if seen[:2] != first[:2]]
-    if others:
-        rank, host = others[0]
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    looks = group.local_rank == 0
+    told = gather_objects((socket.gethostname(), loader.decoder, _seen(loader) if looks else None), group)
+    seen = [(rank, host, shown) for rank, (host, _, shown) in enumerate(told) if shown is not None]
+    if wrong := next((shown for _, _, shown in seen if isinstance(shown, DistillError)), None):
+        raise wrong
+    (_, first_host, first), *others = seen
+    if differ := [(rank, host) for rank, host, shown in others if shown != first]:
+        rank, host = differ[0]
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise DataError(
             f"{key}: {path} has images of other names, sizes or contents on {host} (rank {rank}{more}) than on {first_host} "
             "(rank 0): copy the same to all nodes, or give a folder that they share"
         )
-    decoders = sorted({seen.decoder for _, seen in told})
+    decoders = sorted({decoder for _, decoder, _ in told})
     if len(decoders) > 1:
         raise ExperimentError(
             f"{key}: the workers decode JPEG by {' and '.join(decoders)}, which differ in a rounding: "
             "install the same on all nodes, or set data.decoder"
         )
-    return first
+    return Images(first[0], first[1], decoders[0])
 
 
-def _seen(loader: Loader) -> Images | DistillError:
+def _seen(loader: Loader) -> tuple[int, str] | DistillError:
     try:
-        return images_of(loader)
+        return loader.num_samples, loader.fingerprint()
     except DistillError as error:
         return error
 

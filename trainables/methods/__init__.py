@@ -124,7 +124,7 @@ def load(name: str) -> type[Method]:
     if not (inspect.isclass(found.Options) and issubclass(found.Options, MethodOptions)):
         raise ExperimentError(f"distill.method: {name} has Options that do not inherit from trainables.config.MethodOptions")
     if not isinstance(getattr(found, "terms", None), tuple):
-        raise ExperimentError(f"distill.method: {name} declares no terms: write a tuple with the names of what forward returns")
+        raise ExperimentError(f"distill.method: {name} has no tuple `terms`: write one with the names of what forward returns")
     return found
 
 

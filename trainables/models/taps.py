@@ -59,7 +59,7 @@ def points(model: nn.Module, image_size: int, *, every: bool = False) -> list[Po
         found += [
             Point(border.path, (), tuple(border.value.shape[1:]))
             for border in last
-            if border is not None and border.value is not None and _by_sample(border.value)
+            if border is not None and border.value is not None and _by_sample(border.value) and not border.overwritten
         ]
     return found
 

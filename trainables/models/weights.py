@@ -61,7 +61,7 @@ def load_teacher(
     if sha256 is not None and _digest(state, rescales=rescales) != sha256:  # of what was read for the model, and not once more
         raise CheckpointError(
             f"{path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was replaced "
-            "since, or differs by node: put the same one on all nodes, then `distill resume`"
+            "since, or differs by node: put the same one on all nodes, then give the command again or resume it"
         )
     check_forward(model, image_size, num_classes, name=name)
     return model.eval().requires_grad_(False)

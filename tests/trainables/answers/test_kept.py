@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> T
 
 
 def refusal(group: Group, each: Sequence[TrainConfig], lines: Sequence[Line] = ()) -> str | None:
-    """With which line the job of this rank is refused when it is built."""
+    """With which line the job of this rank, on a node of its own, is refused when it is built."""
     try:
-        build(each[group.rank], group, Recorded(), no_telemetry, lines=lines).close()
+        build(each[group.rank], replace(group, local_rank=0), Recorded(), no_telemetry, lines=lines).close()
     except DistillError as error:
         return str(error)
     return None

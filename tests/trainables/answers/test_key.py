@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import config, write_teacher
 from trainables.answers import key
-from trainables.answers.key import Images, images_of, key_of, key_parts
+from trainables.answers.key import Images, agree_on_images, key_of, key_parts
 from trainables.config import DataConfig
 from trainables.data import folder as folders
 from trainables.data.decode import UnreadableImageError
 from trainables.data.loader import Loader
 from trainables.data.pack.modes import Mode
 from trainables.data.source import open_on_node, open_source
+from trainables.distributed import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 
@@ -202,7 +203,7 @@ def test_folders_with_equally_many_images_of_equal_sizes_have_keys_of_their_own(
     def key_for(path: Path) -> str:
         data = DataConfig(path=str(path), global_batch_size=6, loader_workers=0)
         loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
-        return key_of(parts(plain, images_of(loader)))
+        return key_of(parts(plain, agree_on_images(data.path, loader, Group(), "teacher.cache")))
 
     for name, seed in (("one", 0), ("other", 1), ("again", 0)):
         folder(tmp_path / name, seed)

@@ -90,7 +90,7 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
         (MINE, "Other", "is no method: write a class that inherits from"),
         (MINE, "Missing", "cannot be loaded (AttributeError"),
         (MINE + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
-        (MINE + "\n\ndel Mine.terms", "Mine", "declares no terms: write a tuple with the names of what forward returns"),
+        (MINE + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
         ("import no_such_package", "Mine", "cannot be loaded (ModuleNotFoundError"),
         ("def (", "Mine", "cannot be loaded (SyntaxError"),
     ],

@@ -289,6 +289,13 @@ def test_a_tap_that_cannot_be_read_is_refused_in_one_line(name: str, tap: str, s
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize(("name", "overwritten"), [("resnet18", "layer1.0.bn2"), ("densenet121", "unpooled")])
+def test_a_point_that_would_be_refused_is_not_listed(name: str, overwritten: str) -> None:
+    found = {point.name for point in points(build(name, 64), 64, every=True)}
+    assert len(found) > 50
+    assert overwritten not in found
+
+
 def test_what_a_function_overwrites_is_refused_and_what_it_made_can_be_read() -> None:
     with pytest.raises(ModelError, match="norm is overwritten in place"):
         Taps(Twice(), ["norm"], name="twice", image_size=2)
