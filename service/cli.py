@@ -184,9 +184,7 @@ def reproduce(
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
     from service.places import check_places, new_run_dir
     from service.progress import output
-    from service.reproduce import plan, telling
-    from service.reproduce.carry import Reproduction, carry_out, cells, prepare, seconds_left, size_differences, write_result
-    from service.reproduce.carry import teachers as known_teachers
+    from service.reproduce import carry, plan, telling
     from service.reproduce.table import read_table
 
     published = read_table(table)
@@ -195,26 +193,27 @@ def reproduce(
     parts = plan.compose(published, request, overrides, data_path, teachers)
     check_places(root, out)
     stem = f"reproduce-{Path(table).stem}"
-    job = Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
+    job = carry.Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
+    carry.check_same(job)
     console = output()
     console.print(telling.plan_grid(job))
-    console.print(telling.plan_line(job, seconds_left(job, images_per_s)), soft_wrap=True)
+    console.print(telling.plan_line(job, carry.seconds_left(job, images_per_s)), soft_wrap=True)
     failed = []
     if not dry_run:
-        prepare(job)
+        carry.prepare(job)
         out = new_run_dir(root, stem, out).root
     if out is not None:
-        job = Reproduction(published, request, parts, (*changed, *size_differences(job)), out.absolute(), root)
+        job = carry.Reproduction(published, request, parts, (*changed, *carry.size_differences(job)), out.absolute(), root)
     if not dry_run:
         try:
-            failed = carry_out(job, click.echo)
+            failed = carry.carry_out(job, click.echo)
         except KeyboardInterrupt:
             click.echo(f"interrupted; the same command with --out {out} goes on", err=True)
             raise
-        click.echo(f"result: {write_result(job, table)}")
+        click.echo(f"result: {carry.write_result(job, table)}")
     if out is not None:
-        found = cells(job)
-        console.print(telling.teachers_grid(published, known_teachers(job)))
+        found = carry.cells(job)
+        console.print(telling.teachers_grid(published, carry.teachers(job)))
         console.print(telling.cells_grid(published, found, job.changed))
         console.print(telling.summary(found), soft_wrap=True)
     if failed:

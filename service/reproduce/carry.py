@@ -48,6 +48,20 @@ class Cell:
     """Why a seed has no accuracy."""
 
 
+def check_same(job: Reproduction) -> None:
+    """Refuse a folder of other runs, whose accuracies would stand for these.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for part in job.parts:
+        run_dir = job.run_dir(part)
+        if run_dir.result.exists() and reopen(run_dir.root)[0].experiment != part.resolved.experiment:
+            raise ExperimentError(
+                f"{run_dir.root} holds other runs than these: give the command as it was, or choose another --out"
+            )
+
+
 def prepare(job: Reproduction) -> None:
     """Refuse what cannot be run, before the first sweep starts.
 
@@ -57,11 +71,6 @@ def prepare(job: Reproduction) -> None:
     for part in job.parts:
         run_dir = job.run_dir(part)
         if run_dir.result.exists():
-            before = reopen(run_dir.root)[0].experiment
-            if before != part.resolved.experiment:
-                raise ExperimentError(
-                    f"{run_dir.root} holds other runs than these: give the command as it was, or choose another --out"
-                )
             check_checkpoints(run_dir)
         else:
             check_inputs(part.resolved, "sweep")
