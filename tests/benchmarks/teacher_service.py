@@ -17,7 +17,7 @@ from pathlib import Path
 import ray
 
 from service import cluster, teachers
-from tests.benchmarks.rounds import Bar, Comparison, in_turn
+from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
 from trainables.build import Job
 from trainables.worker import ActorLine
@@ -31,7 +31,8 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
             bench = Bench(pair, Path(name) / teacher, None, steps=2 if short else 16)
             title = f"{teacher} → resnet8, noise: {STUDENTS} students that share a service / "
             sides = in_turn(partial(served_s, bench), partial(together_s, bench))
-            lines.append(Comparison(f"{title}{STUDENTS} with a teacher each", "s", sides, Bar("≤", 0.6)))
+            about, bar = bench.judged()
+            lines.append(Comparison(f"{title}{STUDENTS} with a teacher each ({about})", "s", sides, bar))
             if short:
                 break
         yield lines
