@@ -20,7 +20,7 @@ from trainables.rundir import RunDir, StageDir
 SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
 Row = Mapping[str, Any]
 _STEP = b'"kind": "step"'
-_WINDOW_MS = re.compile(rb'"phase/step_ms": ([0-9.e+-]+)')
+_WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
 _FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
 
 
