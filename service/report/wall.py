@@ -62,7 +62,7 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
     table = [[label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
              for label, _, found in known]  # fmt: skip
     return Figure(
-        "clock", "Where the wall time goes",
+        "wall", "Where the wall time goes",
         " ".join(["Seconds of each stage, from the launch of its workers to its result.", *words]), traces,
         {"xaxis": {"title": {"text": "s"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
         ["what", *(f"{part} s" for part in COLOURS), "together s"], table, height=160 + 60 * len(known),
