@@ -191,6 +191,6 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         "pareto", "Speed against cost", f"Up is faster, left is cheaper. On the front: {told}.", traces,
         {"xaxis": {"title": {"text": f"{unit}-seconds an epoch"}}, "yaxis": y_axis("images/s", zero=False)},
         ["trial", "point", "images/s", f"{unit}-s an epoch", "s an epoch"],
-        [[row["id"], names.point(row, unit, keys), names.number(row["metrics"]["images_per_s"], 1), names.number(cost(row), 1),
+        [[row["id"], names.point(row, unit, keys), names.number(row["metrics"]["images_per_s"], 1), names.number(cost(row)),
           names.number(row["metrics"]["epoch_s"])] for row in kept],
     )  # fmt: skip
