@@ -100,11 +100,10 @@ def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) 
             found = shown.cells.get((row, column))
             if found is None:
                 cells.append("–")
-            elif speed(found):
-                star = " ★" if (row, column) == shown.best else ""
-                cells.append(Shade(names.number(speed(found), 1) + star, (speed(found) / fastest) ** 2))
-            else:
-                cells.append(Shade(found["status"], 0.0, bad=True))
+                continue
+            text = names.number(speed(found), 1) if speed(found) else found["status"]
+            star = " ★" if (row, column) == shown.best else ""
+            cells.append(Shade(text + star, (speed(found) / fastest) ** 2, bad=not speed(found) and found["status"] in BAD))
         rows.append(cells)
     extras = [key for key in axes(records.rows) if key not in SCALE]
     caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."

@@ -164,8 +164,11 @@ def over_time(records: Records) -> list[Figure]:
     """Accuracy of the best trials, their epochs, and the hardware under all of them."""
     ranked = sorted(ran(records.rows), key=lambda row: -row["metrics"].get("top1_pct", 0.0))
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
-    histories = records.histories
-    return [*kept(timeline.accuracy(histories, labels), timeline.drift(histories, labels)), *hardware.hardware(histories)]
+    histories, rows = records.histories, records.rows
+    return [
+        *kept(timeline.accuracy(histories, labels, rows), timeline.drift(histories, labels, rows)),
+        *hardware.hardware(histories),
+    ]
 
 
 def kept(*parts: Any) -> list[Any]:
