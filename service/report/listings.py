@@ -102,8 +102,11 @@ def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) 
                 cells.append("–")
                 continue
             text = names.number(speed(found), 1) if speed(found) else found["status"]
-            star = " ★" if (row, column) == shown.best else ""
-            cells.append(Shade(text + star, (speed(found) / fastest) ** 2, bad=not speed(found) and found["status"] in BAD))
+            share = (speed(found) / fastest) ** 2
+            if (row, column) == shown.best:
+                cells.append(Shade(f"{text} ★", share, "best"))
+            else:
+                cells.append(Shade(text, share, "" if share else "bad"))
         rows.append(cells)
     extras = [key for key in axes(records.rows) if key not in SCALE]
     caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."

@@ -161,8 +161,9 @@ def over_axes(records: Records) -> list[Figure]:
 
 
 def over_time(records: Records) -> list[Figure]:
-    """Accuracy of the best trials, their epochs, and the hardware under all of them."""
-    ranked = sorted(ran(records.rows), key=lambda row: -row["metrics"].get("top1_pct", 0.0))
+    """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them."""
+    best = (records.best or {}).get("id")
+    ranked = sorted(ran(records.rows), key=lambda row: (row["id"] != best, -row["metrics"].get("top1_pct", 0.0)))
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [

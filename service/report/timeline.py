@@ -55,7 +55,7 @@ def in_colour(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list
     places = {label: place for place, label in enumerate(chosen[:MOST_SERIES])}
     first = sorted((h for h in histories if h.label in places), key=lambda h: places[h.label])
     rest = [h for h in histories if h.label not in places]
-    caption = f" {len(first)} in colour, the best; {len(rest[:MOST_FAINT])} others faint" if rest else ""
+    caption = f" In colour: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
     caption += f", {len(rest) - MOST_FAINT} more in the numbers alone" if len(rest) > MOST_FAINT else ""
     drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((places[h.label], h) for h in first)]
     return drawn, f"{caption}." if caption else ""

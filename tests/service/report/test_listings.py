@@ -89,6 +89,14 @@ def test_the_best_trial_has_its_cell_where_another_one_there_is_faster(tmp_path:
     assert rows[1][1] == f"{best['metrics']['images_per_s']:,.1f} ★"
 
 
+def test_a_best_trial_without_a_speed_has_its_star(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, epochs=1)
+    rows = reopen(run_dir.root)[2]["trials"]
+    del rows[-1]["metrics"]["images_per_s"]  # too few steps for one
+    parsed = page(run_dir, trials=rows, best=rows[-1], metric="top1_pct")
+    assert parsed.tables[FLAT][-1] == ["4 GPUs", parsed.tables[FLAT][-1][1], "ok ★"]
+
+
 def test_of_240_points_the_surroundings_of_the_best_come_first_and_the_whole_is_folded(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", BIG)
     parsed = page(run_dir)

@@ -60,7 +60,7 @@ def test_a_trial_has_one_colour_in_both_figures_and_those_that_were_not_chosen_a
     assert list(drawn[0]) == chosen[:6]
     for figure in (accuracy(histories, chosen), drift(histories, chosen)):
         assert len(shown(figure).traces) == len(shown(figure).numbers) == 9
-        assert "6 in colour, the best; 3 others faint." in shown(figure).caption
+        assert "In colour: the best and the most accurate; 3 others faint." in shown(figure).caption
 
 
 def test_a_trial_keeps_its_colour_where_a_better_one_is_not_in_the_figure() -> None:
@@ -74,7 +74,7 @@ def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
     rows = [{"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}} for number in range(100)]
     rows += [{"id": "100", "status": "oom", "metrics": {}}, {"id": "101", "status": "untested", "metrics": {}}]
     told = shown(accuracy(histories, ["trial 000"], rows)).caption
-    assert told.endswith("1 in colour, the best; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
+    assert told.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
     assert shown(drift(histories, ["trial 000"], rows)).caption.endswith(
         "Not shown: 1 oom, 1 without 3 whole epochs of 101 trials."
     )
