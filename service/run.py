@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -168,6 +168,8 @@ def run_stage(now: Session, work: Assignment) -> TrainConfig:
     outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
     now.display.unfollow(work.config.stage)
     note_stage(now, work, outcome)
+    if work.config.stage != "student":  # which has plain names, see `record_student`
+        record_numbers(now, now.key, stage, outcome.metrics, f"{work.config.stage}/")
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return work.config
@@ -182,6 +184,13 @@ def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
     }  # fmt: skip
     others = [old for old in now.result.get("stages", []) if old["stage"] != work.config.stage]
     now.save(stages=[*others, entry])
+
+
+def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
+    """A stage's final numbers in MLflow."""
+    if now.tracker and metrics:
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        now.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
 
 
 def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
@@ -216,8 +225,6 @@ def written_ms(path: Path) -> int | None:
 
 def record_student(now: Session, key: str, stage: StageDir, metrics: dict[str, float]) -> None:
     """The student's final numbers under plain names, and the student itself, in MLflow."""
-    if now.tracker is None:
-        return
-    now.tracker.metrics(key, int(metrics.get("steps", 0)), metrics, written_ms(stage.result))
-    if stage.best.exists() and now.experiment.tracking.log_model:
+    record_numbers(now, key, stage, metrics)
+    if now.tracker and stage.best.exists() and now.experiment.tracking.log_model:
         now.tracker.model(key, stage.best)
