@@ -116,6 +116,12 @@ class Experiment(Section):
             raise ValueError(
                 "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
             )
+        grace, every = self.sweep.grace_epochs, self.train.evaluate_every
+        if self.sweep.policy == "asha" and grace % every:
+            raise ValueError(
+                f"sweep.grace_epochs {grace}: asha compares trials after so many epochs first, and train.evaluate_every {every} "
+                f"leaves that one without an accuracy: write {-(-grace // every) * every}, or train.evaluate_every 1"
+            )
         if self.data.decodes_on_device and self.scale.use_gpu is False:
             raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self

@@ -5,6 +5,7 @@ Reads the files that rank 0 writes (`metrics.jsonl`, `logs/train.log`), so that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -80,6 +81,12 @@ class Followed:
     task: TaskID | None
     steps: int = 0
 
+    def take_start(self, record: dict[str, Any]) -> None:
+        """How many steps there will be, where that is the record that says so."""
+        if record["kind"] == "start":
+            metrics = record["metrics"]
+            self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
+
 
 class Display:
     """Follows stages; `tick` is called a few times a second by the main thread."""
@@ -119,7 +126,10 @@ class Display:
         if label not in self._followed:
             ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            self._followed[label] = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
+            followed = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
+            self._followed[label] = followed
+            with contextlib.suppress(OSError, ValueError), open(stage.metrics, "rb") as file:
+                followed.take_start(json.loads(file.readline()))  # of a stage that is resumed
 
     def unfollow(self, label: str) -> None:
         """The stage has ended."""
@@ -146,8 +156,7 @@ class Display:
         if self._bars is None or followed.task is None:
             return
         metrics = record["metrics"]
-        if record["kind"] == "start":
-            followed.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
-        shown = (("images_per_s", "{:.0f} images/s"), ("loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
+        followed.take_start(record)
+        shown = (("train/images_per_s", "{:.0f} images/s"), ("train/loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
         info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
         self._bars.update(followed.task, total=followed.steps or None, completed=record["step"], info=info)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +22,7 @@ from service.report.tables import phase_table, stage_table
 from service.teachers import serving
 from service.tracking import Tracker, default_uri, sync_neighbours
 from service.trees import flatten
-from service.trial import Assignment, Outcome, carry_out
+from service.trial import Assignment, Outcome, accounted, carry_out
 from trainables.config import TrainConfig
 from trainables.errors import TrainingError
 from trainables.rundir import RunDir, StageDir, write_json
@@ -69,6 +70,11 @@ def session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
 def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
     result = json.loads(run_dir.result.read_text())
     experiment, kind = resolved.experiment, result["kind"]
+    before_s, began = result.get("seconds", 0.0), time.perf_counter()
+
+    def seconds() -> float:
+        return float(before_s + time.perf_counter() - began)
+
     tracker = None
     uri = experiment.tracking.uri or default_uri(Path(result["runs_root"]))
     if experiment.tracking.enabled:
@@ -86,10 +92,11 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                now.save(status="interrupted" if interrupted else "failed", reason="" if interrupted else str(error))
+                status = "interrupted" if interrupted else "failed"
+                now.save(status=status, reason="" if interrupted else str(error), seconds=seconds())
             _close(now, "KILLED" if interrupted else "FAILED", 5.0)
             raise
-        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
+        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"), seconds=seconds())
         _close(now, "FINISHED", FLUSH_S)
 
 
@@ -165,9 +172,10 @@ def run_stage(now: Session, work: Assignment) -> TrainConfig:
     if now.tracker:
         now.tracker.follow(now.key, stage.metrics, f"{work.config.stage}/")
     now.display.follow(work.config.stage, stage)
+    began_s = time.time()
     outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
     now.display.unfollow(work.config.stage)
-    note_stage(now, work, outcome)
+    note_stage(now, work, accounted(outcome, stage, began_s))
     if work.config.stage != "student":  # which has plain names, see `record_student`
         record_numbers(now, now.key, stage, outcome.metrics, f"{work.config.stage}/")
     if outcome.status != "ok":
@@ -181,9 +189,13 @@ def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
     entry = {
         "stage": work.config.stage, "model": work.config.model, "status": outcome.status, "reason": outcome.reason,
         "restarts": outcome.restarts, "metrics": outcome.metrics, "checkpoint": str(stage.best) if stage.best.exists() else None,
+        "seconds": outcome.seconds, "start_s": outcome.start_s, "end_s": outcome.end_s,
     }  # fmt: skip
-    others = [old for old in now.result.get("stages", []) if old["stage"] != work.config.stage]
-    now.save(stages=[*others, entry])
+    stages = {old["stage"]: old for old in now.result.get("stages", [])}
+    before = stages.pop(work.config.stage, None)
+    if before and before["status"] == outcome.status == "ok":  # it was complete: its times stand
+        return
+    now.save(stages=[*stages.values(), entry])
 
 
 def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:

@@ -22,7 +22,7 @@ from service.trial import Assignment, Outcome, need
 from service.trials import Trial, finished_trainings, plan_trials, recall, refuse, training_of
 from service.tuning import guide_trials, sharing_starts, tune_trials
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, headline, read_lines, write_atomic, write_json
+from trainables.rundir import RunDir, final_names, headline, read_lines, write_atomic, write_json
 
 Taught = tuple[str | None, tuple[str, ...]]
 """Where the teacher's weights are, and the names of the actors of `teacher.service`."""
@@ -204,8 +204,11 @@ def unfinished(now: Session, trial: Trial) -> Outcome:
     records = read_lines(now.run_dir.trial(trial.id).stage("student").metrics)
     epochs = [record for record in records if record["kind"] == "epoch"]
     if now.experiment.sweep.policy == "asha" and epochs:
-        metrics = epochs[-1]["metrics"]
-        named = {**metrics, **headline(metrics), "steps": float(epochs[-1]["step"])}
+        named = final_names(epochs[-1]["metrics"]) | {"steps": float(epochs[-1]["step"])}
+        for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
+            named[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
+        evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
+        named |= evaluated[-1] if evaluated else {}
         return Outcome("stopped", f"stopped by asha after epoch {epochs[-1]['epoch']:g}", named)
     return Outcome("failed", "the trial's process died: see the logs under " + str(now.run_dir.trial(trial.id).root))
 

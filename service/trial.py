@@ -40,6 +40,8 @@ class Outcome:
     """Wall time that it took, its workers' start included where it had one of its own."""
     start_s: float | None = None
     """That start; 0 where it shared another's, None where it is not known."""
+    end_s: float | None = None
+    """From the loop's last record to the outcome; None where it is not known."""
     ended_s: float = 0.0
     """Unix time."""
 
@@ -135,11 +137,13 @@ def complete(result: dict[str, Any], restarts: int = 0) -> Outcome:
 
 
 def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
-    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start."""
+    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start and end."""
     now_s = time.time()
-    starts_s = [line["time_ms"] / 1e3 for line in read_lines(stage.metrics) if line["kind"] == "start"]
-    own_s = next((start_s - began_s for start_s in starts_s if start_s >= began_s), None)
-    return replace(outcome, seconds=now_s - began_s, start_s=0.0 if shares_start else own_s, ended_s=now_s)
+    lines = [(line["kind"], line["time_ms"] / 1e3) for line in read_lines(stage.metrics) if line["time_ms"] / 1e3 >= began_s]
+    own_s = next((at_s - began_s for kind, at_s in lines if kind in ("start", "resume")), None)
+    end_s = next((now_s - at_s for kind, at_s in reversed(lines) if kind == "summary"), None)
+    start_s = 0.0 if shares_start else own_s
+    return replace(outcome, seconds=now_s - began_s, start_s=start_s, end_s=end_s, ended_s=now_s)
 
 
 def cause_of(stage: StageDir, error: Exception) -> dict[str, Any] | None:

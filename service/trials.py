@@ -41,7 +41,7 @@ class Trial:
             "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
             "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
             "metrics": outcome.metrics, "steps_s": outcome.steps_s, "seconds": outcome.seconds, "start_s": outcome.start_s,
-            "ended_s": outcome.ended_s, **({"probe": self.probe} if self.probe else {}),
+            "end_s": outcome.end_s, "ended_s": outcome.ended_s, **({"probe": self.probe} if self.probe else {}),
         }  # fmt: skip
 
     def judged(self, outcome: Outcome) -> Outcome:

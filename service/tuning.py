@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.search.config import SweepConfig
 from service.trial import Assignment, run_trial, run_visit
+from trainables.config import TrainConfig
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
 
+    if sweep.policy == "asha":
+        assignments = {trial: replace(work, config=judged(work.config)) for trial, work in assignments.items()}
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
     trainable = tune.with_resources(function, LEADER)
     # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
@@ -58,6 +61,11 @@ def stopper(sweep: SweepConfig) -> ASHAScheduler:
         time_attr="training_epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
         reduction_factor=sweep.reduction_factor, max_t=10**6,
     )  # fmt: skip
+
+
+def judged(config: TrainConfig) -> TrainConfig:
+    """A trial that waits at each epoch until Ray has its report: it must not run ahead of what may end it."""
+    return config.model_copy(update={"report_each_epoch": True})
 
 
 def sharing_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:

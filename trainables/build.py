@@ -39,13 +39,14 @@ from trainables.throughput import Throughput
 from trainables.timing import PhaseTimer
 from trainables.updates import Updates, build_updates
 from trainables.waits import AllreduceWait
+from trainables.wall_clock import WallClock
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
 """torch 2.14 has given an option another name."""
 
 
 class Report(Protocol):
-    """Where numbers go. `kind`: `start`, `step` (a log line), `epoch` (a barrier over ranks), `summary`."""
+    """Where numbers go. `kind`: `start`, `step` (a log line), `epoch` (every rank calls it), `summary`; see `metrics_file`."""
 
     def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None: ...
 
@@ -73,6 +74,7 @@ class Job:
     state: TrainState
     timer: PhaseTimer
     throughput: Throughput
+    clock: WallClock
     noise: NoiseHistory
     report: Report
     telemetry: Snapshot
@@ -160,9 +162,9 @@ def build(
         PhaseTimer(device, warmup_steps=warmup),
         Throughput(state.progress.step + warmup, warm=state.progress.warm, cold=state.progress.cold),
     )
-    noise = NoiseHistory(state.progress.noise)
+    noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, noise, report,
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, clock, noise, report,
         telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
     )  # fmt: skip
 

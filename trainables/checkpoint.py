@@ -40,6 +40,12 @@ class Progress:
     """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
     cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """The same of all warm-ups."""
+    wall: dict[str, float] = field(default_factory=dict)
+    """Seconds so far by part of the job, see `wall_clock`."""
+    epoch_wall: dict[str, float] = field(default_factory=dict)
+    """The same of the unfinished epoch."""
+    epoch_record: dict[str, Any] = field(default_factory=dict)
+    """`step`, `epoch` and `metrics` of the last epoch's record: a death may come before it is on disk, and a resume writes it."""
     reached: dict[str, float] = field(default_factory=dict)
     """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
     noise: dict[str, list[float]] = field(default_factory=dict)

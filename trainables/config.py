@@ -358,12 +358,15 @@ class TrainingConfig(Section):
     checkpoint_every: Count = Field(
         500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
     )
+    evaluate_every: Count = Field(
+        1, description="epochs between evaluations, those of a method's warm-up stage apart; the last epoch is always evaluated"
+    )
     warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
     max_steps: Count | None = Field(
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
     )
     until_top1_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
-        None, description="the student: stop after the epoch whose validation top-1 reaches this, and say after how long"
+        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and say after how long"
     )
     until_s: Positive | None = Field(
         None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
@@ -394,6 +397,7 @@ class TrainConfig(Section):
     train: TrainingConfig = TrainingConfig()
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Annotated[Integer, Field(ge=0, lt=2**32)] = 0
+    report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 
     @property

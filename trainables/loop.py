@@ -1,12 +1,15 @@
-"""Epochs: train, evaluate, checkpoint, report. Knows neither Ray nor MLflow: `report` is a callable."""
+"""Epochs: train, evaluate, checkpoint, report. Knows neither Ray nor MLflow: `report` is a callable.
+
+Names of numbers: `train/…` at a log line, `val/…` and `epoch/…` at an epoch's end, plain in the summary; see `metrics_file`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 
 import torch
 
@@ -33,20 +36,24 @@ def run(job: Job) -> dict[str, float]:
         DataError, CheckpointError: see their own modules.
     """
     config, progress = job.config, job.state.progress
+    job.clock.begin()
     job.report(
         "start", progress.step, progress.epoch,
         {"steps_per_epoch": job.train_loader.steps_per_epoch, "samples_per_epoch": job.train_loader.samples_per_epoch,
          "epochs": num_epochs(job), "num_workers": job.group.world_size,
          "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
     )  # fmt: skip
+    if progress.epoch_record:  # its checkpoint stands: a death may have come before its record did
+        job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
     if job.learner.noise is None and job.group.is_main:
         several = "losses have optimizers of their own"
         why = several if job.learner.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, why)
-    while progress.epoch < num_epochs(job) and not is_over(job):
-        train_epoch(job)
+    while progress.epoch < num_epochs(job) and not progress.reached and not is_late(job):
+        with job.clock.part("train"):
+            train_epoch(job)
         finish_epoch(job)
     return summarize(job)
 
@@ -56,12 +63,17 @@ def num_epochs(job: Job) -> int:
     return job.learner.init_epochs + job.config.optim.epochs
 
 
-def is_over(job: Job) -> bool:
-    """Whether the target is reached, or the time for it is up, before the last epoch; the same on every rank."""
+def is_late(job: Job) -> bool:
+    """Whether the time for the training is up before its last epoch; the same on every rank."""
     until_s = job.config.train.until_s
     # Each rank has a clock of its own: rank 0 decides.
-    late = until_s is not None and gather_objects(job.throughput.train_s, job.group)[0] >= until_s
-    return late or bool(job.state.progress.reached)
+    return until_s is not None and bool(gather_objects(job.clock.train_s >= until_s, job.group)[0])
+
+
+def is_evaluated(job: Job, epoch: int) -> bool:
+    """Whether a job is evaluated after `epoch` epochs: after every so many of its training, and always after the last one."""
+    due = (epoch - job.learner.init_epochs) % job.config.train.evaluate_every == 0
+    return due or epoch == num_epochs(job) or is_late(job)
 
 
 def run_timing(job: Job) -> dict[str, float]:
@@ -69,7 +81,8 @@ def run_timing(job: Job) -> dict[str, float]:
     last = job.config.train.warmup_steps + (job.config.train.max_steps or 0)
     skipped, ended = 0, False
     while not ended:
-        ended = train_epoch(job, stop_at=last)
+        with job.clock.part("train"):
+            ended = train_epoch(job, stop_at=last)
         skipped = max(skipped, len(note_skipped(job, job.train_loader, {})))
         job.state.progress.epoch += 1
         job.state.progress.position = 0
@@ -110,7 +123,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             if done or in_epoch % config.train.log_every == 0 or progress.step == config.train.warmup_steps:
                 log_step(job, in_epoch)
                 if stop_at is not None and not ended and job.enough is not None:
-                    ended = is_enough(job, job.enough)
+                    with job.clock.part("other"):
+                        ended = is_enough(job, job.enough)
                     job.throughput.begin(progress.step)  # the question is no part of a step
             if done or ended:
                 return ended
@@ -172,8 +186,9 @@ def log_step(job: Job, in_epoch: int) -> None:
     of_task = next(update for update in learner.updates.updates if "task" in update.losses)
     lr = of_task.optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
+    metrics |= {"lr": lr, "images_per_s": images_per_s, **phases}
     job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
-               {**metrics, "lr": lr, "images_per_s": images_per_s, **phases})  # fmt: skip
+               {f"train/{name}": value for name, value in metrics.items()})  # fmt: skip
     if group.is_main:
         now, epoch = (means(learner, sums, progress.epoch) for sums in (local.tolist(), progress.partial))
         log.info(
@@ -231,59 +246,87 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     """A checkpoint at a position inside the epoch; training goes on in the same loader."""
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
-    check_finite(job)
     progress = job.state.progress
-    progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
-    checkpoint.save(job.stage.last, job.state, job.group)
+    with job.clock.part("checkpoint"):
+        check_finite(job)
+        progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
+        checkpoint.save(job.stage.last, job.state, job.group)
     job.throughput.begin(job.state.progress.step)
 
 
 def finish_epoch(job: Job) -> None:
-    """Evaluate, check, save last and best, and report: the epoch counts once its checkpoint stands."""
+    """Evaluate where it is due, check, save last and best, and report: the epoch counts once its checkpoint stands."""
     config, group, progress = job.config, job.group, job.state.progress
     check_finite(job)
     skipped = len(note_skipped(job, job.train_loader, progress.skipped))
-    asked = teacher_images(job)
+    trained = means(job.learner, progress.partial, progress.epoch) | job.noise.end_epoch() | teacher_images(job)
     used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
-    began = time.perf_counter()
-    val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, group, job.learner.autocast)
-    eval_s = time.perf_counter() - began
-    skipped += len(note_skipped(job, job.val_loader, {}))
-    for split, images in (("training", progress.partial[0]), ("validation", val["num_images"])):
-        if not images:
-            raise DataError(f"{config.data.path}: not one {split} image could be read")
-    trained = means(job.learner, progress.partial, progress.epoch)
+    if not progress.partial[0]:
+        raise DataError(f"{config.data.path}: not one training image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
-    metrics = {f"train/{name}": value for name, value in trained.items()}
-    metrics |= {f"train/{name}": value for name, value in job.noise.end_epoch().items()}
-    metrics |= {f"val/{name}": value for name, value in val.items()}
-    metrics |= {"eval_s": eval_s, "skipped_images": float(skipped), **asked}
     progress.partial, progress.skipped = [], {}
-    progress.history.append({"epoch": progress.epoch, "step": progress.step, **metrics})
-    best = val["top1_pct"] > progress.best_top1_pct
-    target = config.train.until_top1_pct
-    if target is not None and val["top1_pct"] >= target:
-        progress.reached = {"time_to_accuracy_s": job.throughput.train_s, "steps_to_accuracy": float(progress.step)}
+    val = evaluate_epoch(job) if is_evaluated(job, progress.epoch) else {}
+    if val:
+        skipped += len(note_skipped(job, job.val_loader, {}))
+    best = bool(val) and val["top1_pct"] > progress.best_top1_pct
     if best:
         progress.best_top1_pct, progress.best_epoch = val["top1_pct"], progress.epoch
-        checkpoint.save(job.stage.best, job.state, group)
-    checkpoint.save(job.stage.last, job.state, group)
+    target = config.train.until_top1_pct
+    if val and target is not None and val["top1_pct"] >= target:
+        progress.reached = {"time_to_accuracy_s": job.clock.train_s, "steps_to_accuracy": float(progress.step)}
+    learned = {f"val/{name}": value for name, value in val.items()}
+    learned |= {f"epoch/train/{name}": value for name, value in trained.items()} | {"epoch/skipped_images": float(skipped)}
+    measured = {**throughput(job), "training_epoch": float(progress.epoch - job.learner.init_epochs), **progress.reached, **used}
+    learned |= epoch_clock(job)
+    row = {"epoch": progress.epoch, "step": progress.step, **learned}
+    record = learned | {f"epoch/{name}": value for name, value in measured.items()}
+    progress.history.append(row)
+    progress.epoch_record = {"step": progress.step, "epoch": float(progress.epoch), "metrics": record}
+    with job.clock.part("checkpoint"):
+        if best:
+            checkpoint.save(job.stage.best, job.state, group)
+        checkpoint.save(job.stage.last, job.state, group)
     if group.is_main:
+        say_epoch(job, val, best)
+    for name, seconds in epoch_clock(job).items():  # what a checkpoint cannot know of itself
+        row[name] += seconds
+        record[name] += seconds
+    job.report("epoch", **progress.epoch_record)
+
+
+def epoch_clock(job: Job) -> dict[str, float]:
+    """Seconds since the epoch began, or since this was last asked for, under the names of its record."""
+    return {f"epoch/{name}": seconds for name, seconds in job.clock.end_epoch().items()}
+
+
+def evaluate_epoch(job: Job) -> dict[str, float]:
+    """See `evaluate`.
+
+    Raises:
+        DataError: not one validation image could be read.
+    """
+    with job.clock.part("eval"):
+        val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, job.group, job.learner.autocast)
+    if not val["num_images"]:
+        raise DataError(f"{job.config.data.path}: not one validation image could be read")
+    return val
+
+
+def say_epoch(job: Job, val: dict[str, float], best: bool) -> None:
+    """An epoch's line in the log."""
+    progress, config = job.state.progress, job.config
+    result = "not evaluated"
+    if val:
+        result = (
+            f"val Acc@1 {val['top1_pct']:.2f}  Acc@5 {val['top5_pct']:.2f}  loss {val['loss']:.4f}  "
+            f"({val['num_images']:.0f} images, {progress.history[-1]['epoch/eval_s']:.1f} s)"
+        )
+    log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, num_epochs(job), result, "  best" if best else "")
+    if progress.reached:
         log.info(
-            "%s epoch %d/%d: val Acc@1 %.2f  Acc@5 %.2f  loss %.4f  (%d images, %.1f s)%s", config.stage, progress.epoch,
-            num_epochs(job), val["top1_pct"], val["top5_pct"], val["loss"], val["num_images"], eval_s,
-            "  best" if best else "",
+            "%s: %g%% reached after %.1f s of training and %d steps", config.stage, config.train.until_top1_pct,
+            progress.reached["time_to_accuracy_s"], progress.step,
         )  # fmt: skip
-        if progress.reached:
-            log.info(
-                "%s: %g%% reached after %.1f s of training and %d steps", config.stage, target,
-                progress.reached["time_to_accuracy_s"], progress.step,
-            )  # fmt: skip
-    job.report(
-        "epoch", progress.step, float(progress.epoch),
-        {**metrics, **throughput(job), "training_epoch": float(progress.epoch - job.learner.init_epochs),
-         "train_s": job.throughput.train_s, **progress.reached, **used},
-    )  # fmt: skip
 
 
 def teacher_images(job: Job) -> dict[str, float]:
@@ -294,7 +337,7 @@ def teacher_images(job: Job) -> dict[str, float]:
     if job.learner.teacher is None:
         return {}
     ran_for = [count for count in gather_objects(job.learner.teacher.end_epoch(), job.group) if count is not None]
-    return {"train/teacher_images": float(sum(ran_for))} if ran_for else {}
+    return {"teacher_images": float(sum(ran_for))} if ran_for else {}
 
 
 def note_skipped(job: Job, loader: Loader, before: dict[int, str]) -> dict[int, str]:
@@ -357,17 +400,20 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
     summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), **job.noise.whole(), "steps": float(progress.step)}
-    summary["skipped_images"] = max([float(skipped_images), *(row["skipped_images"] for row in progress.history)])
+    summary["skipped_images"] = max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
         summary |= image_costs(job.learner, job.config.data.image_size)
-    if progress.history:
-        last = progress.history[-1]
+    evaluated = [row for row in progress.history if "val/top1_pct" in row]
+    if evaluated:
         summary |= {
-            **headline(last), "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
-            "train_s": job.throughput.train_s, **progress.reached,
+            **headline(evaluated[-1]), "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
+            **progress.reached,
         }  # fmt: skip
+    summary |= job.clock.total()
+    if walls_s := [row["epoch/wall_s"] for row in progress.history]:  # caches and the first kernels are made in the first epoch
+        summary["epoch_wall_s"] = fmean(walls_s[1:] or walls_s)
     job.report("summary", progress.step, float(progress.epoch), summary)
     return summary

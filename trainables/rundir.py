@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line and fsync it: after this returns, the record survives the machine.
+    """Append one JSON line; see `append_lines`."""
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append JSON lines and fsync them: after this returns, the records survive the machine.
 
     A line that an earlier death left unfinished is closed first, so that it spoils itself alone.
     """
+    if not records:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
@@ -64,7 +71,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
             file.seek(size - 1)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write((json.dumps(record) + "\n").encode())
+        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -90,6 +97,11 @@ def headline(metrics: dict[str, float]) -> dict[str, float]:
     """An epoch's validation numbers under the names that a stage's final numbers have."""
     names = {"val/top1_pct": "top1_pct", "val/top5_pct": "top5_pct", "val/loss": "val_loss"}
     return {names[name]: value for name, value in metrics.items() if name in names}
+
+
+def final_names(metrics: dict[str, float]) -> dict[str, float]:
+    """All numbers of an epoch's record under the names that a stage's final numbers have: `epoch/step_s` as `step_s`."""
+    return {name.removeprefix("epoch/"): value for name, value in metrics.items()} | headline(metrics)
 
 
 @dataclass(frozen=True)

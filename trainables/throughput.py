@@ -23,11 +23,6 @@ class Throughput:
     _began: float = 0.0
     _began_step: int = 0
 
-    @property
-    def train_s(self) -> float:
-        """Seconds of training so far, warm-up included; evaluation and checkpoints lie outside windows."""
-        return self.warm[1] + self.cold[1]
-
     def begin(self, step: int) -> None:
         """A window begins (an epoch starts; evaluation and checkpoints lie outside windows)."""
         self._began, self._began_step = self.clock(), step

@@ -1,7 +1,7 @@
 """What runs in every Ray Train worker. The only module of this package that knows Ray.
 
 The loop's numbers leave a worker three ways: rank 0 appends them to the stage's `metrics.jsonl` (the record that MLflow and
-the progress display read), sets Ray's gauges (Prometheus, Grafana), and at each epoch calls `ray.train.report`.
+the progress display read), sets Ray's gauges (Prometheus, Grafana), and at epochs all ranks call `ray.train.report`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from trainables.config import EvaluateConfig, FillConfig, TrainConfig
 from trainables.distributed import Group, gather_objects
 from trainables.errors import NO_MEMORY, ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
-from trainables.rundir import StageDir, append_line, headline, read_lines, write_json
+from trainables.metrics_file import MetricsFile
+from trainables.rundir import StageDir, final_names, write_json
 from trainables.served.contract import LostError
 from trainables.telemetry import Telemetry
 
@@ -55,8 +56,8 @@ that mallopt(3) takes; they count in the main arena alone, and Ray Train runs th
 """
 TEACHERS = "raydistill"
 """Ray's namespace of the actors of `teacher.service`."""
-_GAUGE_OF = {"images_per_s": "raydistill_images_per_s", "data_pct": "raydistill_data_pct", "loss": "raydistill_loss",
-             "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
+_GAUGE_OF = {"train/images_per_s": "raydistill_images_per_s", "train/data_pct": "raydistill_data_pct",
+             "train/loss": "raydistill_loss", "val/top1_pct": "raydistill_top1_pct"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -383,61 +384,102 @@ def start_logging(stage: StageDir, group: Group) -> None:
 
 
 class Reporter:
-    """The loop's `report`: a durable line, gauges, and Ray Train's own report at epochs.
-
-    The line is fsynced by a thread of its own, so that a slow disk does not slow a step; leaving the context waits for it.
-    """
+    """The loop's `report`: a durable line, gauges, and Ray Train's own report at epochs."""
 
     def __init__(self, config: TrainConfig, stage: StageDir, group: Group):
-        self._config, self._stage, self._group = config, stage, group
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._writer = threading.Thread(target=self._write, name="records", daemon=True)
-        self._failure: OSError | None = None
+        self._config, self._group = config, group
+        self._file = MetricsFile(stage.metrics, config.stage) if group.is_main else None
+        self._epochs = None if config.report_each_epoch else EpochReports(group)
         self._gauges: dict[str, Gauge] = {}
-        # After a resume from an older checkpoint the same steps come again, with the same numbers: recorded once.
-        self._seen = {(line["kind"], line["step"]) for line in read_lines(stage.metrics)} if group.is_main else set()
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Reporter:
-        if self._group.is_main:
+        if self._file:
             tags = {"stage": self._config.stage, **self._config.labels}
             for name, text in GAUGES.items():
                 gauge = Gauge(name, description=text, tag_keys=tuple(tags))
                 gauge.set_default_tags(tags)
                 self._gauges[name] = gauge
-            self._writer.start()
+            self._open.enter_context(self._file)
+        if self._epochs:
+            self._open.enter_context(self._epochs)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._group.is_main:
-            self._lines.put(None)
-            self._writer.join()
-            if self._failure is not None and kind is None:
-                raise self._failure
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """See `loop.Report`; every rank calls it for the kind `epoch`, which is a barrier.
+        """See `build.Report`; every rank calls it for the kind `epoch`.
 
         Raises:
-            OSError: on rank 0 where an earlier line could not be written.
+            Exception: an earlier line could not be written, or an earlier report did not reach Ray, and why.
         """
-        if self._group.is_main:
-            if self._failure is not None:
-                raise self._failure
-            if (kind, step) not in self._seen:
-                self._lines.put({"kind": kind, "stage": self._config.stage, "step": step, "epoch": epoch,
-                                 "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})  # fmt: skip
+        if self._file:
+            self._file.add(kind, step, epoch, metrics)
             for name, gauge in _GAUGE_OF.items():
                 if name in metrics:
                     self._gauges[gauge].set(metrics[name])
-        if kind == "epoch":
-            ray.train.report({"epoch": epoch, "step": step, **metrics, **headline(metrics)})
+        if kind != "epoch":
+            return
+        numbers = {"epoch": epoch, "step": step, **final_names(metrics)}
+        if self._epochs:
+            self._epochs.put(numbers)
+        else:
+            ray.train.report(numbers)
 
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
+
+class EpochReports:
+    """Epochs on their way to Ray Train. Its report waits for all ranks and for the controller's next poll: a thread does so.
+
+    An epoch that ends while an earlier one's report is still under way waits for no one: the next one takes its place. The
+    last one always arrives: leaving the context waits for it, unless an error ends the job.
+    """
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._reports: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._report, name="epoch reports", daemon=True)
+        self._latest: dict[str, Any] | None = None
+        """An epoch that has not been reported, nor will be if another one comes."""
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> EpochReports:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # other ranks may never get to the report that this one's thread is in
+            return
+        if self._latest is not None:
+            self._reports.put(self._latest)
+        self._reports.put(None)
+        self._thread.join()
+        self._check()
+
+    def put(self, metrics: dict[str, Any]) -> None:
+        """Report an epoch; every rank calls it."""
+        self._check()
+        # All ranks report the same epochs, or none would get past the first one that another leaves out.
+        if not all(gather_objects(self._idle.is_set(), self._group)):
+            self._latest = metrics
+            return
+        self._latest = None
+        self._idle.clear()
+        self._reports.put(metrics)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _report(self) -> None:
+        while (metrics := self._reports.get()) is not None:
             try:
-                append_line(self._stage.metrics, line)
-            except OSError as error:
+                ray.train.report(metrics)
+            except Exception as error:  # of any kind: the training thread raises it
                 self._failure = error
+            self._idle.set()
 
 
 class NodeTelemetry:

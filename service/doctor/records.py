@@ -11,7 +11,7 @@ from typing import Any
 from service.doctor.evidence import EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.experiment import Experiment, Resolved
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, StageDir, final_names, read_lines
 
 Metrics = Mapping[str, float]
 
@@ -59,7 +59,8 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: Mapping[str, Any], n
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
     lines, metrics = read_lines(stage.metrics), _summary(stage)
-    metrics = metrics or next((line["metrics"] for line in reversed(lines) if "phase/step_ms" in line["metrics"]), {})
+    last: Metrics = next((line["metrics"] for line in reversed(lines) if "train/phase/step_ms" in line["metrics"]), {})
+    metrics = metrics or {name.removeprefix("train/"): value for name, value in last.items()}
     if "phase/step_ms" not in metrics:
         return None
     evidence = evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
@@ -138,11 +139,11 @@ def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
     for line in lines:
         metrics, step = line["metrics"], int(line["step"])
         if line["kind"] == "step":
-            if "phase/step_ms" in metrics and step > before:
-                total_ms += metrics["phase/step_ms"] * (step - before)
+            if "train/phase/step_ms" in metrics and step > before:
+                total_ms += metrics["train/phase/step_ms"] * (step - before)
                 count += step - before
             before = step
         elif line["kind"] == "epoch" and count:
-            found.append(EpochUse(total_ms / count, metrics.get("eval_s", 0.0), _gpus(metrics)))
+            found.append(EpochUse(total_ms / count, metrics.get("epoch/eval_s", 0.0), _gpus(final_names(metrics))))
             total_ms, count = 0.0, 0
     return tuple(found)

@@ -9,6 +9,7 @@ from service.report import names
 from service.report.marks import DASHES, MOST_SERIES, PALETTE, SYMBOLS, Figure, Trace, band, dots, hover, line, y_axis
 from service.report.records import History
 from service.report.timeline import clock
+from trainables.rundir import final_names
 
 HARDWARE = (
     ("utilisation", "GPU utilisation", "util_pct", "%", True),
@@ -23,7 +24,7 @@ def hardware(histories: Sequence[History]) -> list[Figure]:
     samples = []
     for h in histories:
         told = h.of("epoch") or h.of("summary")
-        samples += [(float(one["time_ms"]), h.label, one["metrics"]) for one in told]
+        samples += [(float(one["time_ms"]), h.label, final_names(one["metrics"])) for one in told]
     samples.sort(key=lambda sample: sample[0])
     if not samples:
         return []

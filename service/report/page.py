@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.experiment import read_resolved
-from service.report import along, figures, hardware, listings, names, seeds, timeline, winner
+from service.report import along, figures, hardware, listings, names, seeds, timeline, wall, winner
 from service.report.curve import model_of
 from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
@@ -21,7 +21,8 @@ from trainables.rundir import RunDir, write_atomic
 
 RELOAD_S = 5
 FACTS = {
-    "images_per_s": "images/s", "epoch_s": "s an epoch", "step_s": "s a step", "data_pct": "% of it waiting for data",
+    "images_per_s": "images/s", "epoch_s": "s of steps an epoch", "epoch_wall_s": "s an epoch by the clock",
+    "step_s": "s a step", "data_pct": "% of it waiting for data",
     "top1_pct": "top-1 %", "best_top1_pct": "best top-1 %", "peak_memory_mib": "MiB of GPU memory, peak",
 }  # fmt: skip
 
@@ -106,6 +107,7 @@ def run_page(records: Records) -> Page:
     sections = [
         Section("Learning", figures=kept(timeline.losses(histories), timeline.accuracy(histories, labels))),
         Section("Where the time goes", figures=kept(
+            wall.figure([(stage["stage"], stage) for stage in stages], result),
             timeline.stage_phases([stage for stage in stages if stage["metrics"]], figures.PHASE_COLOURS),
             timeline.waits_over_time(histories), timeline.speeds(histories), timeline.drift(histories, labels))),
         Section("Hardware", figures=hardware.hardware(histories)),
@@ -142,7 +144,7 @@ def finished(records: Records, page: Page) -> Page:
 
 def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The numbers that one looks for first."""
-    digits = {"images_per_s": 1, "epoch_s": 2, "step_s": 4, "data_pct": 1, "peak_memory_mib": 0}
+    digits = {"images_per_s": 1, "epoch_s": 2, "epoch_wall_s": 2, "step_s": 4, "data_pct": 1, "peak_memory_mib": 0}
     return [
         (text, names.number(metrics[name], digits.get(name, 2)))
         for name, text in FACTS.items()
@@ -167,7 +169,11 @@ def over_time(records: Records) -> list[Figure]:
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [
-        *kept(timeline.accuracy(histories, labels, rows), timeline.drift(histories, labels, rows)),
+        *kept(
+            timeline.accuracy(histories, labels, rows),
+            timeline.drift(histories, labels, rows),
+            wall.of_trials(ranked[:MOST_SERIES], rows),
+        ),
         *hardware.hardware(histories),
     ]
 

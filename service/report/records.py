@@ -21,7 +21,7 @@ SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
 UNRUN = ("pending", "untested")  # how a trial stands that has not ended
 Row = Mapping[str, Any]
 _STEP = b'"kind": "step"'
-_WINDOW_MS = re.compile(rb'"phase/step_ms": ([0-9.e+-]+)')
+_WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
 _FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
 
 

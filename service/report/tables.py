@@ -169,6 +169,7 @@ def under_way(run_dir: RunDir) -> list[str]:
     for path in sorted(run_dir.root.rglob("metrics.jsonl")):
         stage = StageDir(path.parent)
         if not stage.result.exists() and (records := read_lines(path)):
-            where, speed = stage.root.relative_to(run_dir.root), number(records[-1]["metrics"].get("images_per_s"), 1)
+            speeds = (record["metrics"].get("train/images_per_s") for record in reversed(records))
+            where, speed = stage.root.relative_to(run_dir.root), number(next(filter(None, speeds), None), 1)
             lines.append(f"{where}: step {records[-1]['step']}, {speed} images/s")
     return lines

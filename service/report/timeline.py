@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from service.report import names
@@ -115,14 +114,8 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
 
 
 def epoch_times(history: History) -> list[tuple[float, float]]:
-    """(epoch, seconds) of each epoch that was trained in one go, its evaluation left out."""
-    found = []
-    for before, after in pairwise(history.of("start", "epoch")):
-        begins = before["kind"] == "epoch" or before["step"] % max(1, before["metrics"].get("steps_per_epoch") or 1) == 0
-        if after["kind"] == "epoch" and begins:
-            seconds = (after["time_ms"] - before["time_ms"]) / 1e3 - after["metrics"].get("eval_s", 0.0)
-            found.append((float(after["epoch"]), seconds))
-    return found
+    """(epoch, seconds of its steps) of each epoch whose clock is on record."""
+    return [(float(one["epoch"]), one["metrics"]["epoch/train_s"]) for one in history.of("epoch") if finite(one, "epoch/train_s")]
 
 
 def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
@@ -144,8 +137,8 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
         words.append(f"{h.label} {names.short(ys[1])} → {names.short(ys[-1])} s ({change:+.0%})")
         table.append([h.label, names.number(ys[0]), names.number(ys[1]), names.number(ys[-1]), f"{change:+.1%}"])
     return Figure(
-        "drift", "Time of each epoch",
-        f"Training alone, without evaluation. From the second to the last: {'; '.join(words[:3])}.{colours}"
+        "drift", "Steps of each epoch",
+        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colours}"
         + names.left_out(rows, {trial_of(h) for h in told}, f"{FEWEST_EPOCHS} whole epochs"), traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
         ["what", "first s", "second s", "last s", "second to last"], table,
@@ -156,10 +149,10 @@ def losses(histories: Sequence[History]) -> Figure | None:
     """Training loss at the log lines, validation loss at the epochs' ends."""
     traces, table = [], []
     for place, h in enumerate(histories):
-        steps, epochs = thin([one for one in h.of("step") if finite(one, "loss")]), h.of("epoch")
+        steps, epochs = thin([one for one in h.of("step") if finite(one, "train/loss")]), h.of("epoch")
         if steps:
             traces.append(line(f"{h.label}, training", place, [one["epoch"] for one in steps],
-                               [one["metrics"]["loss"] for one in steps]))  # fmt: skip
+                               [one["metrics"]["train/loss"] for one in steps]))  # fmt: skip
         told = [one for one in epochs if finite(one, "val/loss")]
         if told:
             ys = [one["metrics"]["val/loss"] for one in told]
@@ -167,7 +160,7 @@ def losses(histories: Sequence[History]) -> Figure | None:
                 hover(h.label, f"epoch {one['epoch']:g}", f"validation loss {y:.4f}") for one, y in zip(told, ys, strict=True)
             ]
             traces.append(dots(f"{h.label}, validation", place, [one["epoch"] for one in told], ys, tips))
-            table += [[h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("train/loss"), 4), names.number(y, 4)]
+            table += [[h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("epoch/train/loss"), 4), names.number(y, 4)]
                       for one, y in zip(told, ys, strict=True)]  # fmt: skip
     if not traces:
         return None
@@ -185,15 +178,15 @@ def finite(record: Mapping[str, Any], name: str) -> bool:
 
 def speeds(histories: Sequence[History]) -> Figure | None:
     """Images/s at each log line."""
-    return over_steps(histories, "speed", "Speed over time", "images_per_s", "images/s",
+    return over_steps(histories, "speed", "Speed over time", "train/images_per_s", "images/s",
                       "Images trained on per second between log lines, over all workers.")  # fmt: skip
 
 
 def waits_over_time(histories: Sequence[History]) -> Figure | None:
     """What a step waits for data, with the least and the most between log lines."""
-    return over_steps(histories, "waits", "The wait for data, least to most", "phase/data_ms", "ms a step",
+    return over_steps(histories, "waits", "The wait for data, least to most", "train/phase/data_ms", "ms a step",
                       "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
-                      ("phase/data_min_ms", "phase/data_max_ms"))  # fmt: skip
+                      ("train/phase/data_min_ms", "train/phase/data_max_ms"))  # fmt: skip
 
 
 def over_steps(

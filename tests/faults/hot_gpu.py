@@ -25,15 +25,18 @@ def hot_gpu(throttled: bool) -> Case:
         step_ms = (175 + 24 * hot) * (1 + noise_pct / 100) * 1e3 / STEPS
         sum_ms += step_ms
         for part in range(1, 6):
-            step = (epoch - 1) * STEPS + part * STEPS // 5
-            lines.append({"kind": "step", "step": step, "epoch": epoch - 1 + part / 5, "metrics": phases(step_ms)})
+            step = {f"train/{name}": ms for name, ms in phases(step_ms).items()}
+            lines.append(
+                {"kind": "step", "step": (epoch - 1) * STEPS + part * STEPS // 5, "epoch": epoch - 1 + part / 5, "metrics": step}
+            )
         gpu = {
             "util_pct": 98.0, "temperature_c": 66 + 14 * hot, "sm_clock_mhz": 1410 * 175 / (175 + 24 * hot),
             "throttle_reasons": float(SW_THERMAL_SLOWDOWN if hot else 0), "power_w": 380.0,
         }  # fmt: skip
         telemetry = {f"node0/gpu0/{name}": value for name, value in gpu.items()}
-        evaluated = {"eval_s": 6.0, "val/num_images": 50_000.0, "node0/cpu_pct": 40.0}
-        lines.append({"kind": "epoch", "step": epoch * STEPS, "epoch": float(epoch), "metrics": telemetry | evaluated})
+        measured = {f"epoch/{name}": value for name, value in (telemetry | {"eval_s": 6.0, "node0/cpu_pct": 40.0}).items()}
+        evaluated = {"val/num_images": 50_000.0}
+        lines.append({"kind": "epoch", "step": epoch * STEPS, "epoch": float(epoch), "metrics": measured | evaluated})
     summary = phases(sum_ms / len(rng_pct)) | telemetry | {"one_image_ms": 4.0}
     experiment = load("imagenet_r34_r18", ["data.global_batch_size=256", "teacher.weights=IMAGENET1K_V1"]).experiment
     return Case("the student", evidence_of(experiment, summary, lines, 16))

@@ -46,7 +46,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     ]
     assert all(name in said for name in NAMES)
     assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
-    assert "distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
+    assert "train/distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
     # The same stages without Ray and without an interruption, each taught by the one before it.
     experiment, weights = load(str(distill.experiment), SETS).experiment, None
     for name in NAMES:
@@ -68,4 +68,4 @@ def test_the_trials_of_a_sweep_share_the_assistants(distill: Distill) -> None:
     for trial in ("000", "001"):
         folder = RunDir(run).trial(trial).root
         assert not any(RunDir(folder).stage(name).root.exists() for name in ("teacher", "assistant1"))
-        assert "distill_loss" in records(folder, "step")[0]["metrics"]
+        assert "train/distill_loss" in records(folder, "step")[0]["metrics"]

@@ -118,7 +118,7 @@ def test_corrupt_images_are_named_counted_and_left_out_up_to_a_limit_that_is_an_
         assert f"skipped {name} (truncated or damaged: image file is truncated" in log
     assert result(run)["stages"][0]["metrics"]["skipped_images"] == 3
     epoch = records(run, "epoch")[0]["metrics"]
-    assert (epoch["skipped_images"], epoch["val/num_images"]) == (3, 7)
+    assert (epoch["epoch/skipped_images"], epoch["val/num_images"]) == (3, 7)
 
     evaluated = Command(tmp_path, "evaluate", stage.best, "--data", root).end()
     assert evaluated.code == 0, evaluated.err

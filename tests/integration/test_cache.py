@@ -23,4 +23,4 @@ def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: 
     assert "holds the logits of 2,884 images; 0 were computed now" in distill.run("cache", distill.experiment, *kept)
     distill.run("train", distill.experiment, *kept)
     (run,) = [folder for folder in distill.runs.iterdir() if not folder.name.startswith(".")]
-    assert [record["metrics"]["train/teacher_images"] for record in records(run, "epoch")] == [0, 0]
+    assert [record["metrics"]["epoch/train/teacher_images"] for record in records(run, "epoch")] == [0, 0]

@@ -43,7 +43,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     output = distill.run("sweep", distill.experiment, "--out", undisturbed, *said, env=cluster.env)
     assert [row["status"] for row in result(undisturbed)["trials"]] == ["ok", "ok"]
     epochs = [records(RunDir(undisturbed).trial(trial).root, "epoch") for trial in TRIALS]
-    ran_for = [[record["metrics"]["train/teacher_images"] for record in of_trial] for of_trial in epochs]
+    ran_for = [[record["metrics"]["epoch/train/teacher_images"] for record in of_trial] for of_trial in epochs]
     assert [sum(counts) for counts in zip(*ran_for, strict=True)] == [IMAGES] * EPOCHS
     counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and ([\d,]+)\s+were answered", output)
     assert counted is not None, output

@@ -334,6 +334,11 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
         (["sweep.policy=asha"], "set metric to top1_pct"),
         (
+            ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=3", "train.evaluate_every=2"],
+            "sweep.grace_epochs 3: asha compares trials after so many epochs first, and train.evaluate_every 2 leaves that one "
+            "without an accuracy: write 4, or train.evaluate_every 1",
+        ),
+        (
             ["sweep.policy=guided", "sweep.metric=top1_pct"],
             "policy guided looks for speed or cost, not top1_pct: set metric to",
         ),

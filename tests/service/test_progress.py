@@ -32,7 +32,7 @@ def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
     with Display(Console(file=out, width=160, force_terminal=True)) as display:
         display.follow("student", stage)
         append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
-        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"images_per_s": 123.4, "loss": 0.5}})
+        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/images_per_s": 123.4, "train/loss": 0.5}})
         display.tick()
         display.trials(1, 8)
         assert display._bars is not None
@@ -40,3 +40,15 @@ def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
     assert "10/40" in out.getvalue()
     assert "123 images/s" in out.getvalue()
     assert "loss 0.500" in out.getvalue()
+
+
+def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.follow("student", stage)
+        append_line(stage.metrics, {"kind": "resume", "step": 20, "metrics": {}})
+        display.tick()
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "20/40" in out.getvalue()

@@ -14,7 +14,9 @@ from trainables import checkpoint, loop
 from trainables.build import Job, build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
+from trainables.metrics_file import MetricsFile
 from trainables.models.registry import build_model
+from trainables.rundir import StageDir
 
 
 def config(output_dir: Path | str, **sections: Any) -> TrainConfig:
@@ -79,6 +81,16 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
             died = True
     state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
     return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
+
+
+def train_on_record(settings: TrainConfig) -> dict[str, float]:
+    """Run the job alone, its numbers in the stage's `metrics.jsonl` as a worker writes them. Returns its summary."""
+    stage = StageDir(Path(settings.output_dir))
+    with (
+        MetricsFile(stage.metrics, settings.stage) as file,
+        contextlib.closing(build(settings, Group(), file.add, no_telemetry)) as job,
+    ):
+        return loop.run(job)
 
 
 def build_unwatched(group: Group, settings: TrainConfig) -> Job:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from service.experiment import load
-from tests.trainables.jobs import config, train, write_teacher
+from tests.trainables.jobs import config, equal, train, write_teacher
 from tests.trainables.methods import mine
 from trainables import checkpoint
 from trainables.config import TrainConfig
@@ -61,11 +61,56 @@ def test_time_before_a_death_counts_once_it_is_in_a_checkpoint(ranks: Ranks, tmp
     assert died["died"]
     assert last["steps_to_accuracy"] == whole["calls"][-1][2]["steps_to_accuracy"]
     if kind == "epoch":  # its checkpoint stood: all that is left is to say so
-        assert [name for name, *_ in pieces["calls"]] == ["start", "summary"]
-        assert last["time_to_accuracy_s"] == died["calls"][-1][2]["time_to_accuracy_s"]
+        assert [name for name, *_ in pieces["calls"]] == ["start", "epoch", "summary"]
+        assert last["time_to_accuracy_s"] == died["calls"][-1][2]["epoch/time_to_accuracy_s"]
     else:
-        before = [metrics["train_s"] for name, _, metrics in died["calls"] if name == "epoch"]
-        assert last["time_to_accuracy_s"] > max(before, default=0.0)
+        before = [metrics["epoch/train_s"] for name, _, metrics in died["calls"] if name == "epoch"]
+        assert last["time_to_accuracy_s"] > sum(before)
+
+
+def evaluated(calls: list[tuple[str, int, dict[str, float]]]) -> list[int]:
+    """The epochs that have a validation accuracy on record."""
+    return [number for number, (*_, metrics) in enumerate((call for call in calls if call[0] == "epoch"), start=1)
+            if "val/top1_pct" in metrics]  # fmt: skip
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4, 6]), (9, [6])])
+def test_epochs_between_evaluations_and_always_the_last_one(tmp_path: Path, every: int, epochs: list[int]) -> None:
+    result = train(Group(), until(tmp_path, evaluate_every=every))
+    summary, history = result["calls"][-1][2], result["progress"].history
+    assert evaluated(result["calls"]) == epochs
+    assert summary["best_epoch"] in epochs
+    assert summary["best_top1_pct"] == max(row["val/top1_pct"] for row in history if "val/top1_pct" in row)
+    assert summary["top1_pct"] == history[-1]["val/top1_pct"]
+    _, best = checkpoint.read(StageDir(tmp_path).best)
+    assert best["progress"]["epoch"] == summary["best_epoch"]
+    assert [row["epoch/eval_s"] > 0 for row in history] == [number in epochs for number in range(1, 7)]
+
+
+def test_evaluations_change_nothing_of_what_is_learned_nor_does_a_death_between_them(tmp_path: Path) -> None:
+    each = train(Group(), until(tmp_path / "each"))
+    some = train(Group(), until(tmp_path / "some", evaluate_every=4))
+    settings = until(tmp_path / "died", evaluate_every=4)
+    records = [kind for kind, *_ in some["calls"]]
+    second_epoch = [number for number, kind in enumerate(records, start=1) if kind == "epoch"][1]
+    assert train(Group(), settings, second_epoch)["died"]
+    resumed = train(Group(), settings)
+    assert equal(each["state"], some["state"])
+    assert equal(resumed["state"], some["state"])
+    accuracies = [[row.get("val/top1_pct") for row in result["progress"].history] for result in (each, some, resumed)]
+    assert accuracies[1] == accuracies[2] == [None, None, None, accuracies[0][3], None, accuracies[0][5]]
+
+
+def test_a_target_is_looked_for_where_an_epoch_is_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+    result = ranks.run(2, train, until(tmp_path, until_top1_pct=20, evaluate_every=2))[0]
+    assert evaluated(result["calls"]) == [2]
+    assert result["calls"][-1][2]["steps_to_accuracy"] == 30
+
+
+def test_a_training_whose_time_is_up_is_evaluated_at_its_end(ranks: Ranks, tmp_path: Path) -> None:
+    result = ranks.run(2, train, until(tmp_path, until_s=1e-3, evaluate_every=5))[0]
+    assert evaluated(result["calls"]) == [1]
+    assert "top1_pct" in result["calls"][-1][2]
 
 
 def test_a_target_and_a_timing_run_exclude_each_other(tmp_path: Path) -> None:
@@ -87,11 +132,11 @@ def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks
     settings = config(tmp_path / "job", teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
     calls = ranks.run(1, train, settings)[0]["calls"]
     terms = {"Prepared/kept", "Prepared/code", "kd/kl", "distill_loss"}
-    for kind, prefix in (("step", ""), ("epoch", "train/")):
+    for kind, prefix in (("step", "train/"), ("epoch", "epoch/train/")):
         said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
         stages = [names for names, _ in itertools.groupby(said)]
         assert stages == [{"Prepared/kept", "distill_loss"}, {"Prepared/code", "kd/kl", "distill_loss"}]
-    assert [metrics["training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
+    assert [metrics["epoch/training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
 
 
 def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_last_good_state(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_scalers_factor_is_divided_out(ranks: Ranks, tmp_path: Path) -> None
         precision: ranks.run(2, train, config(tmp_path / precision, precision=precision, **settings))[0]["calls"][-2][2]
         for precision in ("fp16", "fp32")
     }
-    for name in ("train/noise_scale", "train/grad_norm"):
+    for name in ("epoch/train/noise_scale", "epoch/train/grad_norm"):
         assert seen["fp16"][name] == pytest.approx(seen["fp32"][name], rel=0.03)
 
 
@@ -159,8 +159,9 @@ def test_log_lines_epochs_and_the_summary_have_it_where_there_is_something_to_co
         optim = {"epochs": 2, "accumulate": accumulate}
         calls = ranks.run(world_size, train, config(tmp_path / str(world_size), teacher=None, optim=optim))[0]["calls"]
         of = {kind: [metrics for name, _, metrics in calls if name == kind] for kind in ("step", "epoch", "summary")}
-        assert all(metrics["noise_scale"] > 0 and metrics["grad_norm"] > 0 for metrics in of["step"])
-        assert all(metrics["train/noise_scale"] > 0 and metrics["train/grad_norm"] > 0 for metrics in of["epoch"])
+        assert all(metrics["train/noise_scale"] > 0 and metrics["train/grad_norm"] > 0 for metrics in of["step"])
+        learned = [{name.removeprefix("epoch/train/"): value for name, value in metrics.items()} for metrics in of["epoch"]]
+        assert all(metrics["noise_scale"] > 0 and metrics["grad_norm"] > 0 for metrics in learned)
         assert of["summary"][0]["noise_scale"] > 0
     alone = train(Group(), config(tmp_path / "alone", teacher=None))["calls"]
     assert not [name for _, _, metrics in alone for name in metrics if "noise" in name or "grad_norm" in name]

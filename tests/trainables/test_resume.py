@@ -41,7 +41,9 @@ def test_a_resumed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, wor
     whole = ranks.run(world_size, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [world_size] * 4, 9, **settings)
     assert equal(whole["state"], pieces["state"])
-    histories = [[{k: v for k, v in row.items() if k != "eval_s"} for row in r["progress"].history] for r in (whole, pieces)]
+    histories = [
+        [{k: v for k, v in row.items() if not k.endswith("_s")} for row in r["progress"].history] for r in (whole, pieces)
+    ]
     assert histories[0] == histories[1]
     tensors = [checkpoint.read(tmp_path / name / "checkpoints" / "last.safetensors")[0] for name in ("whole", "pieces")]
     assert equal(*tensors)
@@ -70,8 +72,8 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
     }  # fmt: skip
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [2, 2], 7, **settings)
-    assert whole["progress"].history[0]["skipped_images"] == 8
-    assert pieces["progress"].history[0]["skipped_images"] == 8
+    assert whole["progress"].history[0]["epoch/skipped_images"] == 8
+    assert pieces["progress"].history[0]["epoch/skipped_images"] == 8
     assert pieces["progress"].skipped == {}
     assert equal(whole["state"], pieces["state"])
 
@@ -91,7 +93,7 @@ def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Rank
         ranks.run(2, train, config(tmp_path / "out", teacher=None, data=data))
     assert all(f"train/a/{number:02}.png (not an image)" in str(caught.value) for number in bad)
     one = ranks.run(2, train, config(tmp_path / "one", teacher=None, data={**data, "max_bad": 0.125}))
-    assert [result["progress"].history[0]["skipped_images"] for result in one] == [2, 2]
+    assert [result["progress"].history[0]["epoch/skipped_images"] for result in one] == [2, 2]
 
 
 def small_state() -> TrainState:

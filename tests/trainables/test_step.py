@@ -78,7 +78,8 @@ def test_a_weights_schedule_is_in_the_loss_of_each_step(tmp_path: Path, decay: s
     )  # fmt: skip
     steps = [metrics for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
     assert len(steps) == 30
-    for step, told in enumerate(steps):
+    for step, recorded in enumerate(steps):
+        told = {name.removeprefix("train/"): value for name, value in recorded.items()}
         done = step / 30  # in the middle the weight has risen, and half of it is left
         left = 1 - done if decay == "linear" else math.cos(math.pi * done / 2) ** 2
         expected = 0.8 * min(2 * done, 1.0) * left * told["kd/kl"]
@@ -138,7 +139,7 @@ def test_precision_layout_and_compilation_work_with_ddp(
         data={"last_batch": "drop"}, optim={"epochs": 2, "lr": 0.05}, train=options,
     )  # fmt: skip
     result = ranks.run(2, train, settings)[0]
-    losses_seen = [metrics["loss"] for kind, _, metrics in result["calls"] if kind == "step"]
+    losses_seen = [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
     assert losses_seen[-1] < losses_seen[0]
     assert not any("_orig_mod" in name or "module" in name.split(".") for name in result["state"])
 

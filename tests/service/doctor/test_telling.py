@@ -74,8 +74,8 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
 def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
     lines: list[dict[str, Any]] = [{"kind": "start", "step": 0, "metrics": {"steps_per_epoch": 10}}]
     for step, step_ms in ((4, 100.0), (10, 200.0)):
-        lines.append({"kind": "step", "step": step, "metrics": {"phase/step_ms": step_ms}})
-    lines.append({"kind": "epoch", "step": 10, "metrics": {"eval_s": 2.0, "val/num_images": 50.0}})
+        lines.append({"kind": "step", "step": step, "metrics": {"train/phase/step_ms": step_ms}})
+    lines.append({"kind": "epoch", "step": 10, "metrics": {"epoch/eval_s": 2.0, "val/num_images": 50.0}})
     e = evidence_of(experiment(), step_of(), lines)
     assert (e.steps_per_epoch, e.val_images) == (10, 50.0)
     assert [(epoch.step_ms, epoch.eval_s) for epoch in e.epochs] == [(160.0, 2.0)]
@@ -102,7 +102,7 @@ def test_the_command_reads_a_run_that_goes_on_and_a_complete_one(run_dir: RunDir
     assert err.count("\n") == 1
     stage = run_dir.stage("student")
     slow = step_of(**{"phase/data_ms": 101.0, "phase/step_ms": 200.0, "node0/cpu_pct": 97.0})
-    append_line(stage.metrics, {"kind": "step", "step": 5, "metrics": slow})
+    append_line(stage.metrics, {"kind": "step", "step": 5, "metrics": {f"train/{name}": ms for name, ms in slow.items()}})
     code, out, _ = run(capsys, "doctor", run_dir.root)
     assert code == 0
     assert out.startswith("decode-bound, 50% to gain: ")

@@ -14,6 +14,7 @@ from service.experiment import load
 from service.report.marks import Figure
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from trainables.rundir import RunDir, append_line, write_json
+from trainables.wall_clock import PARTS
 
 HARDWARE = {"nodes": 2, "slots_per_node": 4, "cpus_per_node": 32.0}
 BEGAN_MS = 1_790_000_000_000
@@ -103,12 +104,19 @@ def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, ep
     for epoch in range(1, epochs + 1):
         top1 = 90 * (1 - np.exp(-epoch / 3)) - 0.5 * (number % 7) + float(rng.normal(0, 0.3))
         begin += int(1e3 * m["epoch_s"] * (1 + 0.02 * epoch)) + 500
-        step = {"loss": 2 / epoch, "images_per_s": m["images_per_s"], "phase/step_ms": 1e3 * m["step_s"]}
-        step |= {"phase/data_ms": 1.0, "phase/data_min_ms": 0.5, "phase/data_max_ms": 9.0}
+        step = {"train/loss": 2 / epoch, "train/images_per_s": m["images_per_s"], "train/phase/step_ms": 1e3 * m["step_s"]}
+        step |= {"train/phase/data_ms": 1.0, "train/phase/data_min_ms": 0.5, "train/phase/data_max_ms": 9.0}
         lines.append(line("step", 10 * epoch, epoch, begin - 600, step))
-        val = {"val/top1_pct": top1, "val/loss": 2.1 / epoch, "train/loss": 2 / epoch, "eval_s": 0.5}
-        lines.append(line("epoch", 10 * epoch, epoch, begin, val | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)))
+        val = {"val/top1_pct": top1, "val/loss": 2.1 / epoch}
+        own = {"train/loss": 2 / epoch, "train_s": m["epoch_s"] * (1 + 0.02 * epoch), "eval_s": 0.3, "checkpoint_s": 0.15,
+               "other_s": 0.05} | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)  # fmt: skip
+        for part in PARTS:
+            m[f"{part}_s"] = m.get(f"{part}_s", 0.0) + own[f"{part}_s"]
+        own["wall_s"] = sum(own[f"{part}_s"] for part in PARTS)
+        m["wall_s"] = sum(m[f"{part}_s"] for part in PARTS)
+        lines.append(line("epoch", 10 * epoch, epoch, begin, val | {f"epoch/{name}": held for name, held in own.items()}))
         m["top1_pct"] = m["best_top1_pct"] = top1
+        m["epoch_wall_s"] = own["wall_s"]
     lines.append(line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, row["scale"]["scale.num_workers"], number % 20)}))
     stage.metrics.parent.mkdir(parents=True, exist_ok=True)
     write_json(stage.result, {"metrics": m})
@@ -132,7 +140,7 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
         if name == "teacher":
             (root / "student").rename(root / "teacher")
         stages.append({"stage": name, "model": "resnet8", "status": "ok", "reason": "", "restarts": 0, "metrics": row["metrics"],
-                       "checkpoint": None})  # fmt: skip
+                       "checkpoint": None, "seconds": row["metrics"]["wall_s"] + 11, "start_s": 10.0, "end_s": 1.0})  # fmt: skip
     write_json(run_dir.result, {
         "kind": "train", "name": "single", "status": status, "started": "2026-01-02T03:04:05", "runs_root": str(root.parent),
         "sources": resolved.sources, "reason": "", "use_gpu": True, "num_workers": 2, "loader_workers": 2, "stages": stages,
@@ -142,7 +150,7 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
 
 def grow(run_dir: RunDir) -> None:
     """One more line, as a run that is still going on writes it."""
-    append_line(run_dir.stage("student").metrics, line("step", 60, 5.5, BEGAN_MS, {"images_per_s": 1.0, "loss": 0.1}))
+    append_line(run_dir.stage("student").metrics, line("step", 60, 5.5, BEGAN_MS, {"train/images_per_s": 1.0, "train/loss": 0.1}))
 
 
 def shown(figure: Figure | None) -> Figure:

@@ -51,8 +51,8 @@ def test_one_trial_is_a_page(tmp_path: Path) -> None:
 def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4))
     assert titles(parsed) == [
-        "speed-0", "speed-1", "phases", "waits", "efficiency", "pareto", "accuracy", "drift", "utilisation", "temperature",
-        "clocks", "cpu",
+        "speed-0", "speed-1", "phases", "waits", "efficiency", "pareto", "accuracy", "drift", "wall",
+        "utilisation", "temperature", "clocks", "cpu",
     ]  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
     parsed = page(train_dir(tmp_path / "t"))
     assert "The student resnet8 reached top-1" in parsed.text
     assert titles(parsed) == [
-        "loss", "accuracy", "phases", "waits", "speed", "drift", "utilisation", "temperature", "clocks", "cpu",
+        "loss", "accuracy", "wall", "phases", "waits", "speed", "drift", "utilisation", "temperature", "clocks", "cpu",
     ]  # fmt: skip
 
 

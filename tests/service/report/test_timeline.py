@@ -20,17 +20,16 @@ def trained(label: str, epochs_s: list[float], **more: float) -> History:
     lines, at = [record("start", 0, 0, 0.0, steps_per_epoch=10)], 0.0
     for epoch, seconds in enumerate(epochs_s, start=1):
         at += seconds + 2.0
-        lines.append(record("epoch", 10 * epoch, epoch, at, **{"eval_s": 2.0, "val/top1_pct": 10.0 * epoch, **more}))
+        clock = {"epoch/train_s": seconds, "epoch/eval_s": 2.0}
+        lines.append(record("epoch", 10 * epoch, epoch, at, **{**clock, "val/top1_pct": 10.0 * epoch, **more}))
     return History(label, lines)
 
 
-def test_epochs_are_timed_without_their_evaluation_and_only_whole_ones() -> None:
+def test_an_epochs_time_is_that_of_its_steps_whatever_came_between() -> None:
     h = trained("student", [175.0, 180.0, 199.0])
     assert epoch_times(h) == [(1.0, 175.0), (2.0, 180.0), (3.0, 199.0)]
-    torn = [*h.lines, record("start", 35, 3, 700.0, steps_per_epoch=10), record("epoch", 40, 4, 800.0, eval_s=2.0)]
-    whole = [*h.lines, record("start", 30, 3, 700.0, steps_per_epoch=10), record("epoch", 40, 4, 800.0, eval_s=2.0)]
-    assert epoch_times(History("student", torn)) == epoch_times(h)
-    assert epoch_times(History("student", whole))[-1] == (4.0, 98.0)
+    resumed = [*h.lines, record("resume", 35, 3, 7000.0), record("epoch", 40, 4, 8000.0, **{"epoch/train_s": 98.0})]
+    assert epoch_times(History("student", resumed))[-1] == (4.0, 98.0)
 
 
 def test_drift_is_told_in_words() -> None:
@@ -82,7 +81,7 @@ def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
 
 def test_hardware_has_a_line_a_gpu_and_of_many_the_mean_and_the_band() -> None:
     def run(gpus: int) -> list[Any]:
-        temperatures = {f"node{gpu // 8}/gpu{gpu % 8}/temperature_c": 60.0 + gpu for gpu in range(gpus)}
+        temperatures = {f"epoch/node{gpu // 8}/gpu{gpu % 8}/temperature_c": 60.0 + gpu for gpu in range(gpus)}
         return hardware([trained("student", [10.0] * 3, **temperatures)])
 
     (few,) = run(2)
@@ -95,7 +94,7 @@ def test_hardware_has_a_line_a_gpu_and_of_many_the_mean_and_the_band() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_left_out() -> None:
-    h = History("student", [record("step", n, n / 10, n, loss=1.0 if n else float("nan")) for n in range(5)])
+    h = History("student", [record("step", n, n / 10, n, **{"train/loss": 1.0 if n else float("nan")}) for n in range(5)])
     figure = losses([h])
     assert figure is not None
     assert figure.traces[0]["y"] == [1.0] * 4

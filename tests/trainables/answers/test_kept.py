@@ -53,12 +53,12 @@ def settings(folder: Path, name: str, *, epochs: int = 2, teacher: dict[str, Any
 
 
 def losses_of(result: dict[str, Any]) -> list[float]:
-    return [metrics["loss"] for kind, _, metrics in result["calls"] if kind == "step"]
+    return [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
 
 
 def ran_for(result: dict[str, Any]) -> list[float]:
     """Of each epoch, the images for which the teacher ran."""
-    return [metrics["train/teacher_images"] for kind, _, metrics in result["calls"] if kind == "epoch"]
+    return [metrics["epoch/train/teacher_images"] for kind, _, metrics in result["calls"] if kind == "epoch"]
 
 
 def keys(folder: Path) -> set[str]:

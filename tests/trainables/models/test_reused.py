@@ -164,7 +164,7 @@ def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: R
     assert equal(loaded.state_dict(), state)
     assert not any("head" in name for name in state)
     (epoch,) = [metrics for kind, _, metrics in results[0]["calls"] if kind == "epoch"]
-    assert epoch["train/loss"] == pytest.approx(epoch["train/simkd/feature"])
+    assert epoch["epoch/train/loss"] == pytest.approx(epoch["epoch/train/simkd/feature"])
 
 
 def test_a_student_of_simkd_goes_on_where_it_was_and_may_teach(ranks: Ranks, tmp_path: Path) -> None:

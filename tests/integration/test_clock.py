@@ -1,0 +1,90 @@
+"""A run's wall time is accounted for, and each of its numbers is on record once: with a real Ray and a real MLflow store."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from service.report import wall
+from tests.integration.conftest import Distill, records, result
+from trainables.rundir import RunDir, read_lines
+
+pytestmark = pytest.mark.integration
+
+EPOCHS = 8
+TRAINED = [f"optim.epochs={EPOCHS}", "tracking.enabled=true", "tracking.log_model=false", "scale.num_workers=2"]
+
+KILL_AFTER_RENAME = """
+import os, signal
+from pathlib import Path
+
+replace, renamed, marker = os.replace, [], Path({marker!r})
+
+def replace_and_die(source, target, **options):
+    replace(source, target, **options)
+    if Path(target).name == "last.safetensors":
+        renamed.append(target)
+        if len(renamed) == 3 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+os.replace = replace_and_die
+"""
+
+
+def options(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def sent_twice(runs: Path) -> list[tuple[str, int]]:
+    """Numbers of a stage that the store has more than once for a step."""
+    with closing(sqlite3.connect(runs / "mlflow.db")) as store:
+        rows = store.execute("SELECT run_uuid, key, step FROM metrics WHERE key LIKE 'student/%'").fetchall()
+    assert rows
+    return [(key, step) for (_, key, step), count in Counter(rows).items() if count > 1]
+
+
+def recorded_twice(run: Path) -> list[tuple[str, int]]:
+    """Numbers that a stage's file has more than once for a step."""
+    lines = read_lines(RunDir(run).stage("student").metrics)
+    counts = Counter((name, line["step"]) for line in lines for name in line["metrics"])
+    return [pair for pair, count in counts.items() if count > 1]
+
+
+def test_epochs_do_not_wait_for_ray_and_the_parts_of_a_run_are_its_wall_time(distill: Distill) -> None:
+    run = distill.runs / "clock"
+    distill.run("train", distill.experiment, "--out", run, *options(*TRAINED, "train.evaluate_every=3"))
+    (stage,) = result(run)["stages"]
+    parts = wall.parts(stage)
+    assert sum(seconds for name, seconds in parts.items() if name != "interruptions") == pytest.approx(stage["seconds"], rel=0.02)
+    assert result(run)["seconds"] - stage["seconds"] > 0
+    epochs = [record["metrics"] for record in records(run, "epoch")]
+    # Ray's controller looks for a report every half second, and an epoch takes a fifth of that.
+    assert median(epoch["epoch/other_s"] for epoch in epochs[2:]) < 0.1
+    assert ["val/top1_pct" in epoch for epoch in epochs] == [number in (3, 6, 8) for number in range(1, EPOCHS + 1)]
+    assert recorded_twice(run) == sent_twice(distill.runs) == []
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_dies_between_a_checkpoint_and_its_record_loses_no_record(distill: Distill, tmp_path: Path) -> None:
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(KILL_AFTER_RENAME.format(marker=str(tmp_path / "killed")))
+    path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
+    run = distill.runs / "killed"
+    distill.run("train", distill.experiment, "--out", run, *options(*TRAINED), env={"PYTHONPATH": path})
+    assert (tmp_path / "killed").exists()
+    (stage,) = result(run)["stages"]
+    assert (stage["status"], stage["restarts"]) == ("ok", 1)
+    assert [record["epoch"] for record in records(run, "epoch")] == [*range(1, EPOCHS + 1)]
+    assert (len(records(run, "start")), len(records(run, "resume"))) == (1, 1)
+    assert recorded_twice(run) == sent_twice(distill.runs) == []
+    with closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
+        steps = [step for (step,) in store.execute("SELECT step FROM metrics WHERE key = 'student/val/top1_pct' ORDER BY step")]
+    assert steps == [record["step"] for record in records(run, "epoch")]

@@ -1,0 +1,73 @@
+"""A stage's `metrics.jsonl` as rank 0 writes it: durable lines, and of each record one, however often a job is resumed.
+
+The names of a record's numbers say what kind it is: `train/…` in a `step`, `val/…` and `epoch/…` in an `epoch`, plain names in
+`start` and `summary`. So no name comes twice at one step, in this file or in a store that has numbers by name and step alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from trainables.rundir import append_lines, read_lines
+
+
+class MetricsFile:
+    """Lines are written and fsynced by a thread of its own, all that wait at once, so that a slow disk does not slow a step.
+
+    Leaving the context waits until every line is written.
+    """
+
+    def __init__(self, path: Path, stage: str):
+        self._path, self._stage = path, stage
+        # After a resume from an older checkpoint the same steps come again, with the same numbers.
+        self._recorded = {(line["kind"], line["step"]) for line in read_lines(path)}
+        self._started = any(kind == "start" for kind, _ in self._recorded)
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._writer = threading.Thread(target=self._write, name="records", daemon=True)
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> MetricsFile:
+        self._writer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._lines.put(None)
+        self._writer.join()
+        if kind is None:
+            self._check()
+
+    def add(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        """Write a record unless it is there already. A job's second `start` is a `resume`, which only says where and when.
+
+        Raises:
+            Exception: an earlier line could not be written, and why.
+        """
+        self._check()
+        if kind == "start" and self._started:
+            kind, metrics = "resume", {}
+        elif (kind, step) in self._recorded:
+            return
+        self._started |= kind == "start"
+        self._recorded.add((kind, step))
+        self._lines.put({"kind": kind, "stage": self._stage, "step": step, "epoch": epoch,
+                         "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})  # fmt: skip
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self) -> None:
+        ended = False
+        while not ended:
+            waiting = [self._lines.get()]
+            while not self._lines.empty():  # nobody else takes from it
+                waiting.append(self._lines.get())
+            ended = waiting[-1] is None
+            try:
+                append_lines(self._path, [line for line in waiting if line is not None])
+            except Exception as error:  # of any kind: the training thread raises it
+                self._failure = error
