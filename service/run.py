@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -176,6 +176,8 @@ def run_stage(now: Session, work: Assignment) -> TrainConfig:
     outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
     now.display.unfollow(work.config.stage)
     note_stage(now, work, accounted(outcome, stage, began_s))
+    if work.config.stage != "student":  # which has plain names, see `record_student`
+        record_numbers(now, now.key, stage, outcome.metrics, f"{work.config.stage}/")
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return work.config
@@ -194,6 +196,13 @@ def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
     if before and before["status"] == outcome.status == "ok":  # it was complete: its times stand
         return
     now.save(stages=[*stages.values(), entry])
+
+
+def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
+    """A stage's final numbers in MLflow."""
+    if now.tracker and metrics:
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        now.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
 
 
 def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
@@ -228,8 +237,6 @@ def written_ms(path: Path) -> int | None:
 
 def record_student(now: Session, key: str, stage: StageDir, metrics: dict[str, float]) -> None:
     """The student's final numbers under plain names, and the student itself, in MLflow."""
-    if now.tracker is None:
-        return
-    now.tracker.metrics(key, int(metrics.get("steps", 0)), metrics, written_ms(stage.result))
-    if stage.best.exists() and now.experiment.tracking.log_model:
+    record_numbers(now, key, stage, metrics)
+    if now.tracker and stage.best.exists() and now.experiment.tracking.log_model:
         now.tracker.model(key, stage.best)

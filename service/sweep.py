@@ -13,7 +13,7 @@ from service.distilling import asks_teacher
 from service.experiment import Resolved
 from service.fitting import refuse_misfits
 from service.plan import Plan, absolute
-from service.report.tables import compared
+from service.report.tables import compared, verdict
 from service.run import Session, prepare, record_student, session, start_tracking, written_ms
 from service.search.replay import conclusion, race, replay
 from service.teachers import serving
@@ -222,7 +222,19 @@ def begin_record(now: Session, trial: Trial) -> None:
         now.tracker.start_run(
             key, f"{now.run_dir.root.name}/{trial.id}", parent_key=now.key, params=params, tags={"raydistill.kind": "trial"}
         )
-        now.tracker.follow(key, now.run_dir.trial(trial.id).stage("student").metrics, "student/")
+        if not is_timing(now, trial):
+            follow(now, trial)
+
+
+def is_timing(now: Session, trial: Trial) -> bool:
+    """Whether a trial ends after its steps are timed: its log lines are of interest when it has ended, if at all."""
+    return now.experiment.sweep.timing_steps is not None and trial.probe is None
+
+
+def follow(now: Session, trial: Trial) -> None:
+    """Send the trial's log lines to MLflow."""
+    if now.tracker:
+        now.tracker.follow(f"trial/{trial.id}", now.run_dir.trial(trial.id).stage("student").metrics, "student/")
 
 
 def end_trial(now: Session, trial: Trial) -> None:
@@ -247,6 +259,8 @@ def end_trial(now: Session, trial: Trial) -> None:
         )
         if m:
             now.tracker.metrics(key, int(m.get("steps", 0)), m, written_ms(now.run_dir.trial(trial.id).result))
+        if is_timing(now, trial):  # behind its final numbers: MLflow's compare page opens on what a run was first given
+            follow(now, trial)
         if (written := now.run_dir.trial(trial.id).experiment).exists():
             now.tracker.artifact(key, written)
         now.tracker.end_run(key, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")
@@ -285,6 +299,10 @@ def finish(now: Session, trials: list[Trial]) -> None:
     for part in compared(now.result):
         now.display.say(part) if isinstance(part, str) else now.display.console.print(part)
     best = now.result["best"]
+    if now.tracker:
+        now.tracker.describe(now.key, verdict(now.result))
+        if best is not None:
+            now.tracker.tags(f"trial/{best['id']}", {"best": "true"})
     if best is None:
         raise TrainingError(f"no trial of {len(trials)} gave {now.experiment.sweep.metric}: see the reasons in the table")
     stage = now.run_dir.trial(best["id"]).stage("student")

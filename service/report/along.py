@@ -43,7 +43,10 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     numeric = all(is_number(place) for place in held)
     second = companion(keys, key)
     distinct = [k for k in keys if k not in (key, second) and len({repr(value(row, k)) for row in rows}) <= CONTINUOUS]
+    drawn = series(measured, best, second)
+    values = [chosen for _, chosen in drawn]
     slice_ = [row for row in measured if all(value(row, k) == value(best, k) for k in distinct)]
+    slice_ = [row for row in slice_ if second is None or value(row, second) in values]
     traces: list[Trace] = []
     inside = {row["id"] for row in slice_}
     rest = [row for row in measured if row["id"] not in inside]
@@ -53,8 +56,10 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
             faint("other trials", xs, [row["metrics"]["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
         )
     follows = model is not None and can_follow(key) and numeric
-    for place, chosen in series(slice_, measured, best, second):
+    for place, chosen in drawn:
         mine = [row for row in slice_ if second is None or value(row, second) == chosen]
+        if not mine:
+            continue
         mine.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
         name = names.at(second, chosen, unit) if second else "measured"
         colour, group = PALETTE[place % MOST_SERIES], f"s{place}"
@@ -77,7 +82,8 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     caption += f" The series have {fixed}, as the best trial." if fixed else ""
     ticks = numbers_axis(names.axis(key, unit), [float(place) for place in held], log=spans(held)) if numeric else {
         "title": {"text": plain(names.axis(key, unit))}, "type": "category"}  # fmt: skip
-    shown = sorted(measured, key=lambda row: -row["metrics"]["images_per_s"])[:NAMED]
+    caption += names.left_out(rows, {row["id"] for row in measured}, "a speed")
+    shown = sorted(measured, key=lambda row: -row["metrics"]["images_per_s"])
     table = [
         [str(value(row, key)), *(str(value(row, k)) for k in keys if k != key),
          names.number(row["metrics"]["images_per_s"], 1), error_cell(row), row["id"]] for row in shown
@@ -95,19 +101,17 @@ def companion(keys: Sequence[str], key: str) -> str | None:
     return next((k for k in wanted if k in keys and k != key), None)
 
 
-def series(slice_: Sequence[Row], measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
-    """The values of the second axis that have marks, those around the winner's where there are too many.
+def series(measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
+    """The values of the second axis that may be series, those around the winner's where there are too many.
 
-    Each with its place among all, so that a value has the same colour and shape in every figure.
+    Each with its place among them, which is the same in all figures with this second axis: it gives the value its colour.
     """
     if second is None:
         return [(0, None)]
     every = ordered(value(row, second) for row in measured)
-    marked = {value(row, second) for row in slice_}
-    found = [(place, held) for place, held in enumerate(every) if held in marked]
-    centre = next((number for number, (_, held) in enumerate(found) if held == value(best, second)), 0)
-    first = min(max(0, centre - MOST_SERIES // 2), max(0, len(found) - MOST_SERIES))
-    return found[first : first + MOST_SERIES]
+    centre = every.index(value(best, second)) if value(best, second) in every else 0
+    first = min(max(0, centre - MOST_SERIES // 2), max(0, len(every) - MOST_SERIES))
+    return list(enumerate(every[first : first + MOST_SERIES]))
 
 
 def spans(held: set[Any]) -> bool:

@@ -26,10 +26,11 @@ _NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
 
 @dataclass(frozen=True)
 class Shade:
-    """A cell with a ground of its own: the larger the share, the stronger."""
+    """A cell with a ground of its own: the larger the share, the stronger. `kind`: "best", "bad" (what went wrong) or neither."""
 
     text: str
     share: float
+    kind: str = ""
 
     def __str__(self) -> str:
         return self.text

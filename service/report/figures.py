@@ -57,7 +57,9 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
         table.append([row["id"], names.point(row, unit, keys), *(names.number(m.get(f"phase/{phase}_ms")) for phase in PHASES),
                       names.number(m["phase/step_ms"])])  # fmt: skip
     return Figure(
-        "phases", "Where a step's time goes", "Seconds for 1,000 images, stacked by phase; lower is faster.", traces,
+        "phases", "Where a step's time goes",
+        "Seconds for 1,000 images, stacked by phase; lower is faster."
+        + names.left_out(rows, {row["id"] for row in shown}, "phase times"), traces,
         {"xaxis": ranks(few), "yaxis": y_axis("s per 1,000 images"), "barmode": "stack", "bargap": 0.15 if few else 0,
          "legend": {"traceorder": "normal"}},
         ["trial", "point", *(f"{phase} ms" for phase in PHASES), "step ms"], table,
@@ -96,7 +98,7 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     return Figure(
         "waits", "The wait for data, least to most",
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
-        f"The longest wait was {names.short(worst)} ms.",
+        f"The longest wait was {names.short(worst)} ms." + names.left_out(rows, {row["id"] for row in shown}, "waits"),
         [whole, upper], {"xaxis": ranks(few), "yaxis": y_axis("ms")},
         ["trial", "point", "mean ms", "least", "p95", "most", "% of a step"], table,
     )  # fmt: skip
@@ -188,9 +190,10 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         traces.append(marks)
     told = "; ".join(names.point(row, unit, keys) for row in kept[:4]) + (" …" if len(kept) > 4 else "")
     return Figure(
-        "pareto", "Speed against cost", f"Up is faster, left is cheaper. On the front: {told}.", traces,
+        "pareto", "Speed against cost", f"Up is faster, left is cheaper. On the front: {told}."
+        + names.left_out(rows, {row["id"] for row in costed}, "a cost"), traces,
         {"xaxis": {"title": {"text": f"{unit}-seconds an epoch"}}, "yaxis": y_axis("images/s", zero=False)},
         ["trial", "point", "images/s", f"{unit}-s an epoch", "s an epoch"],
-        [[row["id"], names.point(row, unit, keys), names.number(row["metrics"]["images_per_s"], 1), names.number(cost(row), 1),
+        [[row["id"], names.point(row, unit, keys), names.number(row["metrics"]["images_per_s"], 1), names.number(cost(row)),
           names.number(row["metrics"]["epoch_s"])] for row in kept],
     )  # fmt: skip

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from service.report.records import SCALE, Row, value
+from service.report.records import SCALE, Row, ended, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 METRICS = {
     "images_per_s": ("images/s", 1), "epoch_s": ("s an epoch", 2), "step_s": ("s a step", 4),
-    "gpu_s_per_epoch": ("GPU-s an epoch", 1), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
+    "gpu_s_per_epoch": ("GPU-s an epoch", 2), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
     "top5_pct": ("% top-5", 2), "val_loss": ("validation loss", 4),
     "time_to_accuracy_s": ("s of training to the accuracy", 1),
     "data_pct": ("% of a step waiting for data", 1), "peak_memory_mib": ("MiB peak memory", 0),
 }  # fmt: skip
+
+ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
+"""What a status that does not say it itself means."""
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -59,6 +62,25 @@ def metric(name: str, held: float) -> str:
     """A metric's value with its unit."""
     unit, digits = METRICS.get(name, (name, 3))
     return f"{number(held, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+
+
+def statuses(rows: Sequence[Row]) -> dict[str, int]:
+    """How many of the trials have ended in which way, the ways in alphabetical order but what could never run last."""
+    found = sorted({row["status"] for row in rows}, key=lambda status: (status == "infeasible", status))
+    return {status: sum(row["status"] == status for row in rows) for status in found}
+
+
+def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
+    """The end of a figure's caption: which of the trials that have ended are not in it, and why.
+
+    `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
+    """
+    speeds = {row["id"] for row in ran(rows)}
+    left = [row for row in ended(rows) if row["id"] not in shown]
+    told = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
+    if without := sum(row["id"] in speeds for row in left):
+        told.append(f"{without} without {missing}")
+    return f" Not shown: {', '.join(told)} of {counted(len(ended(rows)), 'trial')}." if told else ""
 
 
 def natural(text: str) -> list[int]:

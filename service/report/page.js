@@ -70,7 +70,19 @@ function sortable(table) {
   });
 }
 
+// A table that is larger than its frame is opened at its best row or cell.
+function showBest(frame) {
+  const best = frame.querySelector("tr.best, td.best");
+  if (!best) return;
+  frame.scrollTop = best.offsetTop + (best.offsetHeight - frame.clientHeight) / 2;
+  if (best.tagName === "TD") frame.scrollLeft = best.offsetLeft + (best.offsetWidth - frame.clientWidth) / 2;
+}
+
 document.querySelectorAll("table.sortable").forEach(sortable);
+document.querySelectorAll(".scroll").forEach(showBest);
+document.querySelectorAll("details").forEach((part) => {
+  part.addEventListener("toggle", () => part.open && part.querySelectorAll(".scroll").forEach(showBest));
+});
 const copy = document.getElementById("copy");
 if (copy && navigator.clipboard) {
   copy.hidden = false;

@@ -14,7 +14,7 @@ from service.report import along, figures, hardware, listings, names, seeds, tim
 from service.report.curve import model_of
 from service.report.document import Page, Section, render
 from service.report.marks import MOST_SERIES, Figure
-from service.report.records import Records, axes, ran, read_records
+from service.report.records import Records, axes, ended, ran, read_records
 from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
@@ -61,10 +61,9 @@ def sweep_page(records: Records) -> Page:
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
     keys, points = axes(rows), probes(rows)
     if best is None:
-        ended = len([row for row in points if row["status"] not in winner.UNRUN])
-        lead = ["No trial is complete: nothing to compare yet.", f"{ended} of {len(points)} trials have ended."]
+        lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
         facts: Sequence[tuple[str, str]] = ()
-        notes: list[str] = []
+        notes = winner.without_result(rows)
     else:
         metric, mode = winner.judged(result)
         lead = [
@@ -74,10 +73,11 @@ def sweep_page(records: Records) -> Page:
         lead += seeds.sentence(result)
         if shares := winner.step_shares(best["metrics"]):
             lead[1] += f" Its step: {shares}."
-        facts, notes = facts_of(best["metrics"]), [*winner.bound(result), *winner.doubts(result)]
+        facts, notes = facts_of(best["metrics"]), [*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)]
     sections = [
         Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-                tables=[table for table in (listings.grid(records), listings.trials(records)) if table]),
+                tables=[*listings.heat(records), *kept(listings.trials(records))]),
+        Section("Trials without a result", tables=kept(listings.bad(records))),
         Section("Over seeds", tables=kept(seeds.page_table(result)), figures=kept(seeds.figure(result))),
         Section("Speed over each axis", figures=over_axes(records)),
         Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
@@ -85,7 +85,6 @@ def sweep_page(records: Records) -> Page:
             figures.efficiency(points, best, unit) if best else None,
             figures.pareto(points, unit, (result.get("search") or {}).get("front", ())))),
         Section("Over time", figures=over_time(records)),
-        Section("Trials without a result", tables=kept(listings.bad(records))),
         listings.settings(records),
     ]  # fmt: skip
     return finished(records, Page(
@@ -164,12 +163,19 @@ def over_axes(records: Records) -> list[Figure]:
 
 
 def over_time(records: Records) -> list[Figure]:
-    """Accuracy of the best trials, their epochs, and the hardware under all of them."""
-    ranked = sorted(ran(records.rows), key=lambda row: -row["metrics"].get("top1_pct", 0.0))
+    """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them."""
+    best = (records.best or {}).get("id")
+    ranked = sorted(ran(records.rows), key=lambda row: (row["id"] != best, -row["metrics"].get("top1_pct", 0.0)))
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
-    histories = records.histories
-    clocks = wall.figure([(f"trial {row['id']}", row) for row in ranked[:MOST_SERIES]], {})
-    return [*kept(timeline.accuracy(histories, labels), timeline.drift(histories, labels), clocks), *hardware.hardware(histories)]
+    histories, rows = records.histories, records.rows
+    return [
+        *kept(
+            timeline.accuracy(histories, labels, rows),
+            timeline.drift(histories, labels, rows),
+            wall.of_trials(ranked[:MOST_SERIES], rows),
+        ),
+        *hardware.hardware(histories),
+    ]
 
 
 def kept(*parts: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from service.uris import without_password
 from trainables.rundir import RunDir, StageDir
 
 SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
+UNRUN = ("pending", "untested")  # how a trial stands that has not ended
 Row = Mapping[str, Any]
 _STEP = b'"kind": "step"'
 _WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
@@ -150,6 +151,11 @@ def axes(rows: Sequence[Row]) -> list[str]:
 def ran(rows: Sequence[Row]) -> list[Row]:
     """The trials that have a speed."""
     return [row for row in rows if row["status"] in ("ok", "stopped") and row["metrics"].get("images_per_s")]
+
+
+def ended(rows: Sequence[Row]) -> list[Row]:
+    """The trials that have ended, with a result or without."""
+    return [row for row in rows if row["status"] not in UNRUN]
 
 
 def gpu_s_per_epoch(row: Row) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from service.report import names
 from service.report.marks import (
+    GREY,
     MOST_SERIES,
     PALETTE,
     Figure,
@@ -19,7 +20,7 @@ from service.report.marks import (
     plain,
     y_axis,
 )
-from service.report.records import History
+from service.report.records import History, Row
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60
@@ -45,37 +46,70 @@ def since(history: History, record: Mapping[str, Any]) -> float:
     return float((record["time_ms"] - history.start_ms) / 1e3)
 
 
-def accuracy(histories: Sequence[History], chosen: Sequence[str]) -> Figure | None:
-    """Validation accuracy against wall time: those `chosen` by their label in colour, others in the background."""
+def in_colour(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list[tuple[int | None, History]], str]:
+    """What a figure draws, the faint ones first, each with its place among the `chosen` labels; and words for its caption.
+
+    The place is that among all that were chosen, in this figure or not: it gives a label the same colour in every figure.
+    """
+    places = {label: place for place, label in enumerate(chosen[:MOST_SERIES])}
+    first = sorted((h for h in histories if h.label in places), key=lambda h: places[h.label])
+    rest = [h for h in histories if h.label not in places]
+    caption = f" In colour: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
+    caption += f", {len(rest) - MOST_FAINT} more in the numbers alone" if len(rest) > MOST_FAINT else ""
+    drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((places[h.label], h) for h in first)]
+    return drawn, f"{caption}." if caption else ""
+
+
+def by_rank(histories: Sequence[History], chosen: Sequence[str]) -> list[History]:
+    """Those `chosen` in their order, then the others."""
+    return sorted(histories, key=lambda h: chosen.index(h.label) if h.label in chosen else len(chosen))
+
+
+def trial_of(history: History) -> str:
+    """The id of a sweep's trial."""
+    return history.label.removeprefix("trial ")
+
+
+def series(place: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
+    """One history's line, in the colour of its place or, without one, in the background."""
+    if place is None:
+        return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
+            "line": {"color": GREY, "width": 1}
+        }
+    return dots(label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]}
+
+
+def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
+    """Validation accuracy against wall time: those `chosen` by their label in colour, others in the background.
+
+    `rows`: of a sweep, all its trials.
+    """
     told = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
     if not told:
         return None
-    first = [h for label in chosen for h in told if h.label == label][:MOST_SERIES] or told[:MOST_SERIES]
-    rest = [h for h in told if h not in first][:MOST_FAINT]
+    drawn, colours = in_colour(told, chosen)
     times = [since(h, one) for h in told for one in h.of("epoch")]
     _, unit = clock(times)
     factor = {"s": 1.0, "min": 60.0, "h": 3600.0}[unit]
     traces: list[Trace] = []
-    table = []
-    for place, h in [*((None, h) for h in rest), *enumerate(first)]:
+    for place, h in drawn:
         epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
         xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
         tips = [hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
                 for one, x, y in zip(epochs, xs, ys, strict=True)]  # fmt: skip
-        if place is None:
-            traces.append(line(h.label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.25, showlegend=False))
-        else:
-            traces.append(dots(h.label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]})
-        if ys:
-            table.append(
-                [h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), f"{xs[-1]:.3g} {unit}"]
-            )
-    caption = "Validation top-1 at each epoch's end, by the time since the stage began."
-    caption += f" The {len(first)} best in colour, {len(rest)} others faint." if rest else ""
+        traces.append(series(place, h.label, xs, ys, tips))
+    table = []
+    for h in by_rank(told, chosen):
+        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
+        ys = [one["metrics"]["val/top1_pct"] for one in epochs]
+        took = f"{since(h, epochs[-1]) / factor:.3g} {unit}"
+        table.append([h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
+    caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
+    caption += names.left_out(rows, {trial_of(h) for h in told}, "an evaluated epoch")
     return Figure(
         "accuracy", "Accuracy against wall time", caption, traces,
         {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
-        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], [*table[len(rest) :], *table[: len(rest)]],
+        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], table,
     )  # fmt: skip
 
 
@@ -84,24 +118,28 @@ def epoch_times(history: History) -> list[tuple[float, float]]:
     return [(float(one["epoch"]), one["metrics"]["epoch/train_s"]) for one in history.of("epoch") if finite(one, "epoch/train_s")]
 
 
-def drift(histories: Sequence[History], chosen: Sequence[str]) -> Figure | None:
-    """Whether epochs grow longer, as they do where a GPU gets hot."""
-    told = [(h, epochs) for h in histories if len(epochs := epoch_times(h)) >= FEWEST_EPOCHS]
-    told.sort(key=lambda pair: (pair[0].label not in chosen, pair[0].label))
+def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
+    """Whether epochs grow longer, as they do where a GPU gets hot. `chosen`, `rows`: as in `accuracy`."""
+    times = {h.label: epochs for h in histories if len(epochs := epoch_times(h)) >= FEWEST_EPOCHS}
+    told = by_rank([h for h in histories if h.label in times], chosen)
     if not told:
         return None
+    drawn, colours = in_colour(told, chosen)
     traces, table, words = [], [], []
-    for place, (h, epochs) in enumerate(told[:MOST_SERIES]):
-        xs, ys = [epoch for epoch, _ in epochs], [seconds for _, seconds in epochs]
-        tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in epochs]
-        traces.append(dots(h.label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]})
+    for place, h in drawn:
+        xs, ys = [epoch for epoch, _ in times[h.label]], [seconds for _, seconds in times[h.label]]
+        tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in times[h.label]]
+        traces.append(series(place, h.label, xs, ys, tips))
+    for h in told:
+        ys = [seconds for _, seconds in times[h.label]]
         # The first epoch has the warm-up in it.
         change = ys[-1] / ys[1] - 1
         words.append(f"{h.label} {names.short(ys[1])} → {names.short(ys[-1])} s ({change:+.0%})")
         table.append([h.label, names.number(ys[0]), names.number(ys[1]), names.number(ys[-1]), f"{change:+.1%}"])
     return Figure(
         "drift", "Steps of each epoch",
-        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.", traces,
+        f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colours}"
+        + names.left_out(rows, {trial_of(h) for h in told}, f"{FEWEST_EPOCHS} whole epochs"), traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
         ["what", "first s", "second s", "last s", "second to last"], table,
     )  # fmt: skip

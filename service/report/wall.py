@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from service.report import names
 from service.report.marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
+from service.report.records import Row
 
 COLOURS = {
     "start": GREY, "training": BLUE, "evaluation": GREEN, "checkpoints": ORANGE, "other": PURPLE, "end": SKY,
@@ -38,8 +40,20 @@ def sentence(metrics: Mapping[str, float]) -> str:
     return f"By the clock an epoch takes {names.short(whole_s)} s, its steps at the steady speed {names.short(steps_s)} s."
 
 
-def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any]) -> Figure | None:
-    """The parts of each stage or trial; of a run whose `seconds` are known, also what lies outside its stages."""
+def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
+    """The parts of some trials, the best one first. `rows`: of all trials."""
+    found = figure([(f"trial {row['id']}", row) for row in shown], {}, main=0)
+    if found is None:
+        return None
+    timed = {row["id"] for row in shown if parts(row)}
+    return replace(found, caption=found.caption + names.left_out(rows, timed, "a place among the best and the most accurate"))
+
+
+def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:
+    """The parts of each stage or trial; of a run whose `seconds` are known, also what lies outside its stages.
+
+    `main`: the entry on whose epochs the caption has a sentence.
+    """
     known = [(label, entry["metrics"], found) for label, entry in entries if (found := parts(entry))]
     if not known:
         return None
@@ -52,7 +66,7 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
                     for one, (label, _, found) in zip(seconds, known, strict=True)]  # fmt: skip
             traces.append({"type": "bar", "orientation": "h", "name": part, "x": seconds, "y": labels, "hovertext": tips,
                            "hoverinfo": "text", "marker": {"color": colour}})  # fmt: skip
-    words = [one for _, metrics, _ in known[-1:] if (one := sentence(metrics))]
+    words = list(filter(None, [sentence(known[main][1])]))
     if "seconds" in run:
         outside_s = run["seconds"] - sum(sum(found.values()) for _, _, found in known)
         words.append(

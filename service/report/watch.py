@@ -13,8 +13,8 @@ from rich.text import Text
 
 from service.places import abandoned, reopen
 from service.report.page import write_page
+from service.report.records import UNRUN
 from service.report.tables import overview, under_way
-from service.report.winner import UNRUN
 from service.search.rows import probes
 from trainables.rundir import RunDir
 

@@ -12,7 +12,7 @@ from typing import Any
 from service import strict_yaml
 from service.experiment import read_resolved
 from service.report import names
-from service.report.records import Row, axes, ran, value
+from service.report.records import UNRUN, Row, axes, ended, ran, value
 from service.search.config import FRONT, TIME, TIME_S
 from service.search.points import LOADER_WORKERS
 from service.search.rows import probes
@@ -22,7 +22,6 @@ from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond
 LEAST_SHARE = 0.005  # of a step, below which a phase is not worth its name in a sentence
-UNRUN = ("pending", "untested")
 SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch", TIME_S)
 
 
@@ -107,6 +106,16 @@ def bound(result: Mapping[str, Any]) -> list[str]:
     return told
 
 
+def without_result(rows: Sequence[Row]) -> list[str]:
+    """How many trials have no speed, and how they ended."""
+    tried, speeds = ended(rows), {row["id"] for row in ran(rows)}
+    left = [row for row in tried if row["id"] not in speeds]
+    if not left:
+        return []
+    ends = ", ".join(f"{count} {status}{names.ENDS.get(status, '')}" for status, count in names.statuses(left).items())
+    return [f"{len(left)} of {names.counted(len(tried), 'trial')} have no result: {ends}."]
+
+
 def on_the_front(result: Mapping[str, Any]) -> list[str]:
     """What a search for speed and cost has found: no other trial beats one of these in both."""
     if result["metric"] != FRONT:
@@ -116,7 +125,7 @@ def on_the_front(result: Mapping[str, Any]) -> list[str]:
     told = ["the front of speed and cost:"]
     for id in (result.get("search") or {}).get("front", []):
         m = rows[id]["metrics"]
-        cost = f"{names.number(m['gpu_s_per_epoch'], 0)} {unit}-seconds an epoch"
+        cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-seconds an epoch"
         told.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
     return told if len(told) > 1 else []
 
@@ -169,10 +178,10 @@ def lines(result: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     chosen = (result.get("best") or {}).get("id")
     best = next((row for row in rows if row["id"] == chosen), None)
     if best is None:
-        return ["no trial is complete: nothing to compare yet"]
+        return ["no trial is complete: nothing to compare yet", *without_result(rows)]
     unit, (metric, mode) = "GPU" if result.get("use_gpu") else "worker", judged(result)
     told = [f"best: trial {best['id']} with {won(best, unit, axes(rows), metric)}"]
     told.append(why(rows, best, metric, mode, unit))
     if shares := step_shares(best["metrics"]):
         told.append(f"its step: {shares}")
-    return [*told, *on_the_front(result), *bound(result), *doubts(result)]
+    return [*told, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]

@@ -35,6 +35,12 @@ REQUEST_TIMEOUT_S = "60"
 PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 """What MLflow takes in one log_batch."""
 
+NOT_FOLLOWED = ("start", "resume", "summary")
+"""Records of a stage that say where it began, which is in its parameters, or what the driver records itself when it has ended."""
+
+OPENS_ON = "images_per_s"
+"""MLflow's compare page opens on the metric that its first run was first given, where the store is SQLite or PostgreSQL."""
+
 MLFLOW_NAMES = {"git_commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
 
@@ -175,7 +181,7 @@ class Sender:
         """Send a followed file's new lines."""
         while lines := lines_after(self._spool.path_of(tail.path), tail.offset):
             for record, _ in lines:
-                if record is not None:
+                if record is not None and record.get("kind") not in NOT_FOLLOWED:
                     try:
                         self._rows.setdefault((tail.key, "metrics"), []).extend(rows(record, tail.prefix))
                     except RefusedError as refusal:
@@ -255,7 +261,8 @@ def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
         if "values" in record:
             return list(record["values"].items())
         time_ms, step = int(record["time_ms"]), int(record["step"])
-        return [(prefix + name, float(value), time_ms, step) for name, value in record["metrics"].items()]
+        metrics = sorted(record["metrics"].items(), key=lambda item: not item[0].endswith(OPENS_ON))
+        return [(prefix + name, float(value), time_ms, step) for name, value in metrics]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RefusedError(f"not a record of ours: {error!r}") from error
 

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 MAX_WAIT_S = 15.0
+DESCRIPTION = "mlflow.note.content"
 
 __all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
 
@@ -132,13 +133,20 @@ class Tracker:
         """Set tags."""
         self._append("tags", key, values=flat(tags))
 
+    def describe(self, key: str, paragraphs: Sequence[str]) -> None:
+        """Set the description that MLflow shows on the run's page, in place of an earlier one."""
+        self.tags(key, {DESCRIPTION: "\n\n".join(paragraphs)})
+
     def metrics(self, key: str, step: int, values: Mapping[str, Any], time_ms: int | None = None) -> None:
         """Add one value of each metric at `step`. Values that are not finite are kept as such, what is no number is left out."""
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}
         self._append("metrics", key, time_ms, step=step, metrics=numbers)
 
     def follow(self, key: str, stage_dir_metrics_path: Path, prefix: str) -> None:
-        """Deliver what a worker writes into this file (`StageDir.metrics`) until the run ends; `prefix` goes before each name."""
+        """Deliver what a worker writes into this file (`StageDir.metrics`) until the run ends; `prefix` goes before each name.
+
+        The worker's summary is left out: the driver records it with `metrics`, once, when it knows how the stage ended.
+        """
         self._append("follow", key, path=self._spool.name_of(stage_dir_metrics_path), prefix=prefix)
 
     def artifact(self, key: str, path: Path, artifact_path: str = "") -> None:

@@ -87,6 +87,20 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
     with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
         assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * 3
         assert store.execute("SELECT count(*) FROM metrics WHERE key = 'epoch_s' GROUP BY run_uuid").fetchall() == [(1,)] * 3
+        trials = store.execute("SELECT run_uuid FROM runs WHERE name LIKE '%/00_'").fetchall()
+        assert len(trials) == 2
+        for trial in trials:
+            # Each number under one name and once a step; the first of them is what MLflow's compare page opens on.
+            named = [name for (name,) in store.execute("SELECT key FROM latest_metrics WHERE run_uuid = ? ORDER BY rowid", trial)]
+            assert named[0] == "images_per_s"
+            assert not {f"student/{name}" for name in named} & set(named)
+            per_step = "SELECT max(n) FROM (SELECT count(*) n FROM metrics WHERE run_uuid = ? GROUP BY key, step)"
+            assert store.execute(per_step, trial).fetchall() == [(1,)]
+        tagged = "SELECT name, value FROM tags JOIN runs USING (run_uuid) WHERE key = ?"
+        assert store.execute(tagged, ("best",)).fetchall() == [(f"killed/{found['best']['id']}", "true")]
+        ((name, text),) = store.execute(tagged, ("mlflow.note.content",))
+        assert name == "killed"
+        assert text.startswith(f"best: trial {found['best']['id']} with ")
 
 
 GUIDED = (

@@ -22,6 +22,11 @@ class Parsed(HTMLParser):
         self.scripts: dict[str, str] = {}
         self.said: list[str] = []
         self._script = ""
+        self.tables: dict[str, list[list[str]]] = {}
+        """Rows of cells, headings first, by the name of the table's region."""
+        self.folded: set[str] = set()
+        """Names of the tables that a reader has to open."""
+        self._table = ""
         self.feed(text)
         self.close()
         assert self.open == []
@@ -35,6 +40,15 @@ class Parsed(HTMLParser):
             self.open.append(tag)
         if tag == "script":
             self._script = dict(attrs).get("id") or "code"
+        elif tag == "div" and dict(attrs).get("role") == "region":
+            self._table = dict(attrs)["aria-label"] or ""
+            self.tables[self._table] = []
+            if "details" in self.open:
+                self.folded.add(self._table)
+        elif tag == "tr":
+            self.tables[self._table].append([])
+        elif tag in ("th", "td"):
+            self.tables[self._table][-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open
@@ -45,6 +59,8 @@ class Parsed(HTMLParser):
             self.scripts[self._script] = data
         elif not self.open or self.open[-1] not in RAW:
             self.said.append(data)
+            if self.open and self.open[-1] in ("th", "td"):
+                self.tables[self._table][-1][-1] += data
 
     @property
     def text(self) -> str:

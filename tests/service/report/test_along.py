@@ -71,3 +71,32 @@ def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Pa
     named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
     assert len(named) == 6
     assert f"{records.best['scale'][NUM_WORKERS]} GPUs" in named
+
+
+def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240], LOADER_WORKERS: [1, 2, 3]}
+    # Of the best batch and the best loader workers only some numbers of GPUs have run.
+    records = open_records(sweep_dir(tmp_path / "s", space).root)
+    best = records.best
+    assert best is not None
+    count = best["scale"][NUM_WORKERS]
+    loaders = best["scale"][LOADER_WORKERS]
+    rows = [row for row in records.rows if row["scale"][LOADER_WORKERS] != loaders or row["scale"][NUM_WORKERS] in (1, 7, count)]
+    colours: dict[str, set[str]] = {}
+    for key in (GLOBAL_BATCH, LOADER_WORKERS):
+        drawn = {trace["name"]: trace["marker"]["color"] for trace in marks(shown(over_axis(rows, best, key, None, "GPU")))}
+        assert len(set(drawn.values())) == len(drawn)
+        for name, colour in drawn.items():
+            colours.setdefault(name, set()).add(colour)
+    assert all(len(found) == 1 for found in colours.values())
+
+
+def test_every_trial_with_a_speed_is_a_mark_and_the_caption_counts_the_others(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
+    ends = {"000": {"status": "oom", "metrics": {}, "steps_s": []}, "001": {"status": "untested", "metrics": {}, "steps_s": []}}
+    records = open_records(sweep_dir(tmp_path / "s", space, ends=ends).root)
+    assert records.best is not None
+    figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
+    assert sum(len(trace["x"]) for trace in marks(figure)) == 22
+    assert len(figure.numbers) == 22
+    assert figure.caption.endswith(" Not shown: 1 oom of 23 trials.")

@@ -71,3 +71,20 @@ def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
     assert over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU") is None
     assert phases([], "GPU") is None
     assert waits([], "GPU") is None
+
+
+def test_each_figure_of_trials_says_which_are_not_in_it(tmp_path: Path) -> None:
+    ends = {
+        "000": {"status": "failed", "metrics": {}, "steps_s": []},
+        "001": {"status": "infeasible", "metrics": {}, "steps_s": []},
+    }
+    records = open_records(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, ends=ends).root)
+    for name in ("phase/step_ms", "phase/data_max_ms", "epoch_s"):
+        del records.rows[2]["metrics"][name]
+    assert shown(phases(records.rows, "GPU")).caption.endswith(
+        " Not shown: 1 failed, 1 infeasible, 1 without phase times of 6 trials."
+    )
+    assert shown(waits(records.rows, "GPU")).caption.endswith(" Not shown: 1 failed, 1 infeasible, 1 without waits of 6 trials.")
+    assert shown(pareto(records.rows, "GPU")).caption.endswith(
+        " Not shown: 1 failed, 1 infeasible, 1 without a cost of 6 trials."
+    )

@@ -56,6 +56,17 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
+    rows = reopen(run_dir.root)[2]["trials"]
+    least_accurate = min(rows, key=lambda row: row["metrics"]["top1_pct"])
+    parsed = Parsed(write_page(run_dir, {**reopen(run_dir.root)[2], "best": least_accurate}).read_text())
+    for name in ("accuracy", "drift"):
+        (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
+        in_colour = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
+        assert in_colour[0] == f"trial {least_accurate['id']}"
+
+
 def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
     best = reopen(run_dir.root)[2]["best"]

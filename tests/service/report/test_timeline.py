@@ -9,6 +9,7 @@ import pytest
 from service.report.hardware import hardware
 from service.report.records import History
 from service.report.timeline import accuracy, drift, epoch_times, losses, thin
+from tests.service.report.runs import shown
 
 
 def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
@@ -45,6 +46,37 @@ def test_accuracy_is_over_wall_time_in_a_unit_that_suits() -> None:
     chosen = figure.traces[-1]
     assert (chosen["name"], chosen["x"][-1], chosen["y"][0]) == ("trial 001", 15.0, 10.0)
     assert accuracy([History("trial 000", [record("start", 0, 0, 0.0)])], []) is None
+
+
+def test_a_trial_has_one_colour_in_both_figures_and_those_that_were_not_chosen_are_faint() -> None:
+    histories = [trained(f"trial {number:03d}", [10.0] * 4) for number in range(9)]
+    chosen = [f"trial {number:03d}" for number in (8, 2, 5, 0, 1, 3, 4)]
+    drawn = [
+        {trace["name"]: trace["line"]["color"] for trace in shown(figure).traces if trace.get("opacity", 1.0) == 1.0}
+        for figure in (accuracy(histories, chosen), drift(histories, chosen))
+    ]
+    assert drawn[0] == drawn[1]
+    assert list(drawn[0]) == chosen[:6]
+    for figure in (accuracy(histories, chosen), drift(histories, chosen)):
+        assert len(shown(figure).traces) == len(shown(figure).numbers) == 9
+        assert "In colour: the best and the most accurate; 3 others faint." in shown(figure).caption
+
+
+def test_a_trial_keeps_its_colour_where_a_better_one_is_not_in_the_figure() -> None:
+    histories = [trained("trial 000", [10.0] * 2), trained("trial 001", [10.0] * 4)]
+    chosen = ["trial 000", "trial 001"]
+    assert shown(drift(histories, chosen)).traces[0]["line"] == shown(accuracy(histories, chosen)).traces[1]["line"]
+
+
+def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
+    histories = [trained(f"trial {number:03d}", [10.0] * (2 if number == 3 else 4)) for number in range(100)]
+    rows = [{"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}} for number in range(100)]
+    rows += [{"id": "100", "status": "oom", "metrics": {}}, {"id": "101", "status": "untested", "metrics": {}}]
+    told = shown(accuracy(histories, ["trial 000"], rows)).caption
+    assert told.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
+    assert shown(drift(histories, ["trial 000"], rows)).caption.endswith(
+        "Not shown: 1 oom, 1 without 3 whole epochs of 101 trials."
+    )
 
 
 def test_hardware_has_a_line_a_gpu_and_of_many_the_mean_and_the_band() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.report.wall import figure, parts, sentence
+from service.report.wall import figure, of_trials, parts, sentence
 
 
 def entry(seconds: float, **changed: Any) -> dict[str, Any]:
@@ -35,3 +35,15 @@ def test_the_figure_says_what_an_epoch_takes_and_what_lies_outside_the_stages() 
     assert shown.numbers[0] == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
     assert figure([("student", {"metrics": {}})], {}) is None
     assert sentence({"epoch_s": 3.0}) == ""
+
+
+def test_of_trials_the_caption_is_about_the_best_one_and_counts_those_that_are_not_shown() -> None:
+    rows = [{**entry(89.0), "id": f"{number:03d}", "status": "ok"} for number in range(8)]
+    rows[0]["metrics"] |= {"epoch_wall_s": 9.9}
+    for row in rows:
+        row["metrics"] |= {"images_per_s": 1.0}
+    drawn = of_trials(rows[:6], [*rows, {"id": "008", "status": "oom", "metrics": {}}])
+    assert drawn is not None
+    assert "an epoch takes 9.9 s" in drawn.caption
+    assert drawn.caption.endswith("Not shown: 1 oom, 2 without a place among the best and the most accurate of 9 trials.")
+    assert of_trials([], rows) is None

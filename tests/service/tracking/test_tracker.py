@@ -65,6 +65,61 @@ def test_a_sweep_and_its_trials_arrive_with_parameters_tags_artifacts_and_every_
     assert (runs_root / "mlartifacts" / sweep_id / "artifacts" / "experiment.yaml").read_text() == "name: digits\n"
 
 
+def test_of_a_followed_file_only_what_changes_from_step_to_step_is_sent(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    stage = run_dir.stage("student").metrics
+    append_line(stage, {"kind": "start", "step": 0, "time_ms": 1, "metrics": {"epochs": 2}})
+    append_line(stage, {"kind": "step", "step": 5, "time_ms": 2, "metrics": {"train/loss": 1.0, "train/images_per_s": 9.0}})
+    append_line(stage, {"kind": "resume", "step": 5, "time_ms": 3, "metrics": {}})
+    append_line(stage, {"kind": "epoch", "step": 10, "time_ms": 4, "metrics": {"val/loss": 2.0}})
+    append_line(stage, {"kind": "summary", "step": 10, "time_ms": 5, "metrics": {"images_per_s": 8.0}})
+    tracker.start_run("train", "run")
+    tracker.follow("train", stage, "student/")
+    tracker.metrics("train", 10, {"images_per_s": 8.0})
+    tracker.end_run("train", "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "train")
+    sent = query(runs_root, "SELECT key, value FROM metrics WHERE run_uuid = ? ORDER BY key", run_id)
+    assert dict(sent) == {
+        "images_per_s": 8.0,
+        "student/train/images_per_s": 9.0,
+        "student/train/loss": 1.0,
+        "student/val/loss": 2.0,
+    }
+    assert len(sent) == 4
+
+
+def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_its_images_per_second(
+    runs_root: Path, run_dir: RunDir, tracker: Tracker
+) -> None:
+    from mlflow import MlflowClient
+
+    stage = run_dir.stage("student").metrics
+    write_steps(stage, range(3))
+    tracker.start_run("followed", "followed at once")
+    tracker.follow("followed", stage, "student/train/")
+    tracker.start_run("timed", "told at its end")
+    tracker.metrics("timed", 3, {"data_pct": 1.0, "images_per_s": 100.0})
+    tracker.follow("timed", stage, "student/train/")
+    for key in ("followed", "timed"):
+        tracker.end_run(key, "FINISHED")
+    assert sync(run_dir).num_pending == 0
+    client = MlflowClient(default_uri(runs_root))
+    first = {key: next(iter(client.get_run(run_of(runs_root, run_dir, key)[0]).data.metrics)) for key in ("followed", "timed")}
+    assert first == {"followed": "student/train/images_per_s", "timed": "images_per_s"}
+
+
+def test_a_description_is_what_mlflow_shows_on_the_runs_page(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
+    tracker.start_run("sweep", "run")
+    tracker.end_run("sweep", "FINISHED")
+    tracker.describe("sweep", ["best: trial 3", "it has the most images/s"])
+    assert sync(run_dir).num_pending == 0
+    run_id, _, _ = run_of(runs_root, run_dir, "sweep")
+    tags = dict(query(runs_root, "SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
+    assert tags["mlflow.note.content"] == "best: trial 3\n\nit has the most images/s"
+
+
 def test_what_was_sent_is_sent_again_without_arriving_twice(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:
     stage = run_dir.stage("student").metrics
     write_steps(stage, range(50))
