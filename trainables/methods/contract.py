@@ -150,6 +150,10 @@ class Method(nn.Module):
         """What the warm-up stage trains: by default the method's own parameters. `student` is the bare one."""
         return list(self.parameters())
 
+    def warm_up_frozen(self, student: nn.Module) -> list[nn.Module]:
+        """Parts of the bare `student` that the warm-up stage leaves as they are, and runs in eval mode: by default none."""
+        return []
+
     def settled_parameters(self) -> list[nn.Parameter]:
         """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""
         return [] if self.terms else list(self.parameters())
