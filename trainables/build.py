@@ -121,7 +121,9 @@ def build(
     stage = StageDir(Path(config.output_dir))
     if not pupil.init_epochs:  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
         pupil.begin_stage(0)
-    updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
+    updates = Updates(
+        build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm, pupil.init_lr
+    )
     init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
     pupil.begin_stage(0)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

@@ -138,6 +138,8 @@ class Method(nn.Module):
         super().__init__()
         self.init_epochs = int(getattr(options, "init_epochs", 0))
         """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
+        self.init_lr: float | None = getattr(options, "init_lr", None)
+        """Its learning rate, where it is not the peak of `optim`: an option of methods too."""
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.

@@ -176,12 +176,14 @@ class Pupil(nn.Module):
         task_weight: float = 1.0,
         epochs: int = 1,
     ) -> None:
+        """Raises ExperimentError, see `init_lr`."""
         super().__init__()
         self.student = student
         self.methods = nn.ModuleDict(dict(methods or {}))
         self.task_weight = task_weight
         self._options = dict(options or {})
         self._reader, self._epochs = reader, epochs
+        self.init_lr = init_lr(self.methods_by_name)
 
     def forward(self, images_BCHW: Tensor, batch: Samples | None = None, teacher: Mapping[str, Seen] | None = None) -> Answer:
         """The answer to `images_BCHW`, cut to the samples of `batch`: a rank without any runs images that count for nothing.
@@ -297,6 +299,24 @@ class Pupil(nn.Module):
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
         return any(method.compares_samples for method in self.methods_by_name.values())
+
+
+def init_lr(methods: Mapping[str, Method]) -> float | None:
+    """The learning rate of the warm-up stage that methods share; None: the peak of `optim`.
+
+    Raises:
+        ExperimentError: they have unlike ones.
+    """
+    rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
+    own = next((key for key, rate in rates.items() if rate is not None), None)
+    if own is None:
+        return None
+    if other := next((key for key, rate in rates.items() if rate != rates[own]), None):
+        raise ExperimentError(
+            f"distill.options.{own}.init_lr: {other} has a warm-up stage too, at another rate, and there is one for both: leave"
+            f" init_lr out, or {other}"
+        )
+    return rates[own]
 
 
 def returned(terms: Collection[str], declared: Collection[str]) -> str:

@@ -112,6 +112,23 @@ def test_ab_leaves_the_last_norm_of_wrns_out_of_its_warm_up_as_the_published_run
     assert experiment_of("cifar100", pair, "ab").distill.options["ab"].get("init_frozen") == frozen
 
 
+@pytest.mark.parametrize(
+    ("pair", "rate"),
+    [
+        ("wrn_40_2-wrn_16_2", 0.01),
+        ("wrn_40_2-wrn_40_1", 0.01),
+        ("resnet56-resnet20", 0.01),
+        ("resnet110-resnet20", 0.01),
+        ("resnet110-resnet32", 0.01),
+        ("resnet32x4-resnet8x4", 0.01),
+        ("vgg13_cifar-vgg8_cifar", None),
+        ("resnet32x4-shufflenetv1_cifar", None),
+    ],
+)
+def test_fts_paraphraser_is_trained_at_0_01_for_resnets_and_wrns_as_in_the_published_runs(pair: str, rate: float | None) -> None:
+    assert experiment_of("cifar100", pair, "ft").distill.options["ft"].get("init_lr") == rate
+
+
 def test_dkds_weight_rises_by_the_epoch_counted_from_1_as_the_published_runs_did() -> None:
     options = experiment_of("cifar100", "resnet56-resnet20", "dkd").distill.options["dkd"]
     assert (options["warmup_epochs"], options["warmup_by"]) == (20.0, "epoch_from_1")

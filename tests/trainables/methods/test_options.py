@@ -50,7 +50,11 @@ BY_DEFAULT = {
     "dml": Told("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
     "fitnet": Told(BOTH, ("stage2",), {"weight": 100.0, "variant": "repdistiller"}),
     "fsp": Told(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "variant": "repdistiller"}),
-    "ft": Told(REPDISTILLER, ("stage-1",), {"weight": 200.0, "init_epochs": 30, "rate": 0.5, "variant": "repdistiller"}),
+    "ft": Told(
+        REPDISTILLER,
+        ("stage-1",),
+        {"weight": 200.0, "init_epochs": 30, "init_lr": None, "rate": 0.5, "variant": "repdistiller"},
+    ),
     "irg": Told(
         "The weights of Knowledge-Distillation-Zoo",
         ("stage2", "stage3", "pooled"),

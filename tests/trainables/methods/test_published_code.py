@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainables.config import TrainConfig
 from trainables.device.feed import on_device
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
+from trainables.loop import train_epoch
 from trainables.models.registry import build_model
 from trainables.rank_pool import Ranks
 from trainables.step import train_step
@@ -30,11 +32,12 @@ LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
 
 def job_config(folder: Path, student: str, teacher: str, method: str, **options: Any) -> TrainConfig:
-    """Digits in float64 with plain SGD; a teacher that nobody has trained."""
+    """Noise images in float64 with plain SGD, 5 steps an epoch; a teacher that nobody has trained."""
     optim = {"epochs": 1, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "nesterov": False}
     return config(
         folder / "job", model=student, teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
         distill={"method": [method], "task_weight": 1.0, "options": {method: options}}, optim=optim,
+        data={"path": "synthetic", "synthetic_images": 100, "synthetic_classes": 10, "global_batch_size": 20},
     )  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_
                 sgd.zero_grad()
                 loss.backward()
                 sgd.step()
-                learner.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 100)
+                learner.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
                 train_step(learner, batch, step, job.timer)
         ours = {name: p.detach() for name, p in learner.pupil.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
@@ -109,6 +112,43 @@ def test_what_the_warm_up_cannot_leave_out_is_refused(tmp_path: Path, names: lis
     with pytest.raises(ExperimentError) as caught:
         build(settings, Group(), Recorded(), no_telemetry)
     assert str(caught.value) == f"distill.options.ab.init_frozen: {message}"
+
+
+def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        learner: Any = job.learner
+        method = learner.pupil.methods_by_name["ft"]
+        halves = copy.deepcopy(nn.ModuleList([method.paraphrasers[0], method.builders[0]])).requires_grad_()
+        sgd = torch.optim.SGD(halves.parameters(), lr=0.003, momentum=MOMENTUM, weight_decay=DECAY)
+        with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
+            for batch in batches:
+                images = learner.prepare(batch).images_BCHW
+                t_BCHW = learner.teacher(images, len(images))["ft"].features[0]
+                sgd.zero_grad()
+                nn.functional.mse_loss(halves[1](halves[0](t_BCHW)), t_BCHW).backward()
+                sgd.step()
+        train_epoch(job)
+        found = nn.ModuleList([method.paraphrasers[0], method.builders[0]])
+        assert relative_difference(halves.state_dict(), found.state_dict()) < 1e-11
+
+
+def test_after_the_warm_up_the_rate_is_the_trainings(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
+    settings = settings.model_copy(update={"optim": settings.optim.model_copy(update={"schedule": "constant"})})
+    rates = [metrics["lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    assert [rate for rate, _ in itertools.groupby(rates)] == [0.003, LR]
+
+
+def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_lr=0.003)
+    both = {"method": ["ft", "fsp"], "options": {**settings.distill.options, "fsp": {}}}  # type: ignore[union-attr]
+    with pytest.raises(ExperimentError) as caught:
+        build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
+    assert str(caught.value) == (
+        "distill.options.ft.init_lr: fsp has a warm-up stage too, at another rate, and there is one for both:"
+        " leave init_lr out, or fsp"
+    )
 
 
 def drawn(rows: int) -> Tensor:
