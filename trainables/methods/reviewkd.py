@@ -11,7 +11,8 @@ passed on; BN(conv 3×3 (x)) is compared. M is the channels of the student's dee
 HCL: the mean square of the difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, as far as these are
 smaller, divided by the sum of the factors used; summed over levels. These are the authors' code's, which the paper's text leaves
 open. The last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last
-activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`).
+activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). In the
+authors' code for ImageNet an activation in place overwrites what it read before it: `[stages, pooled]` for both.
 
 The weight rises with every step from 0. The authors' CIFAR-100/train.py has min(1, epoch / 20) with epochs counted from 0, so
 none through the first (`warmup_by: epoch_from_0`); mdistiller counts from 1 (`epoch_from_1`). That train.py never puts the

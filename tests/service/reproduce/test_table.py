@@ -155,6 +155,20 @@ def test_a_warm_up_that_ends_with_the_first_epoch_counted_from_1_is_none(column:
     assert experiment_of("imagenet", "resnet34-resnet18", column).distill.options[column]["warmup_epochs"] == 0
 
 
+def test_reviewkd_for_imagenet_reads_both_models_after_the_activations_that_its_code_applies_in_place() -> None:
+    options = experiment_of("imagenet", "resnet34-resnet18", "reviewkd").distill.options["reviewkd"]
+    assert options == {
+        "weight": 1.0, "warmup_epochs": 0.0, "student_taps": ["stages", "pooled"], "teacher_taps": ["stages", "pooled"],
+    }  # fmt: skip
+
+
+def test_dist_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_columns() -> None:
+    found = experiment_of("imagenet", "resnet34-resnet18", "dist")
+    assert (found.data.global_batch_size, found.optim.lr, found.optim.weight_decay) == (256, 0.1, 1e-4)
+    assert (found.optim.nesterov, found.optim.decay_norm_and_bias) == (True, False)
+    assert experiment_of("imagenet", "resnet34-resnet18", "kd").optim.decay_norm_and_bias
+
+
 def repeated(pairs: object) -> int:
     """Cells of a student alone that several pairs share."""
     students = [pair.student for pair in pairs]  # type: ignore[attr-defined]
