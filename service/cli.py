@@ -115,7 +115,7 @@ def resume(directory: Path) -> None:
     from service.checks import check_checkpoints, check_inputs
     from service.places import reopen
 
-    resolved, run_dir, result = reopen(directory)
+    resolved, run_dir, result = reopen(directory, to_continue=True)
     if result["status"] == "complete":
         click.echo(f"{directory} is complete; its tables: distill report {directory}")
         return
@@ -239,7 +239,9 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 
         run_dir, result = follow(directory, console, html)
     else:
-        _, run_dir, result = reopen(directory)
+        resolved, run_dir, result = reopen(directory)
+        for key in resolved.unknown:
+            click.echo(f"{run_dir.experiment}: {key}: no such key in this version, left out here")
     for part in report_of(result, run_dir):
         console.print(part, soft_wrap=isinstance(part, str))
     click.echo(f"page: {write_page(run_dir, result, html)}")
@@ -412,11 +414,17 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     from service.distilling import check_options
     from service.experiment import parse_override
     from trainables.check_method import Case, check
-    from trainables.errors import ExperimentError
+    from trainables.errors import ExperimentError, ModelError
+    from trainables.models.names import check_model_name
     from trainables.rank_pool import Ranks
 
     given = dict(parse_override(option, "--option") for option in options)
     check_options(name, given, "--option", {}, missing="give --option {name}=…")
+    for option, model in (("--student", student), ("--teacher", teacher)):
+        try:
+            check_model_name(model)
+        except ModelError as error:
+            raise ExperimentError(f"{option}: {error}") from error
     num_broken = 0
     with contextlib.closing(Ranks()) as ranks:
         for title, problem in check(Case(name, given, student, teacher, image_size), ranks.run):

@@ -5,6 +5,7 @@ A file may name a `base` (a recipe or another file) and change only what differs
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -173,13 +174,15 @@ class Resolved:
 
     experiment: Experiment
     sources: dict[str, str]
+    unknown: tuple[str, ...] = ()
+    """Keys of another version's file that this one does not know, see `understood`."""
 
     def to_yaml(self) -> str:
         """The resolved experiment; reading it back gives the same experiment."""
         return strict_yaml.dump(self.experiment.model_dump(mode="json"))
 
-    def override(self, point: Mapping[str, Any], source: str) -> Resolved:
-        """The experiment with dotted keys replaced, checked again.
+    def override(self, point: Mapping[str, Any], source: str, *, reading: bool = False) -> Resolved:
+        """The experiment with dotted keys replaced, checked again. `reading`: only to be looked at, see `understood`.
 
         Raises:
             ExperimentError: a key or a value that does not exist or does not fit.
@@ -187,7 +190,8 @@ class Resolved:
         tree = self.experiment.model_dump(mode="json")
         for key, value in point.items():
             put(tree, key, value, source)
-        return Resolved(validate(tree, source), {**self.sources, **dict.fromkeys(point, source)})
+        experiment = understood(tree, source)[0] if reading else validate(tree, source)
+        return Resolved(experiment, {**self.sources, **dict.fromkeys(point, source)})
 
 
 def recipes() -> dict[str, str]:
@@ -227,10 +231,54 @@ def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
     return key, strict_yaml.parse(value, f"{option} {text}")
 
 
-def read_resolved(path: Path) -> Resolved:
-    """The `experiment.yaml` of a run directory."""
+def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
+    """The `experiment.yaml` of a run directory. `reading`: only to be looked at, see `understood`.
+
+    Raises:
+        ExperimentError: one line a mistake.
+    """
     tree, sources, where = _read(str(path), ())
-    return Resolved(validate(tree, where), sources)
+    experiment, unknown = understood(tree, where) if reading else (validate(tree, where), ())
+    return Resolved(experiment, sources, unknown)
+
+
+def understood(tree: Mapping[str, Any], where: str) -> tuple[Experiment, tuple[str, ...]]:
+    """An experiment that is read and not carried out, and the keys in it that this version does not know: they are left out.
+
+    So a run that another version wrote can be looked at. Names of models and methods, their options, and the space of a sweep
+    are taken as they are.
+
+    Raises:
+        ExperimentError: a value that this version cannot read.
+    """
+    tree = copy.deepcopy(dict(tree))
+    unknown: list[str] = []
+    while True:
+        try:
+            return Experiment.model_validate(tree), tuple(unknown)
+        except ValidationError as error:
+            left_out = [
+                key for detail in error.errors() if detail["type"] == "extra_forbidden" and (key := _drop(tree, detail["loc"]))
+            ]
+            if not left_out:
+                reason = explain(error, Experiment, where)
+                raise ExperimentError(
+                    f"{reason}; if another version wrote it, change or remove it there to read this run"
+                ) from error
+            unknown += left_out
+
+
+def _drop(tree: Any, loc: Sequence[str | int]) -> str:
+    """Take the key at `loc` out of `tree`; its dotted name, or nothing where there is no such key."""
+    names = []
+    for part in loc[:-1]:
+        if part in (tree if isinstance(tree, dict) else range(len(tree))):  # otherwise it is the name of a union's branch
+            names.append(str(part))
+            tree = tree[part]
+    if not isinstance(tree, dict) or loc[-1] not in tree:
+        return ""
+    del tree[loc[-1]]
+    return ".".join([*names, str(loc[-1])])
 
 
 def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str], str]:

@@ -129,13 +129,14 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing
         return f"{key}: missing: " + ("write it in the list" if "[" in key else missing.format(key=key, name=last[0]))
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
-    wanted = " or ".join(dict.fromkeys(_expected(detail) for detail in details if detail["type"] != "missing"))
+    wanted = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
         wanted = f"a list of {details[-1]['loc'][-1] + 1}"
     return f"{key}: must be {wanted}, not {shown(first['input'])}"
 
 
-def _expected(detail: Any) -> str:
+def expected(detail: Any) -> str:
+    """What one of pydantic's errors would have had instead."""
     form = EXPECTED.get(detail["type"])
     if form is None:
         return str(detail["msg"].removeprefix("Input should be "))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from service.experiment import Resolved, read_resolved
+from service.result import read_result
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic, write_json
 
@@ -73,23 +74,20 @@ def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
         ) from error
 
 
-def reopen(path: Path) -> tuple[Resolved, RunDir, dict[str, Any]]:
+def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, dict[str, Any]]:
     """A run directory as it stands.
 
+    Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
+
     Raises:
-        ExperimentError: no run there.
+        ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
     """
     run_dir = RunDir(path.absolute())
     if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
         raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
-    resolved = read_resolved(run_dir.experiment)
-    try:
-        result = json.loads(run_dir.result.read_text())
-    except (OSError, ValueError):
-        result = None
-    if not isinstance(result, dict) or not {"kind", "name", "status", "runs_root"} <= result.keys():
-        raise ExperimentError(f"{run_dir.result} is damaged: begin again from {run_dir.experiment}, in another --out")
-    return Resolved(resolved.experiment, result.get("sources", {})), run_dir, result
+    resolved = read_resolved(run_dir.experiment, reading=not to_continue)
+    result = read_result(run_dir.result, run_dir.experiment)
+    return replace(resolved, sources=result.get("sources", {})), run_dir, result
 
 
 @contextlib.contextmanager

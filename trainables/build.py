@@ -122,10 +122,12 @@ def build(
         model.compile()
     stage = StageDir(Path(config.output_dir))
     if not pupil.init_epochs:  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
-        pupil.settle(True)
-    updates = Updates(build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm)
+        pupil.begin_stage(0)
+    updates = Updates(
+        build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm, pupil.init_lr
+    )
     init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
-    pupil.settle(True)  # before DDP looks which gradients there will be
+    pupil.begin_stage(0)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
         "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,

@@ -169,7 +169,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
         pupil = learner.pupil
         pupil.train()
         pupil.student.train(not as_taught)
-        pupil.settle(epoch >= 0)
+        pupil.begin_stage(epoch)
         images, rows = learner.prepare(batch).images_BCHW, len(batch.labels_B)
         taught = learner.teacher(images, rows) if learner.teacher is not None else None
         gather = Gather(rows, group)

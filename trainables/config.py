@@ -229,13 +229,17 @@ class MethodOptions(Section):
 
     weight: NonNegative = Field(1.0, description="of the method's loss")
     warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")
+    warmup_by: Literal["step", "epoch_from_0", "epoch_from_1"] = Field(
+        "step", description="when it rises: with every step, or once an epoch, to (number of the epoch)/warmup_epochs"
+    )
     decay: Literal["none", "linear", "cosine"] = Field("none", description="how the weight falls to 0 at the last epoch's end")
     student_taps: tuple[str, ...] | None = Field(None, description="where the student is read; absent: the method's own points")
     teacher_taps: tuple[str, ...] | None = Field(None, description="where the teacher is read; absent: the method's own points")
 
     def weight_at(self, epoch: float, epochs: int) -> float:
         """The weight when `epoch` epochs of `epochs` have passed."""
-        risen = min(epoch / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
+        counted = {"step": epoch, "epoch_from_0": math.floor(epoch), "epoch_from_1": math.floor(epoch) + 1}[self.warmup_by]
+        risen = min(counted / self.warmup_epochs, 1.0) if self.warmup_epochs else 1.0
         done = min(epoch / epochs, 1.0)
         left = {"none": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.decay]
         return self.weight * max(risen, 0.0) * left

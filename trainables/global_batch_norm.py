@@ -103,8 +103,10 @@ def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
         setattr(module, hooks, getattr(replaced, hooks))
 
 
-def convert(model: nn.Module, group: Group) -> nn.Module:
+def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", usual: str = "false") -> nn.Module:
     """`model` with every batch norm of torch's replaced by one over all ranks; parameters, statistics and hooks stay as they are.
+
+    `key` asked for it, and `usual` is its value that does not.
 
     Raises:
         ModelError: it has a batch norm of another kind.
@@ -117,8 +119,8 @@ def convert(model: nn.Module, group: Group) -> nn.Module:
             kind = kinds.get(type(child))
             if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
                 raise ModelError(
-                    f"scale.sync_batch_norm: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
-                    "set scale.sync_batch_norm to false, or choose another model"
+                    f"{key}: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
+                    f"set {key} to {usual}, or choose another model"
                 )
             made = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
             made.load_state_dict(child.state_dict())
@@ -126,6 +128,20 @@ def convert(model: nn.Module, group: Group) -> nn.Module:
             _take_hooks(made, child)
             setattr(parent, name, made.train(child.training))
     return model
+
+
+def normalize_by_batch(frozen: nn.Module, group: Group, key: str) -> None:
+    """Let the batch norms of a model that is not trained go by the batch of all ranks; its running statistics stay as they are.
+
+    `key` asked for it.
+
+    Raises:
+        ModelError: see `convert`.
+    """
+    for module in convert(frozen, group, key, "running").modules():
+        if isinstance(module, GlobalBatchNorm):
+            module.train()
+            module.momentum = 0.0
 
 
 def normalizes_alone(model: nn.Module) -> bool:

@@ -95,7 +95,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     steps_per_epoch = job.train_loader.steps_per_epoch
     init_steps = learner.init_epochs * steps_per_epoch
     learner.student.train()
-    learner.pupil.settle(progress.epoch >= learner.init_epochs)
+    learner.pupil.begin_stage(progress.epoch - learner.init_epochs)
     if not progress.position:
         begin_epoch(job)
     loader = job.train_loader

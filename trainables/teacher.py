@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.data.loader import Batch
+from trainables.global_batch_norm import takes_none
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Reader
 from trainables.models.forward import logits_and_aux
@@ -52,15 +53,18 @@ class Answers(Protocol):
 
 
 class Teacher:
-    """A model that runs beside the student, in eval mode and never trained."""
+    """A model that runs beside the student and is never trained; in eval mode, but for batch norms that go by the batch."""
 
     def __init__(self, model: nn.Module, reader: Reader, *, gradient: bool = False):
         """`gradient`: the answers keep the graph that leads to them, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
+        self._by_batch = takes_none(model)
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
         """See `Answers`: it answers whatever images it is shown."""
+        if self._by_batch:  # which a blank image of a rank without samples is no part of
+            images_BCHW = images_BCHW[:num_rows]
         if self._gradient:  # the graph begins somewhere: its parameters are frozen
             images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode, whose tensors a method's backward could not keep.

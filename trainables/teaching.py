@@ -16,8 +16,9 @@ from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import normalizes_together
+from trainables.global_batch_norm import normalize_by_batch, normalizes_together
 from trainables.inputs import AUTOCAST
+from trainables.methods.features import TeacherNormOptions
 from trainables.methods.pupil import (
     Chosen,
     Pupil,
@@ -100,6 +101,9 @@ def unite(
         )
     if model is not None and isinstance(student, ReusedClassifier):
         student.reuse(model, size)
+    by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
+    if model is not None and (key := next(by_batch, None)) is not None:
+        normalize_by_batch(model, group, f"distill.options.{key}.teacher_norm")
     reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(

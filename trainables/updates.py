@@ -97,10 +97,15 @@ class Only(NamedTuple):
 class Updates:
     """The optimizers of a job. A step is `backward` for each micro-batch, then `step`."""
 
-    def __init__(self, updates: Sequence[Update], group: Group, clip_grad_norm: float | None = None):
-        """With several optimizers, `clip_grad_norm` bounds the gradient of each one's losses."""
+    def __init__(
+        self, updates: Sequence[Update], group: Group, clip_grad_norm: float | None = None, init_lr: float | None = None
+    ):
+        """With several optimizers, `clip_grad_norm` bounds the gradient of each one's losses.
+
+        `init_lr`: the learning rate of a warm-up stage, where it is not the peak.
+        """
         self.updates = tuple(updates)
-        self._group, self._clip = group, clip_grad_norm
+        self._group, self._clip, self._init_lr = group, clip_grad_norm, init_lr
         self._collected: list[list[Tensor | None]] = []
 
     @property
@@ -109,10 +114,10 @@ class Updates:
         return len(self.updates) > 1
 
     def set_learning_rates(self, step: int, steps_per_epoch: int, global_batch_size: int) -> None:
-        """For the step with this index; those before 0 belong to a warm-up stage and go at the full rate."""
+        """For the step with this index; those before 0 belong to a warm-up stage and go at the peak rate, or its own."""
         for update in self.updates:
             peak = peak_learning_rate(update.optim, global_batch_size)
-            lr = learning_rate(step, steps_per_epoch, update.optim, peak) if step >= 0 else peak
+            lr = learning_rate(step, steps_per_epoch, update.optim, peak) if step >= 0 else self._init_lr or peak
             set_learning_rate(update.optimizer, lr)
 
     def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: Only | None = None) -> None:

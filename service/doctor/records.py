@@ -45,7 +45,7 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> 
 
 
 def _trial(resolved: Resolved, run_dir: RunDir, row: Mapping[str, Any]) -> Case:
-    experiment = resolved.override(row["params"], "trial").experiment
+    experiment = resolved.override(row["params"], "trial", reading=True).experiment
     scale = row["scale"]
     name = (
         f"trial {row['id']} ({scale['scale.num_workers']} × batch {scale['data.global_batch_size']} × "

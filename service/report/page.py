@@ -34,7 +34,7 @@ def write_page(run_dir: RunDir, result: Mapping[str, Any], path: Path | None = N
         ExperimentError: it cannot be written there.
     """
     path = path or run_dir.report
-    resolved = read_resolved(run_dir.experiment)
+    resolved = read_resolved(run_dir.experiment, reading=True)
     records = read_records(run_dir, result, resolved.experiment, result.get("sources") or {})
     try:
         write_atomic(path, render(page_of(records)).encode())

@@ -153,7 +153,7 @@ def command(root: Path, best: Row) -> str:
     if best["scale"][LOADER_WORKERS] != "auto":
         values.setdefault(LOADER_WORKERS, best["scale"][LOADER_WORKERS])
     if run_dir.stage("assistant1").best.exists():
-        name, last = list(read_resolved(run_dir.experiment).experiment.preparation.items())[-1]
+        name, last = list(read_resolved(run_dir.experiment, reading=True).experiment.preparation.items())[-1]
         values |= {"teacher.model": last.model, "teacher.weights": str(run_dir.stage(name).best)}
         values |= {"teacher.others": [], "assistants": []}
     elif (teacher := run_dir.stage("teacher").best).exists():

@@ -56,7 +56,7 @@ def check_same(job: Reproduction) -> None:
     """
     for part in job.parts:
         run_dir = job.run_dir(part)
-        if run_dir.result.exists() and reopen(run_dir.root)[0].experiment != part.resolved.experiment:
+        if run_dir.result.exists() and reopen(run_dir.root, to_continue=True)[0].experiment != part.resolved.experiment:
             raise ExperimentError(
                 f"{run_dir.root} holds other runs than these: give the command as it was, or choose another --out"
             )
@@ -98,7 +98,7 @@ def carry_out(job: Reproduction, say: Callable[[str], None]) -> list[str]:
         if not run_dir.result.exists():
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin(part.resolved, "sweep", run_dir, job.root)
-        _, _, result = reopen(run_dir.root)
+        _, _, result = reopen(run_dir.root, to_continue=True)
         if result["status"] == "complete":
             say(f"{part.name}: complete")
             continue

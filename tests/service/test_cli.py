@@ -459,10 +459,12 @@ def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(cap
         (["kd", "--option", "temprature=2"], "--option: distill.options.kd.temprature: no such key; did you mean temperature?"),
         (["kd", "--option", "temperature=-2"], "--option: distill.options.kd.temperature: must be above 0, not -2"),
         (["dkdd"], "there is no method 'dkdd'; did you mean dkd?"),
+        (["kd", "--student", "resnet9"], "--student: there is no model 'resnet9'; did you mean resnet8"),
+        (["kd", "--teacher", "wrn_16_3"], "--teacher: there is no model 'wrn_16_3'; did you mean wrn_16_2"),
         (["kd", "--option", "temperature"], "--option temperature: write --option key=value"),
     ],
 )
-def test_a_method_or_an_option_that_there_is_not_is_refused(refuse: Refuse, arguments: list[str], says: str) -> None:
+def test_a_method_a_model_or_an_option_that_there_is_not_is_refused(refuse: Refuse, arguments: list[str], says: str) -> None:
     assert says in refuse("check-method", *arguments)
 
 

@@ -7,11 +7,16 @@ off: in a stage before training this loss alone moves it, and afterwards the lab
 with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
 3/1000; the paper has neither factor.
 
+RepDistiller's warm-up stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
+Of a WRN that leaves out the last batch norm, through which the deepest of the three maps is read: `init_frozen: [bn1]`. Of its
+other students it leaves out nothing that the loss reads.
+
 Shapes: B batch, C channels, H W positions.
 """
 
 from __future__ import annotations
 
+import difflib
 from typing import Literal
 
 import torch
@@ -19,6 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Positive
+from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, Samples, Seen, Setting
 from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
@@ -27,6 +33,9 @@ class ABOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: 30 epochs, margin 1, before each stage's last ReLU."""
 
     init_epochs: Count = Field(30, description="epochs before training in which this loss alone moves the student")
+    init_frozen: tuple[str, ...] = Field(
+        (), description="modules of the student that these epochs leave untrained and in eval mode; RepDistiller, for a WRN: bn1"
+    )
     margin: Positive = Field(1.0, description="how far on the teacher's side of 0 a value should be")
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="repdistiller: each stage counts half the next, and all 3/1000; paper: they count 1"
@@ -42,8 +51,10 @@ class AB(Method):
     taps = ("stages.preact",)
 
     def __init__(self, options: ABOptions, setting: Setting) -> None:
+        """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
         super().__init__(options, setting)
         self._options = options
+        _check_frozen(options.init_frozen, setting.student.model)
         self.connectors = nn.ModuleList(
             [
                 nn.Identity() if student == teacher else ConvReg(student, teacher, setting.group, relu=False)
@@ -68,10 +79,26 @@ class AB(Method):
         """The student's without its classifier's, and the connectors'."""
         return body_parameters(student) + list(self.parameters())
 
+    def warm_up_frozen(self, student: nn.Module) -> list[nn.Module]:
+        """The modules of `init_frozen`."""
+        return [student.get_submodule(name) for name in self._options.init_frozen]
+
     def _weights(self) -> list[float]:
         if self._options.variant == "paper":
             return [1.0] * len(self.connectors)
         return [3 / 1000 * 0.5**later for later in reversed(range(len(self.connectors)))]
+
+
+def _check_frozen(names: tuple[str, ...], student: nn.Module) -> None:
+    modules = {name: module for name, module in student.named_modules() if name}
+    for name in names:
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=1)
+            instead = f"did you mean {near[0]}?" if near else f"it has {', '.join(dict(student.named_children()))}"
+            raise ExperimentError(f"distill.options.ab.init_frozen: the student has no module {name!r}; {instead}")
+    frozen = {parameter for name in names for parameter in modules[name].parameters()}
+    if names and frozen.issuperset(body_parameters(student)):
+        raise ExperimentError("distill.options.ab.init_frozen: it names all that ab would train: leave a module out")
 
 
 def beyond_the_boundary(student: Tensor, teacher: Tensor, margin: float) -> Tensor:

@@ -138,6 +138,8 @@ class Method(nn.Module):
         super().__init__()
         self.init_epochs = int(getattr(options, "init_epochs", 0))
         """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
+        self.init_lr: float | None = getattr(options, "init_lr", None)
+        """Its learning rate, where it is not the peak of `optim`: an option of methods too."""
 
     def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
         """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.
@@ -149,6 +151,10 @@ class Method(nn.Module):
     def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """What the warm-up stage trains: by default the method's own parameters. `student` is the bare one."""
         return list(self.parameters())
+
+    def warm_up_frozen(self, student: nn.Module) -> list[nn.Module]:
+        """Parts of the bare `student` that the warm-up stage leaves as they are, and runs in eval mode: by default none."""
+        return []
 
     def settled_parameters(self) -> list[nn.Parameter]:
         """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""

@@ -1,8 +1,8 @@
 """Decoupled Knowledge Distillation: Zhao, Cui, Song, Qiu and Liang 2022 (CVPR), equations 4 to 7.
 
 KL over K classes is the KL of (target, all others), TCKD, plus (1 - the teacher's target probability) times the KL among the
-others, NCKD. DKD weighs the two freely: α·TCKD + β·NCKD. Its warm-up raises the weight with every step from 0, the
-authors' code by the epoch, counted from 1, which is half an epoch earlier on average.
+others, NCKD. DKD weighs the two freely: α·TCKD + β·NCKD. Its warm-up raises the weight with every step from 0; the authors' code
+(mdistiller) once an epoch, counted from 1, which is half an epoch earlier on average: `warmup_by: epoch_from_1`.
 
 Shapes: B batch, K classes, J = K - 1 classes other than the target.
 """

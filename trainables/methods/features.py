@@ -6,11 +6,14 @@ Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainables.config import MethodOptions
 from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import GlobalBatchNorm2d
@@ -21,6 +24,15 @@ Shape = tuple[int, ...]
 
 _TINY = 1e-12
 """A norm below this is that of a zero vector, as in torch's `normalize`."""
+
+
+class TeacherNormOptions(MethodOptions):
+    """Options of a method whose published code leaves the teacher in training mode."""
+
+    teacher_norm: Literal["running", "batch"] = Field(
+        "running",
+        description="what the teacher's batch norms go by, for all methods of a job: running statistics, or each batch's",
+    )
 
 
 def unit(x: Tensor, dim: int | Sequence[int] = -1) -> Tensor:

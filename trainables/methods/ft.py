@@ -5,7 +5,8 @@ In a stage before training a paraphraser learns to rebuild the teacher's last ma
 squared error). Then it is frozen, and a translator, trained with the student, turns the student's map into a factor like it:
 ‖F_t/‖F_t‖ − F_s/‖F_s‖‖₁. The authors' code takes the mean of the absolute differences (with weight 500), RepDistiller first the
 mean of a factor's squares over channels, as in attention transfer, and puts batch norms into the translator. The stage before
-training goes at the student's peak learning rate; in RepDistiller at 0.01 where the student is a ResNet or WRN.
+training goes at the student's peak learning rate; in RepDistiller (helper/pretrain.py) at 0.01 where the student is a ResNet or
+WRN: `init_lr: 0.01`.
 
 Shapes: B batch, C channels, H W positions, E values of a normed factor.
 """
@@ -19,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural, NonNegative, Number
+from trainables.config import MethodOptions, Natural, NonNegative, Number, Positive
 from trainables.distributed import Group
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.at import attention
@@ -32,6 +33,9 @@ class FTOptions(MethodOptions):
 
     weight: NonNegative = 200.0
     init_epochs: Natural = Field(30, description="epochs before training in which the paraphraser learns; 0: it stays as drawn")
+    init_lr: Positive | None = Field(
+        None, description="learning rate of these epochs; absent: the peak of optim; RepDistiller, for ResNets and WRNs: 0.01"
+    )
     rate: Annotated[Number, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
     variant: Literal["repdistiller", "official", "paper"] = Field(
         "repdistiller", description="repdistiller: factors' attention; official: mean over their values; paper: sum over them"

@@ -11,8 +11,8 @@ m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of 
 min(β, 0). Behind a sum of branches it is the norm of the main one, as in the authors' code.
 
 The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
-averaged to the student's size. Deviation from the authors' code: there the teacher normalises by the batch, here as in any
-other method by its running statistics.
+averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalises by each batch:
+`teacher_norm: batch`. By default it goes by its running statistics, as in any other method.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -24,15 +24,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, NonNegative
+from trainables.config import NonNegative
 from trainables.errors import ExperimentError
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Samples, Seen, Setting
-from trainables.methods.features import average_pooled, paired_maps
+from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 from trainables.models.norms import norms_before
 
 
-class OFDOptions(MethodOptions):
+class OFDOptions(TeacherNormOptions):
     """The authors' weight for CIFAR; for ImageNet they take 1e-4."""
 
     weight: NonNegative = 1e-3

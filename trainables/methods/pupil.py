@@ -49,7 +49,11 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     named = [(key_of(name), load(name)) for name in distill.method]
     every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
     for key, kind, options in every:
-        kept = {"warmup_epochs": options.warmup_epochs == 0, "decay": options.decay == "none"}
+        kept = {
+            "warmup_epochs": options.warmup_epochs == 0,
+            "warmup_by": options.warmup_by == "step",
+            "decay": options.decay == "none",
+        }
         if not kind.terms and (name := next((name for name, unchanged in kept.items() if not unchanged), None)):
             raise ExperimentError(
                 f"distill.options.{key}.{name}: {key} works in its warm-up stage alone, throughout which its weight is the same:"
@@ -172,12 +176,14 @@ class Pupil(nn.Module):
         task_weight: float = 1.0,
         epochs: int = 1,
     ) -> None:
+        """Raises ExperimentError, see `init_lr`."""
         super().__init__()
         self.student = student
         self.methods = nn.ModuleDict(dict(methods or {}))
         self.task_weight = task_weight
         self._options = dict(options or {})
         self._reader, self._epochs = reader, epochs
+        self.init_lr = init_lr(self.methods_by_name)
 
     def forward(self, images_BCHW: Tensor, batch: Samples | None = None, teacher: Mapping[str, Seen] | None = None) -> Answer:
         """The answer to `images_BCHW`, cut to the samples of `batch`: a rank without any runs images that count for nothing.
@@ -247,8 +253,9 @@ class Pupil(nn.Module):
         """What a warm-up stage trains; None from epoch 0 on."""
         if epoch >= 0:
             return None
-        keys = self._calls(epoch)
-        found = dict.fromkeys(p for key in keys for p in self.methods_by_name[key].warm_up_parameters(self.student))
+        frozen = {p for module in self._frozen(epoch) for p in module.parameters()}
+        every = (p for key in self._calls(epoch) for p in self.methods_by_name[key].warm_up_parameters(self.student))
+        found = dict.fromkeys(p for p in every if p not in frozen)
         return Only(list(found), self.told_at(epoch) - {"distill_loss"})
 
     @property
@@ -256,11 +263,21 @@ class Pupil(nn.Module):
         """The length of the longest warm-up stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
-    def settle(self, settled: bool) -> None:
-        """Freeze what the warm-up stage alone trains, or let it be trained: DDP must not wait for it."""
+    def begin_stage(self, epoch: float) -> None:
+        """In training mode, choose what the stage of this epoch changes: a warm-up stage (below 0), or training.
+
+        Training freezes what the warm-up stage alone trains: DDP must not wait for it.
+        """
         for method in self.methods_by_name.values():
             for parameter in method.settled_parameters():
-                parameter.requires_grad_(not settled)
+                parameter.requires_grad_(epoch < 0)
+        for module in self._frozen(epoch):
+            module.eval()
+
+    def _frozen(self, epoch: float) -> list[nn.Module]:
+        """The student's parts that a warm-up stage leaves as they are."""
+        keys = self._calls(epoch) if epoch < 0 else {}
+        return [module for key in keys for module in self.methods_by_name[key].warm_up_frozen(self.student)]
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell the methods, see `Method.begin_epoch`."""
@@ -282,6 +299,24 @@ class Pupil(nn.Module):
     def needs_whole_batch(self) -> bool:
         """Whether one of the methods compares samples, or normalises over them."""
         return any(method.compares_samples for method in self.methods_by_name.values())
+
+
+def init_lr(methods: Mapping[str, Method]) -> float | None:
+    """The learning rate of the warm-up stage that methods share; None: the peak of `optim`.
+
+    Raises:
+        ExperimentError: they have unlike ones.
+    """
+    rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
+    own = next((key for key, rate in rates.items() if rate is not None), None)
+    if own is None:
+        return None
+    if other := next((key for key, rate in rates.items() if rate != rates[own]), None):
+        raise ExperimentError(
+            f"distill.options.{own}.init_lr: {other} has a warm-up stage too, at another rate, and there is one for both: leave"
+            f" init_lr out, or {other}"
+        )
+    return rates[own]
 
 
 def returned(terms: Collection[str], declared: Collection[str]) -> str:

@@ -11,8 +11,12 @@ passed on; BN(conv 3×3 (x)) is compared. M is the channels of the student's dee
 HCL: the mean square of the difference, plus 1/2, 1/4, 1/8 of that of both maps averaged to 4×4, 2×2, 1×1, as far as these are
 smaller, divided by the sum of the factors used; summed over levels. These are the authors' code's, which the paper's text leaves
 open. The last level is `pooled`, as a map of one position. As in mdistiller for CIFAR, the student is read after the last
-activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). While the
-weight warms up it rises with every step from 0; in mdistiller by the epoch, counted from 1, so half an epoch earlier on average.
+activation of its stages, the teacher before it; for ImageNet both before it (`student_taps: [stages.preact, pooled]`). In the
+authors' code for ImageNet an activation in place overwrites what it read before it: `[stages, pooled]` for both.
+
+The weight rises with every step from 0. The authors' CIFAR-100/train.py has min(1, epoch / 20) with epochs counted from 0, so
+none through the first (`warmup_by: epoch_from_0`); mdistiller counts from 1 (`epoch_from_1`). That train.py never puts the
+teacher into eval mode either, so it normalises by each batch (`teacher_norm: batch`); ImageNet/imagenet_amp.py and mdistiller do.
 
 Shapes: B batch, C channels, H W positions, M channels of the residual.
 """
@@ -26,17 +30,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainables.config import MethodOptions, NonNegative
+from trainables.config import NonNegative
 from trainables.distributed import Group
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side, mean_per_sample
-from trainables.methods.features import average_pooled, paired_maps
+from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 
 SIZES = (4, 2, 1)
 """Positions a side at which maps are compared beside their own size."""
 
 
-class ReviewKDOptions(MethodOptions):
+class ReviewKDOptions(TeacherNormOptions):
     """The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100 (resnet56→resnet20: 0.6); how long it warms up.
 
     For ImageNet they take a weight of 1 and no warm-up.

@@ -116,11 +116,14 @@ def test_the_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     sweep.root.mkdir()
     begin(load("digits", ["sweep.steps=5"]), "sweep", sweep, tmp_path)
     scale = {"scale.num_workers": 1, "data.global_batch_size": 64}
-    rows: list[dict[str, Any]] = [{"id": "002", "status": "failed", "params": {}, "scale": {}, "metrics": {}}]
+    judged = {"space": {"data.loader_workers": [0, 1]}, "metric": "images_per_s", "mode": "max"}
+    rows: list[dict[str, Any]] = [
+        {"id": "002", "status": "failed", "params": {}, "scale": scale | {"data.loader_workers": 1}, "metrics": {}}
+    ]
     for workers, metrics in enumerate((step_of(**{"phase/data_ms": 51.0, "phase/step_ms": 150.0}), step_of())):
         row = {"id": f"00{workers}", "status": "ok", "params": {"data.loader_workers": workers}, "metrics": metrics}
         rows.append(row | {"scale": scale | row["params"]})
-    write_json(sweep.result, json.loads(sweep.result.read_text()) | {"trials": rows, "best": rows[-1]})
+    write_json(sweep.result, json.loads(sweep.result.read_text()) | {"trials": rows, "best": rows[-1], **judged})
     code, out, _ = run(capsys, "doctor", sweep.root)
     assert code == 0
     assert out.startswith("nothing to gain over 5%")

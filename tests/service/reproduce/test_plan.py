@@ -54,7 +54,7 @@ def test_a_cell_has_the_settings_of_its_student_its_column_and_its_pair(cifar100
     assert experiment.student.model == "mobilenetv2_half_cifar"
     assert (experiment.optim.lr, experiment.optim.epochs, experiment.optim.milestones) == (0.01, 240, (150, 180, 210))
     assert experiment.distill.options["dkd"] == {
-        "weight": 1.0, "alpha": 1.0, "beta": 6.0, "temperature": 4.0, "warmup_epochs": 20.0,
+        "weight": 1.0, "alpha": 1.0, "beta": 6.0, "temperature": 4.0, "warmup_epochs": 20.0, "warmup_by": "epoch_from_1",
     }  # fmt: skip
     assert part.resolved.experiment.optim.lr == 0.05  # the teacher's
 

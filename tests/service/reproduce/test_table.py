@@ -98,12 +98,75 @@ def test_reviewkd_is_trained_as_its_authors_train_it_and_not_as_the_tables_other
     optim = found.optim
     assert (found.data.global_batch_size, optim.lr, optim.nesterov, optim.weight_decay) == (128, lr, True, 5e-4)
     assert (optim.epochs, optim.milestones, optim.gamma, optim.momentum) == (240, (151, 181, 211), 0.1, 0.9)
-    assert found.distill.options["reviewkd"] == {"weight": weight, "warmup_epochs": 20.0}
+    assert found.distill.options["reviewkd"] == {
+        "weight": weight, "warmup_epochs": 20.0, "warmup_by": "epoch_from_0", "teacher_norm": "batch",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pair", "frozen"), [("wrn_40_2-wrn_16_2", ["bn1"]), ("wrn_40_2-wrn_40_1", ["bn1"]), ("wrn_40_2-shufflenetv1_cifar", None)]
+)
+def test_ab_leaves_the_last_norm_of_wrns_out_of_its_warm_up_as_the_published_runs_did(
+    pair: str, frozen: list[str] | None
+) -> None:
+    assert experiment_of("cifar100", pair, "ab").distill.options["ab"].get("init_frozen") == frozen
+
+
+@pytest.mark.parametrize(
+    ("pair", "rate"),
+    [
+        ("wrn_40_2-wrn_16_2", 0.01),
+        ("wrn_40_2-wrn_40_1", 0.01),
+        ("resnet56-resnet20", 0.01),
+        ("resnet110-resnet20", 0.01),
+        ("resnet110-resnet32", 0.01),
+        ("resnet32x4-resnet8x4", 0.01),
+        ("vgg13_cifar-vgg8_cifar", None),
+        ("resnet32x4-shufflenetv1_cifar", None),
+    ],
+)
+def test_fts_paraphraser_is_trained_at_0_01_for_resnets_and_wrns_as_in_the_published_runs(pair: str, rate: float | None) -> None:
+    assert experiment_of("cifar100", pair, "ft").distill.options["ft"].get("init_lr") == rate
+
+
+def test_dkds_weight_rises_by_the_epoch_counted_from_1_as_the_published_runs_did() -> None:
+    options = experiment_of("cifar100", "resnet56-resnet20", "dkd").distill.options["dkd"]
+    assert (options["warmup_epochs"], options["warmup_by"]) == (20.0, "epoch_from_1")
+
+
+@pytest.mark.parametrize(
+    ("pair", "weight", "temperature"),
+    [
+        ("resnet32x4-resnet8x4", 9.0, 2.0),
+        ("vgg13_cifar-vgg8_cifar", 9.0, 3.0),
+        ("resnet110-resnet20", 12.0, 4.0),
+        ("resnet50_cifar-mobilenetv2_half_cifar", 1.0, 3.0),
+    ],
+)
+def test_logit_standardisation_has_the_weights_and_temperatures_in_the_names_of_its_logs(
+    pair: str, weight: float, temperature: float
+) -> None:
+    options = experiment_of("cifar100", pair, "kd_standardized").distill.options["kd"]
+    assert options == {"weight": weight, "temperature": temperature, "standardize": True}
 
 
 @pytest.mark.parametrize("column", ["dkd", "reviewkd"])
 def test_a_warm_up_that_ends_with_the_first_epoch_counted_from_1_is_none(column: str) -> None:
     assert experiment_of("imagenet", "resnet34-resnet18", column).distill.options[column]["warmup_epochs"] == 0
+
+
+def test_reviewkd_for_imagenet_reads_both_models_after_the_activations_that_its_code_applies_in_place() -> None:
+    options = experiment_of("imagenet", "resnet34-resnet18", "reviewkd").distill.options["reviewkd"]
+    assert options == {
+        "weight": 1.0, "warmup_epochs": 0.0, "student_taps": ["stages", "pooled"], "teacher_taps": ["stages", "pooled"],
+    }  # fmt: skip
+
+
+def test_dist_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_columns() -> None:
+    found = experiment_of("imagenet", "resnet34-resnet18", "dist")
+    assert (found.data.global_batch_size, found.optim.lr, found.optim.weight_decay) == (256, 0.1, 1e-4)
+    assert (found.optim.nesterov, found.optim.decay_norm_and_bias) == (True, False)
+    assert experiment_of("imagenet", "resnet34-resnet18", "kd").optim.decay_norm_and_bias
 
 
 def repeated(pairs: object) -> int:
@@ -130,7 +193,7 @@ COLUMNS = {
         "kd": (13, 941.06), "fitnet": (13, 918.45), "at": (13, 912.40), "sp": (13, 934.56), "cc": (13, 914.39),
         "vid": (13, 928.70), "rkd": (13, 917.78), "pkt": (13, 937.05), "ab": (13, 924.08), "ft": (13, 910.05),
         "fsp": (6, 427.71), "nst": (13, 919.93), "crd": (13, 955.12), "crd_kd": (13, 958.21), "reviewkd": (8, 604.99),
-        "dkd": (11, 818.41), "kd_dot": (3, 224.44), "kd_standardized": (8, 591.23),
+        "dkd": (11, 818.41), "kd_dot": (3, 224.44), "kd_standardized": (10, 731.73),
     },
     "imagenet": {"kd": (1, 71.03), "dkd": (1, 71.70), "kd_dot": (1, 71.72), "dist": (1, 72.07), "reviewkd": (1, 71.61)},
 }  # fmt: skip
@@ -139,12 +202,12 @@ PAIRS = {
         "wrn_40_2-wrn_16_2": (17, 1263.90),
         "wrn_40_2-wrn_40_1": (16, 1171.16),
         "resnet56-resnet20": (17, 1196.99),
-        "resnet110-resnet20": (14, 981.47),
+        "resnet110-resnet20": (15, 1052.95),
         "resnet110-resnet32": (17, 1234.26),
         "resnet32x4-resnet8x4": (18, 1331.42),
         "vgg13_cifar-vgg8_cifar": (17, 1228.73),
         "vgg13_cifar-mobilenetv2_half_cifar": (15, 983.27),
-        "resnet50_cifar-mobilenetv2_half_cifar": (14, 923.27),
+        "resnet50_cifar-mobilenetv2_half_cifar": (15, 992.29),
         "resnet50_cifar-vgg8_cifar": (13, 935.84),
         "resnet32x4-shufflenetv1_cifar": (15, 1107.32),
         "resnet32x4-shufflenetv2_cifar": (17, 1267.02),

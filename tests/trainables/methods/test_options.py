@@ -27,7 +27,11 @@ REPDISTILLER = "RepDistiller's defaults for CIFAR-100"
 BOTH = "RepDistiller's and mdistiller's defaults for CIFAR-100"
 LOGITS = {"standardize": False, "temperature": 4.0}
 BY_DEFAULT = {
-    "ab": Told(REPDISTILLER, ("stages.preact",), {"init_epochs": 30, "margin": 1.0, "variant": "repdistiller"}),
+    "ab": Told(
+        REPDISTILLER,
+        ("stages.preact",),
+        {"init_epochs": 30, "init_frozen": (), "margin": 1.0, "variant": "repdistiller"},
+    ),
     "at": Told(BOTH, ("stages",), {"weight": 1000.0, "power": 2.0, "variant": "repdistiller"}),
     "cc": Told(
         "of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02)",
@@ -46,7 +50,11 @@ BY_DEFAULT = {
     "dml": Told("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
     "fitnet": Told(BOTH, ("stage2",), {"weight": 100.0, "variant": "repdistiller"}),
     "fsp": Told(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "variant": "repdistiller"}),
-    "ft": Told(REPDISTILLER, ("stage-1",), {"weight": 200.0, "init_epochs": 30, "rate": 0.5, "variant": "repdistiller"}),
+    "ft": Told(
+        REPDISTILLER,
+        ("stage-1",),
+        {"weight": 200.0, "init_epochs": 30, "init_lr": None, "rate": 0.5, "variant": "repdistiller"},
+    ),
     "irg": Told(
         "The weights of Knowledge-Distillation-Zoo",
         ("stage2", "stage3", "pooled"),
@@ -62,14 +70,14 @@ BY_DEFAULT = {
     ),
     "nkd": Told("The paper's: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
     "nst": Told(BOTH, ("stages",), {"weight": 50.0}),
-    "ofd": Told("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3}),
+    "ofd": Told("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3, "teacher_norm": "running"}),
     "pkt": Told("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
     "pskd": Told("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
     "reviewkd": Told(
         "The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
         (),
         {
-            "weight": 5.0, "warmup_epochs": 20.0, "student_taps": ("stages", "pooled"),
+            "weight": 5.0, "warmup_epochs": 20.0, "teacher_norm": "running", "student_taps": ("stages", "pooled"),
             "teacher_taps": ("stages.preact", "pooled"),
         },
     ),
@@ -109,7 +117,7 @@ def test_a_method_is_told_by_default_what_its_source_says(name: str) -> None:
 
 def test_every_method_has_a_weight_of_1_no_schedule_and_its_own_taps_unless_it_says_otherwise() -> None:
     assert MethodOptions().model_dump() == {
-        "weight": 1.0, "warmup_epochs": 0.0, "decay": "none", "student_taps": None, "teacher_taps": None,
+        "weight": 1.0, "warmup_epochs": 0.0, "warmup_by": "step", "decay": "none", "student_taps": None, "teacher_taps": None,
     }  # fmt: skip
 
 

@@ -43,6 +43,10 @@ def test_published_stages_count_one() -> None:
         ({}, {-1: 2, 0: 2, 5: 2, 10: 2, 11: 2}),
         ({"warmup_epochs": 4}, {-1: 0, 0: 0, 1: 0.5, 2: 1, 4: 2, 5: 2, 10: 2}),
         ({"warmup_epochs": 20}, {0: 0, 5: 0.5, 10: 1}),  # longer than the training
+        # min(1, epoch / warm_up), with epochs from 0 in ReviewKD's CIFAR-100/train.py and from 1 in mdistiller's DKD.py
+        ({"warmup_epochs": 4, "warmup_by": "epoch_from_0"}, {-1: 0, 0: 0, 0.9: 0, 1: 0.5, 3.5: 1.5, 4: 2, 9.9: 2}),
+        ({"warmup_epochs": 4, "warmup_by": "epoch_from_1"}, {-1: 0, 0: 0.5, 0.9: 0.5, 1: 1, 2.5: 1.5, 3: 2, 9.9: 2}),
+        ({"warmup_epochs": 2.5, "warmup_by": "epoch_from_1"}, {0.5: 0.8, 1.5: 1.6, 2: 2}),
         ({"decay": "linear"}, {0: 2, 2.5: 1.5, 5: 1, 10: 0, 11: 0}),
         ({"decay": "cosine"}, {0: 2, 2.5: 1 + 0.5**0.5, 5: 1, 7.5: 1 - 0.5**0.5, 10: 0, 11: 0}),
         ({"warmup_epochs": 5, "decay": "linear"}, {0: 0, 2.5: 0.75, 5: 1, 7.5: 0.5, 10: 0}),
@@ -64,7 +68,7 @@ def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["ab", "fsp"])
-@pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("decay", "cosine")])
+@pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("warmup_by", "epoch_from_1"), ("decay", "cosine")])
 def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: str, value: object) -> None:
     with pytest.raises(ExperimentError) as caught:
         choose(DistillConfig.model_validate({"method": [name], "options": {name: {key: value}}}))

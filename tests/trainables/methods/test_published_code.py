@@ -1,0 +1,195 @@
+"""Where a published number comes from code that differs from its paper: options that do as that code does.
+
+Each is compared with a few lines of plain torch that follow the code: RepDistiller's helper/pretrain.py (`init`) for ab,
+ReviewKD's CIFAR-100/train.py, whose teacher is never put into eval mode, for reviewkd and ofd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from trainables.build import build
+from trainables.check_method import Case, check
+from trainables.config import TrainConfig
+from trainables.device.feed import on_device
+from trainables.distributed import Group
+from trainables.errors import ExperimentError
+from trainables.loop import train_epoch
+from trainables.models.registry import build_model
+from trainables.rank_pool import Ranks
+from trainables.step import train_step
+
+LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
+
+
+def job_config(folder: Path, student: str, teacher: str, method: str, **options: Any) -> TrainConfig:
+    """Noise images in float64 with plain SGD, 5 steps an epoch; a teacher that nobody has trained."""
+    optim = {"epochs": 1, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "nesterov": False}
+    return config(
+        folder / "job", model=student, teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
+        distill={"method": [method], "task_weight": 1.0, "options": {method: options}}, optim=optim,
+        data={"path": "synthetic", "synthetic_images": 100, "synthetic_classes": 10, "global_batch_size": 20},
+    )  # fmt: skip
+
+
+def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:
+    """As RepDistiller's models/wrn.py with preact=True."""
+    one = model.layer1(model.conv1(images_BCHW))
+    two = model.layer2(one)
+    return [model.layer2[0].bn1(one), model.layer3[0].bn1(two), model.bn1(model.layer3(two))]
+
+
+def boundary_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+    """RepDistiller's distiller_zoo/AB.py with margin 1."""
+    total = torch.zeros((), dtype=torch.float64)
+    for weight, s, t in zip((0.25, 0.5, 1.0), student, teacher, strict=True):
+        loss = (s + 1) ** 2 * ((s > -1) & (t <= 0)) + (s - 1) ** 2 * ((s <= 1) & (t > 0))
+        total = total + weight * loss.sum() / len(s) / 1000 * 3
+    return total
+
+
+def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"])
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        learner = job.learner
+        student: Any = copy.deepcopy(learner.pupil.student).eval()
+        trained = nn.ModuleList([student.conv1, student.layer1, student.layer2, student.layer3]).train()
+        sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+        learner.pupil.train()
+        learner.pupil.begin_stage(-1)
+        with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
+            for step in range(3):
+                batch = next(batches)
+                images = learner.prepare(batch).images_BCHW
+                with torch.no_grad():
+                    taught = wrn_preacts(learner.teacher.model, images)  # type: ignore[union-attr]
+                loss = boundary_loss(wrn_preacts(student, images), taught)
+                sgd.zero_grad()
+                loss.backward()
+                sgd.step()
+                learner.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
+                train_step(learner, batch, step, job.timer)
+        ours = {name: p.detach() for name, p in learner.pupil.student.named_parameters()}
+        assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
+        norm = learner.pupil.student.get_submodule("bn1")
+        assert not norm.running_mean.any()  # type: ignore[operator, union-attr]
+
+
+def test_what_the_warm_up_leaves_out_is_trained_after_it(tmp_path: Path) -> None:
+    options = {"init_epochs": 1, "init_frozen": ["bn1"]}
+    frozen = train(Group(), job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", **options))["state"]
+    assert frozen["bn1.running_mean"].any()
+    assert (frozen["bn1.weight"] != 1).any()
+
+
+def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab")
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        job.learner.pupil.train()
+        job.learner.pupil.begin_stage(-1)
+        assert all(module.training for module in job.learner.pupil.student.modules())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["bn2"], "the student has no module 'bn2'; did you mean bn1?"),
+        (["conv1", ""], "the student has no module ''; it has conv1, layer1, layer2, layer3, bn1, relu, avgpool, fc"),
+        (["conv1", "layer1", "layer2", "layer3", "bn1"], "it names all that ab would train: leave a module out"),
+    ],
+)
+def test_what_the_warm_up_cannot_leave_out_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", init_frozen=names)
+    with pytest.raises(ExperimentError) as caught:
+        build(settings, Group(), Recorded(), no_telemetry)
+    assert str(caught.value) == f"distill.options.ab.init_frozen: {message}"
+
+
+def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        learner: Any = job.learner
+        method = learner.pupil.methods_by_name["ft"]
+        halves = copy.deepcopy(nn.ModuleList([method.paraphrasers[0], method.builders[0]])).requires_grad_()
+        sgd = torch.optim.SGD(halves.parameters(), lr=0.003, momentum=MOMENTUM, weight_decay=DECAY)
+        with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
+            for batch in batches:
+                images = learner.prepare(batch).images_BCHW
+                t_BCHW = learner.teacher(images, len(images))["ft"].features[0]
+                sgd.zero_grad()
+                nn.functional.mse_loss(halves[1](halves[0](t_BCHW)), t_BCHW).backward()
+                sgd.step()
+        train_epoch(job)
+        found = nn.ModuleList([method.paraphrasers[0], method.builders[0]])
+        assert relative_difference(halves.state_dict(), found.state_dict()) < 1e-11
+
+
+def test_after_the_warm_up_the_rate_is_the_trainings(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
+    settings = settings.model_copy(update={"optim": settings.optim.model_copy(update={"schedule": "constant"})})
+    rates = [metrics["lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    assert [rate for rate, _ in itertools.groupby(rates)] == [0.003, LR]
+
+
+def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_lr=0.003)
+    both = {"method": ["ft", "fsp"], "options": {**settings.distill.options, "fsp": {}}}  # type: ignore[union-attr]
+    with pytest.raises(ExperimentError) as caught:
+        build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
+    assert str(caught.value) == (
+        "distill.options.ft.init_lr: fsp has a warm-up stage too, at another rate, and there is one for both:"
+        " leave init_lr out, or fsp"
+    )
+
+
+def drawn(rows: int) -> Tensor:
+    return torch.randn(rows, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("method", ["reviewkd", "ofd"])
+@pytest.mark.parametrize("norm", ["running", "batch"])
+def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_mode(
+    tmp_path: Path, method: str, norm: str
+) -> None:
+    settings = job_config(tmp_path, "wrn_16_1", "wrn_16_2", method, teacher_norm=norm)
+    plain: Any = build_model("wrn_16_2", num_classes=10, image_size=8, seed=11).double().train(norm == "batch")
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
+        teacher: Any = job.learner.teacher
+        found = teacher(drawn(16), 16)[method]
+        expected = [*wrn_preacts(plain, drawn(16)), plain(drawn(16))]
+        for ours, theirs in zip([*found.features[:3], found.logits_BK], expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert not any(mean.any() for name, mean in teacher.model.state_dict().items() if name.endswith("running_mean"))
+
+
+def answered(group: Group, settings: TrainConfig) -> Tensor:
+    """The teacher's logits of 7 images, 7 of which rank 0 has: another rank runs blank ones, which count for nothing."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job, torch.no_grad():
+        teacher: Any = job.learner.teacher
+        images, rows = (drawn(7), 7) if group.is_main else (torch.zeros(2, 3, 8, 8, dtype=torch.float64), 0)
+        (found,) = teacher(images, rows).values()
+        logits: Tensor = found.logits_BK
+        return logits
+
+
+def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: Ranks, tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
+    ((alone,), (first, second)) = ranks.run(1, answered, settings), ranks.run(2, answered, settings)
+    torch.testing.assert_close(first, alone, rtol=1e-10, atol=1e-12)
+    assert second.shape == (0, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["reviewkd", "ofd"])
+def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: Ranks, method: str) -> None:
+    findings = {each.title: each.problem for each in check(Case(method, {"teacher_norm": "batch"}), ranks.run)}
+    assert {title: problem for title, problem in findings.items() if problem} == {}
