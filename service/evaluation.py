@@ -18,7 +18,8 @@ from service.plan import absolute
 from service.progress import Display
 from service.trees import put
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.failures import WorkersFailedError
 from trainables.models.header import locate
 from trainables.rundir import RunDir
 
@@ -105,16 +106,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
                 use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem,
             )  # fmt: skip
             return dict(json.loads(output.read_text()))
-        except DistillError:
-            raise
-        except Exception as error:  # whatever Ray wraps a worker's error in
-            raise CheckpointError(f"evaluation failed: {cause(error)}") from error
+        except (WorkersFailedError, worker.NoRoomError) as error:
+            raise CheckpointError(f"evaluation failed: {error}") from error
         finally:
             output.unlink(missing_ok=True)
-
-
-def cause(error: Exception) -> str:
-    """The last line of a worker's own exception inside Ray's."""
-    failures = getattr(error, "worker_failures", {})
-    text = str(next(iter(failures.values()), error)).strip()
-    return text.splitlines()[-1] if text else type(error).__name__

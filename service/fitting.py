@@ -12,7 +12,8 @@ from service.experiment import Experiment
 from service.trial import Outcome
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
-from trainables.errors import NO_MEMORY, DataError, DistillError, ExperimentError
+from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.failures import kind_of
 
 if TYPE_CHECKING:
     from service.trials import Trial
@@ -80,5 +81,5 @@ def _misfit(told: str, num_classes: int, on_gpu: bool) -> str | None:
         check_fit(TrainConfig.model_validate_json(told), num_classes, use_gpu=on_gpu)
     except DistillError as error:
         # Where it runs there may be more memory than here; if not, it ends as `oom`.
-        return None if NO_MEMORY.search(str(error)) else str(error)
+        return None if kind_of(error) == "out_of_memory" else str(error)
     return None
