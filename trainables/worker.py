@@ -39,8 +39,9 @@ from trainables import loop
 from trainables.answers.fill import fill
 from trainables.build import build
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.device.usable import check_usable
 from trainables.distributed import Group, gather_objects
-from trainables.errors import ClusterError
+from trainables.errors import ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
 from trainables.failures import NODE_OUT_OF_MEMORY, Failure, Kind, WorkersFailedError, failure_of, write_failure
 from trainables.rundir import StageDir, append_line, headline, read_lines, write_json
@@ -240,6 +241,9 @@ def fit(
             raise NoRoomError from error
         if isinstance(error.controller_failure, WorkerGroupStartupFailedError):  # a worker died before its training began
             raise WorkersFailedError(failures_in(error)) from error
+        cause = getattr(error.controller_failure, "cause", None)
+        if isinstance(cause, DistillError):  # of a worker that is checked before its training
+            raise cause from error
         raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
         raise WorkersFailedError(failures_in(error)) from error
@@ -270,7 +274,10 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
     def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
         """Called by Ray Train on the controller, once the workers' processes stand."""
         try:
+            if backend_config.backend == "nccl":
+                worker_group.execute(check_gpu)
             address, port, handle = worker_group.execute_single(0, reserve_store)
+            worker_group.execute(set_variables, address, port)
             world_size, timeout = len(worker_group), timedelta(seconds=backend_config.timeout_s)
             given = backend_config.backend, timeout, (address, port)
             ray.get([
@@ -281,6 +288,25 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
             # A worker has died. Ray Train forgets a group that fails here, and with it what the group has reserved.
             worker_group.abort()
             raise
+
+
+def check_gpu() -> None:
+    """See `check_usable`; by itself NCCL says so after minutes, and without the versions."""
+    check_usable(ray.train.torch.get_device(), f"{socket.gethostname()} ({ray.util.get_node_ip_address()})")
+
+
+def set_variables(address: str, port: int) -> None:
+    """What torchrun, and Ray's own backend, set for a user's code and for libraries: who this worker is, where the store is."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def reserve_store() -> tuple[str, int, int]:
@@ -298,7 +324,13 @@ def join(backend: str, timeout: timedelta, store: tuple[str, int], handle: int |
     found = dist.TCPStore(  # type: ignore[attr-defined]
         *store, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
     )
-    dist.init_process_group(backend, store=found, rank=rank, world_size=world_size, timeout=timeout)
+    arguments = group_arguments(backend, ray.train.torch.get_device())
+    dist.init_process_group(store=found, rank=rank, world_size=world_size, timeout=timeout, **arguments)
+
+
+def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
+    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
 
 
 def interface_of(address: str) -> str | None:
