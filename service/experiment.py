@@ -112,10 +112,6 @@ class Experiment(Section):
                 raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} leaves no epoch of {key} {epochs}")
         if self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs optim.momentum above 0")
-        if self.scale.sync_batch_norm and self.data.last_batch == "short":
-            raise ValueError(
-                "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
-            )
         if self.data.decodes_on_device and self.scale.use_gpu is False:
             raise ValueError(f"data.decoder {self.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto")
         return self
