@@ -84,9 +84,9 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         try:
             yield now
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
+            interrupted = isinstance(error, KeyboardInterrupt | clusters.RayLostError)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                now.save(status="interrupted" if interrupted else "failed", reason="" if interrupted else str(error))
+                now.save(status="interrupted" if interrupted else "failed", reason=str(error))
             _close(now, "KILLED" if interrupted else "FAILED", 5.0)
             raise
         now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
