@@ -474,7 +474,7 @@ def ui(root: Path, host: str, port: int) -> None:
     try:  # MLflow itself would try for ever, and its address show what another server has
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # of a name its own
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a host's name its own
         raise ClusterError(f"{host}:{port} cannot be listened on ({reason}): give another --port, or --host") from error
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
     click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")

@@ -440,7 +440,7 @@ class Reporter:
         self._config, self._stage, self._group = config, stage, group
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write, name="records", daemon=True)
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._gauges: dict[str, Gauge] = {}
         # After a resume from an older checkpoint the same steps come again, with the same numbers: recorded once.
         self._seen = {(line["kind"], line["step"]) for line in read_lines(stage.metrics)} if group.is_main else set()
@@ -466,7 +466,7 @@ class Reporter:
         """See `loop.Report`; every rank calls it for the kind `epoch`, which is a barrier.
 
         Raises:
-            OSError: on rank 0 where an earlier line could not be written.
+            Exception: on rank 0 what the writing of an earlier line failed of.
         """
         if self._group.is_main:
             if self._failure is not None:
@@ -484,7 +484,7 @@ class Reporter:
         while (line := self._lines.get()) is not None:
             try:
                 append_line(self._stage.metrics, line)
-            except OSError as error:
+            except Exception as error:
                 self._failure = error
 
 
