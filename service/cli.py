@@ -187,10 +187,12 @@ def reproduce(
     images_per_s: float | None,
 ) -> None:
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
+    from service.cluster import RayLostError
     from service.places import check_places, new_run_dir
     from service.progress import output
     from service.reproduce import carry, plan, telling
     from service.reproduce.table import read_table
+    from trainables.errors import ClusterError
 
     published = read_table(table)
     request = plan.Request.of(published, pairs, methods, seeds)
@@ -215,6 +217,8 @@ def reproduce(
         except KeyboardInterrupt:
             click.echo(f"interrupted; the same command with --out {out} goes on", err=True)
             raise
+        except RayLostError as error:
+            raise ClusterError(f"{error}; the same command with --out {out} goes on") from error
         click.echo(f"result: {carry.write_result(job, table)}")
     if out is not None:
         found = carry.cells(job)

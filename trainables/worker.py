@@ -212,6 +212,7 @@ def fit(
         WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
         NoRoomError: the cluster had no room for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
+        DeviceError: torch cannot use a worker's GPU.
     """
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
     settings = config.model_dump(mode="json")
@@ -237,13 +238,14 @@ def fit(
     try:
         trainer.fit()
     except ray.train.ControllerError as error:
-        if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+        failure = error.controller_failure
+        if isinstance(failure, WorkerGroupStartupTimeoutError):
             raise NoRoomError from error
-        if isinstance(error.controller_failure, WorkerGroupStartupFailedError):  # a worker died before its training began
+        if isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, DistillError):
+            raise failure.cause from error
+        # A worker died, or could do no more, before its training began.
+        if isinstance(failure, ray.exceptions.RayTaskError | WorkerGroupStartupFailedError):
             raise WorkersFailedError(failures_in(error)) from error
-        cause = getattr(error.controller_failure, "cause", None)
-        if isinstance(cause, DistillError):  # of a worker that is checked before its training
-            raise cause from error
         raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
         raise WorkersFailedError(failures_in(error)) from error
