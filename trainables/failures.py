@@ -115,7 +115,10 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
         where = f"{error.filename}: " if error.filename else ""
         then = "mend that" if error.errno == errno.EROFS else "free space"
         return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {then}, then `distill resume`", None, rank)
-    return Failure(kind, text.splitlines()[0], type(error).__name__, rank)
+    line = text.splitlines()[0]
+    if kind == "out_of_memory" and "memory" not in line.lower():
+        line += " (its memory ran out)"
+    return Failure(kind, line, type(error).__name__, rank)
 
 
 def kind_of(error: BaseException) -> Kind:

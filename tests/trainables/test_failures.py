@@ -191,5 +191,12 @@ def test_of_several_workers_failures_the_cause_is_told() -> None:
     assert str(WorkersFailedError([lost, died])) == "a worker died: The actor died"
 
 
+def test_words_that_do_not_name_memory_are_explained() -> None:
+    no_engine = RuntimeError("FIND was unable to find an engine to execute this computation")
+    line = "rank 1: FIND was unable to find an engine to execute this computation (its memory ran out)"
+    assert str(failure_of(no_engine, 1)) == line
+    assert str(failure_of(MemoryError(), 0)) == "rank 0: MemoryError"
+
+
 def test_code_that_calls_exit_is_told() -> None:
     assert str(failure_of(SystemExit(0), 1)) == "code of the experiment called sys.exit(0)"
