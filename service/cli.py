@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,16 +88,20 @@ def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
 
 def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     """Carry out, or continue, what a run directory describes; say where things are."""
+    from service.cluster import RayLostError
     from service.run import train as run_train
     from service.sweep import sweep as run_sweep
     from service.tracking import compare_url
     from service.uris import without_password
+    from trainables.errors import ClusterError
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir)
     except KeyboardInterrupt:
         click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
         raise
+    except RayLostError as error:
+        raise ClusterError(f"{error}; continue with `distill resume {run_dir.root}`") from error
     click.echo(f"result: {run_dir.result}")
     if run_dir.report.exists():
         click.echo(f"page: {run_dir.report}")
@@ -182,10 +187,12 @@ def reproduce(
     images_per_s: float | None,
 ) -> None:
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
+    from service.cluster import RayLostError
     from service.places import check_places, new_run_dir
     from service.progress import output
     from service.reproduce import carry, plan, telling
     from service.reproduce.table import read_table
+    from trainables.errors import ClusterError
 
     published = read_table(table)
     request = plan.Request.of(published, pairs, methods, seeds)
@@ -210,6 +217,8 @@ def reproduce(
         except KeyboardInterrupt:
             click.echo(f"interrupted; the same command with --out {out} goes on", err=True)
             raise
+        except RayLostError as error:
+            raise ClusterError(f"{error}; the same command with --out {out} goes on") from error
         click.echo(f"result: {carry.write_result(job, table)}")
     if out is not None:
         found = carry.cells(job)
@@ -302,7 +311,7 @@ def submit(follow: bool, root: Path, command: tuple[str, ...]) -> None:
     """Run any of the above as a Ray job: distill submit --follow train digits."""
     from service.jobs import submit as run_submit
 
-    sys.exit(run_submit(command, root, follow, click.echo))
+    raise click.exceptions.Exit(run_submit(command, root, follow, click.echo))
 
 
 @cli.command()
@@ -472,10 +481,17 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
     from service.tracking import NO_TELEMETRY, ui_command
+    from trainables.errors import ClusterError
 
+    try:  # MLflow itself would try for ever, and its address show what another server has
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a host's name its own
+        raise ClusterError(f"{host}:{port} cannot be listened on ({reason}): give another --port, or --host") from error
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
     click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")
-    sys.exit(subprocess.run(ui_command(root, host, port), env={**os.environ, **NO_TELEMETRY}, check=False).returncode)
+    done = subprocess.run(ui_command(root, host, port), env={**os.environ, **NO_TELEMETRY}, check=False)
+    raise click.exceptions.Exit(done.returncode)
 
 
 @cli.command()
@@ -489,7 +505,7 @@ def sync(directory: Path) -> None:
     delivery = run_sync(run_dir)
     click.echo(delivery.message)
     if delivery.num_pending:
-        sys.exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -499,7 +515,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        cli.main(arguments, standalone_mode=False)
+        code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()
         code = 2
@@ -509,8 +525,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = 130
-    except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else 1
+    except SystemExit as leave:  # of no command of ours: they end with click's Exit
+        print(f"error: code that this command has loaded called sys.exit({leave.code!r})", file=sys.stderr)
+        code = 2
     except BrokenPipeError:  # whoever read the output has gone
         code = 1
     except OSError as error:
@@ -522,8 +539,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         print(f"error: unexpected {type(error).__name__}; its stack trace is in {keep_trace(error)}", file=sys.stderr)
         code = 1
-    else:
-        code = 0
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter would say so once more, with a stack trace

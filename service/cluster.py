@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from service import work
 from trainables.errors import ClusterError
 
@@ -27,6 +29,15 @@ LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
 }
+
+DAEMONS = ("gcs_server", "raylet")
+"""The processes without which a Ray is none."""
+_own_daemons: dict[str, psutil.Process] = {}
+"""Those of the Ray that this process has started, by name."""
+
+
+class RayLostError(ClusterError):
+    """The Ray that this process has started has ended before it."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,7 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
         if is_local():
             cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
             ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
+            _own_daemons.update((child.name(), child) for child in psutil.Process().children() if child.name() in DAEMONS)
         else:
             ray.init(runtime_env=travelling_code(), **quiet)
     except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
@@ -217,7 +229,24 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         if not work.goes_on():  # see `work.leave`
+            _own_daemons.clear()
             ray.shutdown()
+
+
+def check_ray() -> None:
+    """Notice that a process of our own Ray is gone: Ray itself waits a minute for it, and then ends this process.
+
+    Raises:
+        RayLostError: naming the process.
+    """
+    for name, daemon in _own_daemons.items():
+        try:
+            lives = daemon.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            lives = False
+        if not lives:
+            work.lose_ray()
+            raise RayLostError(f"Ray has ended: its process {name} was killed, by someone or for want of memory")
 
 
 def knock(address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from service.experiment import parse_override
 from service.mistakes import explain
 from service.places import check_places
 from service.plan import absolute
-from service.progress import Display
+from service.progress import Display, wait_for
 from service.trees import put
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.failures import WorkersFailedError
 from trainables.models.header import locate
 from trainables.rundir import RunDir
 
@@ -100,21 +102,11 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         output = storage.root / f"{checkpoint.stem}-{id(config):x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
         try:
-            worker.fit(
-                config.model_copy(update={"data": data, "output": str(output)}),
-                use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem,
-            )  # fmt: skip
+            job = config.model_copy(update={"data": data, "output": str(output)})
+            fit = partial(worker.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
+            wait_for(fit, display)
             return dict(json.loads(output.read_text()))
-        except DistillError:
-            raise
-        except Exception as error:  # whatever Ray wraps a worker's error in
-            raise CheckpointError(f"evaluation failed: {cause(error)}") from error
+        except (WorkersFailedError, worker.NoRoomError) as error:
+            raise CheckpointError(f"evaluation failed: {error}") from error
         finally:
             output.unlink(missing_ok=True)
-
-
-def cause(error: Exception) -> str:
-    """The last line of a worker's own exception inside Ray's."""
-    failures = getattr(error, "worker_failures", {})
-    text = str(next(iter(failures.values()), error)).strip()
-    return text.splitlines()[-1] if text else type(error).__name__

@@ -113,10 +113,6 @@ class Experiment(Section):
                 raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} leaves no epoch of {key} {epochs}")
         if self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs optim.momentum above 0")
-        if self.scale.sync_batch_norm and self.data.last_batch == "short":
-            raise ValueError(
-                "scale.sync_batch_norm needs data.last_batch drop: ranks without samples would be part of its statistics"
-            )
         grace, every = self.sweep.grace_epochs, self.train.evaluate_every
         if self.sweep.policy == "asha" and grace % every:
             raise ValueError(

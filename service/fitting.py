@@ -7,12 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service import cluster as clusters
 from service.experiment import Experiment
 from service.trial import Outcome
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
-from trainables.errors import NO_MEMORY, DataError, DistillError, ExperimentError
+from trainables.errors import DataError, DistillError, ExperimentError
+from trainables.failures import kind_of
 
 if TYPE_CHECKING:
     from service.trials import Trial
@@ -28,7 +28,7 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
         ExperimentError: one line, the same that the stage's own job would end with.
     """
     for name in stages:
-        if reason := _misfit(_told(experiment, name), num_classes, _on_gpu(experiment)):
+        if reason := _misfit(_told(experiment, name), num_classes):
             raise ExperimentError(reason)
 
 
@@ -51,12 +51,6 @@ def _num_classes(path: str, synthetic_classes: int) -> int:
     return len(open_source(DataConfig(path=path, synthetic_classes=synthetic_classes), "val").classes)
 
 
-def _on_gpu(experiment: Experiment) -> bool:
-    """Whether the workers will be on GPUs; of a cluster that is not asked yet, where it may be."""
-    setting = experiment.scale.use_gpu
-    return clusters.use_gpu(setting, clusters.local_capacity()) if clusters.is_local() else setting is not False
-
-
 def _told(experiment: Experiment, stage: str) -> str:
     """What decides whether a stage fits: points that differ elsewhere, as in learning rate, workers or seed, are alike."""
     config = experiment.stage(stage, Path("/"), {}, _UNTRAINED)
@@ -73,12 +67,12 @@ def _told(experiment: Experiment, stage: str) -> str:
 
 
 @cache
-def _misfit(told: str, num_classes: int, on_gpu: bool) -> str | None:
+def _misfit(told: str, num_classes: int) -> str | None:
     from trainables.fitting import check_fit
 
     try:
-        check_fit(TrainConfig.model_validate_json(told), num_classes, use_gpu=on_gpu)
+        check_fit(TrainConfig.model_validate_json(told), num_classes)
     except DistillError as error:
         # Where it runs there may be more memory than here; if not, it ends as `oom`.
-        return None if NO_MEMORY.search(str(error)) else str(error)
+        return None if kind_of(error) == "out_of_memory" else str(error)
     return None

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from service import work as work_thread
+from service.cluster import check_ray
 from trainables.rundir import StageDir
 
 T = TypeVar("T")
@@ -32,7 +33,11 @@ def output() -> Console:
 
 
 def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
-    """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for."""
+    """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for.
+
+    Raises:
+        RayLostError: at once too; whatever `work` makes of it.
+    """
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -45,6 +50,7 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
     thread = work_thread.begin(target)
     while thread.is_alive():
         thread.join(0.25)
+        check_ray()
         display.tick()
         tick()
     if failure:

@@ -90,10 +90,9 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         try:
             yield now
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
+            interrupted = isinstance(error, KeyboardInterrupt | clusters.RayLostError)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                status = "interrupted" if interrupted else "failed"
-                now.save(status=status, reason="" if interrupted else str(error), seconds=seconds())
+                now.save(status="interrupted" if interrupted else "failed", reason=str(error), seconds=seconds())
             _close(now, "KILLED" if interrupted else "FAILED", 5.0)
             raise
         now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"), seconds=seconds())

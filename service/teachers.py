@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from service.cluster import Cluster, Need, beside
+from service.cluster import Cluster, Need, RayLostError, beside, check_ray
 from service.plan import Plan
 from service.progress import Display, wait_for
 from trainables.errors import ClusterError
@@ -52,9 +52,11 @@ def serving(run: str, display: Display, plan: Plan, cluster: Cluster, weights: s
                 f"and {answered:,} were answered"
             )
     finally:
-        for actor in actors.values():
-            with contextlib.suppress(Exception):  # its node may be gone, and Ray with it
-                ray.kill(actor)
+        with contextlib.suppress(RayLostError):  # the actors end with their Ray, which would be waited for
+            check_ray()
+            for actor in actors.values():
+                with contextlib.suppress(Exception):  # its node may be gone
+                    ray.kill(actor)
 
 
 def start(name: str, each: Need, node_id: str | None = None) -> Any:

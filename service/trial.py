@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -14,15 +13,12 @@ from service.cluster import Need, observe
 from service.distilling import asks_teacher
 from trainables.config import TrainConfig
 from trainables.errors import DistillError
+from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, read_lines, write_json
 
 if TYPE_CHECKING:
     from trainables.worker import Visit
 
-NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"
-UNWRITABLE = ("No space left on device", "Disk quota exceeded", "Read-only file system")
-LOST = re.compile(r"connection|peer|socket|gloo|nccl|timed? ?out|store|Dist\w+Error|cuda error|cudnn|cublas", re.IGNORECASE)
-"""What the survivors say when another worker has died, and what a device says that fails: beginning again may help."""
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
 
 
@@ -97,7 +93,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
             tell(stage, "the cluster has no room for the workers yet: still waiting")
         except DistillError as error:
             return Outcome("failed", str(error), restarts=restarts)
-        except Exception as error:  # Ray wraps whatever a worker raised; `diagnose` reads what it was
+        except WorkersFailedError as error:
             if not ray.is_initialized():  # the driver is ending: nobody waits for this trial any more
                 raise
             if visit is not None:
@@ -106,8 +102,9 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
                     return Outcome("failed", "the workers died when they had nothing left to do")
                 if there != work:
                     work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
-            outcome = diagnose(stage, error, restarts)
-            if outcome.status == "oom" or known(stage, error) or restarts == limit:
+            cause = cause_of(stage, error)
+            outcome = Outcome("oom" if cause.kind == "out_of_memory" else "failed", str(cause), restarts=restarts)
+            if cause.kind not in RESTARTED or restarts == limit:
                 return outcome
             if refusal := wait_for_room(work):
                 return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=restarts)
@@ -146,40 +143,12 @@ def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: b
     return replace(outcome, seconds=now_s - began_s, start_s=start_s, end_s=end_s, ended_s=now_s)
 
 
-def cause_of(stage: StageDir, error: Exception) -> dict[str, Any] | None:
-    """What a worker wrote down, or, where the disk was too full for that, what Ray has carried here of its error."""
-    try:
-        return dict(json.loads(stage.error.read_text()))
-    except (OSError, ValueError):
-        told = re.findall(r"^trainables\.errors\.\w+: (.+)$", str(error), re.MULTILINE)
-        full = re.findall(rf"^.*(?:{'|'.join(UNWRITABLE)}).*$", str(error), re.MULTILINE)
-        if not told and not full:
-            return None
-        message = told[-1] if told else f"{full[-1].strip()}: free space, then `distill resume`"
-        return {"type": "DistillError", "message": message, "rank": 0, "user": True}
-
-
-def known(stage: StageDir, error: Exception) -> bool:
-    """Whether a worker said a cause that would come again: any error of its own, but not the loss of a peer or a device."""
-    cause = cause_of(stage, error)
-    return cause is not None and (cause["user"] or not LOST.search(f"{cause['type']} {cause['message']}"))
-
-
-def diagnose(stage: StageDir, error: Exception, restarts: int) -> Outcome:
-    """What went wrong: first what a worker wrote itself, else what Ray says of it."""
-    text = str(error)
-    if "ray.exceptions.OutOfMemoryError" in text or "Ray's memory monitor" in text or "low on memory" in text:
-        return Outcome("oom", NODE_OUT_OF_MEMORY, restarts=restarts)
-    if cause := cause_of(stage, error):
-        if cause["type"] == "oom":
-            return Outcome("oom", f"rank {cause['rank']}: {cause['message']}", restarts=restarts)
-        prefix = "" if cause["user"] else f"rank {cause['rank']}: {cause['type']}: "
-        return Outcome("failed", prefix + cause["message"], restarts=restarts)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    died = next(
-        (line for line in lines if "died" in line.lower() or "Error" in line), lines[-1] if lines else type(error).__name__
-    )
-    return Outcome("failed", f"a worker died: {died}", restarts=restarts)
+def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
+    """What a worker wrote down. Where that is the loss of another, or where none could write: the first cause that Ray knows."""
+    noted = read_failure(stage.error)
+    if noted is not None and noted.kind != "lost_peer":
+        return noted
+    return first_cause([*error.failures, *([noted] if noted is not None else [])])
 
 
 def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:

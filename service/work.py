@@ -12,19 +12,26 @@ from typing import NoReturn
 
 import psutil
 
-_NAME = "work"
+_threads: list[threading.Thread] = []
+_lost = threading.Event()
 
 
 def begin(target: Callable[[], None]) -> threading.Thread:
     """Start it."""
-    thread = threading.Thread(target=target, name=_NAME, daemon=True)
+    thread = threading.Thread(target=target, daemon=True)
     thread.start()
+    _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     return thread
 
 
+def lose_ray() -> None:
+    """Ray has ended by itself: whoever shut it down would wait for it."""
+    _lost.set()
+
+
 def goes_on() -> bool:
-    """Whether it still works, for a caller that was interrupted or has failed."""
-    return any(thread.name == _NAME for thread in threading.enumerate())
+    """Whether Ray cannot be shut down, for a caller that was interrupted or has failed: the thread uses it, or it is lost."""
+    return _lost.is_set() or any(thread.is_alive() for thread in _threads)
 
 
 def leave(code: int) -> NoReturn:

@@ -25,7 +25,7 @@ from trainables.device.decode import check_decoder
 from trainables.distributed import Group, gather_objects, seed_rank
 from trainables.errors import ExperimentError
 from trainables.gather import hosts_group
-from trainables.global_batch_norm import synchronized, takes_none
+from trainables.global_batch_norm import convert, takes_none
 from trainables.inputs import autocast, normalizer
 from trainables.methods.pupil import Pupil, choose, student_name
 from trainables.models.registry import build_model
@@ -115,7 +115,7 @@ def build(
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
-        model = synchronized(model, group)
+        model = convert(model, group)
     pupil, teacher = build_pupil(config, group, model, classes, train_loader, lines)
     pupil.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-NO_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
-"""What cuBLAS, cuDNN, NCCL and torch's CPU allocator say where a GPU's or the host's memory has run out."""
-
 
 class DistillError(Exception):
     """Base of every error that a user can cause and mend; its text is shown without a stack trace."""
@@ -34,3 +29,7 @@ class ClusterError(DistillError):
 
 class TrainingError(DistillError):
     """Training stopped by one of its own checks: a loss that is not finite, replicas that disagree."""
+
+
+class DeviceError(DistillError):
+    """A GPU that was reserved for a worker and that torch cannot use."""

@@ -9,17 +9,15 @@ import torch
 
 from trainables.config import TrainConfig
 from trainables.distributed import Group
-from trainables.global_batch_norm import synchronized
+from trainables.global_batch_norm import convert
 from trainables.methods.pupil import choose, student_name
 from trainables.models.registry import build_model, construct
 from trainables.several import SeveralTeachers
 from trainables.teaching import readers_of, unite
 
 
-def check_fit(config: TrainConfig, num_classes: int, *, use_gpu: bool) -> None:
+def check_fit(config: TrainConfig, num_classes: int) -> None:
     """Refuse what `trainables.build.build` would refuse of the models and methods of `config`; no weights are read.
-
-    `use_gpu` tells whose batch norm `scale.sync_batch_norm` means.
 
     Raises:
         ExperimentError, ModelError: one line.
@@ -28,7 +26,7 @@ def check_fit(config: TrainConfig, num_classes: int, *, use_gpu: bool) -> None:
     name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
     student = build_model(name, num_classes=num_classes, image_size=size, seed=seed)
     if config.scale.sync_batch_norm:
-        student = synchronized(student, Group(device=torch.device("cuda" if use_gpu else "cpu")))
+        student = convert(student, Group())
     teacher, given = None, config.teacher
     if given is not None and given.logits_only is None and readers_of(config):
         names = (given.model, *(other.model for other in given.others))

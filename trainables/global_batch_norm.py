@@ -1,6 +1,7 @@
 """Batch normalisation whose statistics are those of the global batch, whatever number of workers it lies on, on CPU and GPU.
 
-torch's SyncBatchNorm is for GPUs, and counts every rank's rows alike only where each has some. This one lets a rank have none.
+torch's SyncBatchNorm is for GPUs, where it waits for the device in every layer, and a rank without rows has to send blank ones,
+which count. This one waits for nothing and lets a rank have none.
 
 Shapes: B rows of this rank, C channels, then any further dimensions.
 """
@@ -82,22 +83,6 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def synchronized(model: nn.Module, group: Group) -> nn.Module:
-    """`model` with batch norms over all ranks: torch's on GPUs, where it is fused, ours on the CPU. Hooks go along.
-
-    Raises:
-        ModelError: see `convert`.
-    """
-    if group.device.type != "cuda":
-        return convert(model, group)
-    before = dict(model.named_modules(remove_duplicate=False))
-    made: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    for path, module in made.named_modules(remove_duplicate=False):
-        if module is not before[path]:
-            _take_hooks(module, before[path])
-    return made
-
-
 def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
     for hooks in _HOOKS:  # the same mapping, from which a hook's handle removes it
         setattr(module, hooks, getattr(replaced, hooks))
@@ -155,8 +140,8 @@ def takes_none(model: nn.Module) -> bool:
 
 
 def normalizes_together(model: nn.Module) -> bool:
-    """Whether `model` has a batch norm over the rows of all ranks, ours or torch's."""
-    return any(isinstance(m, GlobalBatchNorm | nn.SyncBatchNorm) for m in model.modules())
+    """Whether `model` has a batch norm over the rows of all ranks."""
+    return any(isinstance(module, GlobalBatchNorm) for module in model.modules())
 
 
 class GlobalBatchNorm1d(GlobalBatchNorm):

@@ -115,7 +115,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             job.waits.note()
             progress.step += 1
             if progress.step == job.throughput.warmup_until:
-                job.train_loader.costs.clear()
+                end_warmup(job)
             progress.position = batch.position
             in_epoch = -(-progress.position // config.data.global_batch_size)
             ended = progress.step == stop_at
@@ -134,6 +134,13 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     finally:
         ready.close()
     return False
+
+
+def end_warmup(job: Job) -> None:
+    """What is measured of the steady state begins: cuDNN's search for the fastest kernels took memory that no later step does."""
+    job.train_loader.costs.clear()
+    if job.group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.group.device)
 
 
 def begin_epoch(job: Job) -> None:
@@ -389,11 +396,21 @@ def phases(job: Job) -> dict[str, float]:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """`peak_memory_mib`, what the worst rank's GPU had allocated at most, and `gpu_memory_mib`, what the smallest GPU has."""
+    """MiB of the GPUs' memory. Since the warm-up, of the rank that had most: `peak_memory_mib` in tensors, and
+    `reserved_memory_mib` with what torch's allocator held besides. `free_memory_mib` is what nobody uses now, and
+    `gpu_memory_mib` what a GPU has, each of the GPU with the least.
+    """
     device = job.group.device
-    mine = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    peaks, totals = zip(*gather_objects(mine, job.group), strict=True)
-    return {"peak_memory_mib": max(peaks) / 2**20, "gpu_memory_mib": min(totals) / 2**20}
+    free, total = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), free, total
+    peaks, reserved, frees, totals = zip(*gather_objects(mine, job.group), strict=True)
+    found = {
+        "peak_memory_mib": max(peaks),
+        "reserved_memory_mib": max(reserved),
+        "free_memory_mib": min(frees),
+        "gpu_memory_mib": min(totals),
+    }
+    return {name: size / 2**20 for name, size in found.items()}
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:

@@ -135,7 +135,7 @@ class StageDir:
 
     @property
     def error(self) -> Path:
-        """Why a worker stopped the stage: {"type", "message", "rank"}; written by the first worker that fails."""
+        """Why a worker stopped the stage; see `trainables.failures`."""
         return self.root / "error.json"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import queue
@@ -28,15 +27,23 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.v2._internal.exceptions import (
+    RayTrainError,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from ray.util.metrics import Gauge
 
 from trainables import loop
 from trainables.answers.fill import fill
 from trainables.build import build
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.device.usable import check_usable
 from trainables.distributed import Group, gather_objects
-from trainables.errors import NO_MEMORY, ClusterError, DistillError
+from trainables.errors import ClusterError, DistillError
 from trainables.evaluate import evaluate_checkpoint
+from trainables.failures import NODE_OUT_OF_MEMORY, Failure, Kind, WorkersFailedError, failure_of, write_failure
 from trainables.metrics_file import MetricsFile
 from trainables.rundir import StageDir, final_names, write_json
 from trainables.served.contract import LostError
@@ -136,7 +143,7 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
                 )  # fmt: skip
             try:
                 summary = loop.run(job)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 note_error(stage, group, error)  # before the loaders are closed, which may wait for a disk
                 raise
         dist.barrier()  # every rank has finished before the stage counts as complete
@@ -151,7 +158,7 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
         if group.is_main:
             write_json(stage.result, result)
         return result
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         note_error(stage, group, error)
         raise
 
@@ -172,7 +179,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             metrics = fill(config, group, reporter.report)
         if group.is_main:
             write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": metrics})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         note_error(stage, group, error)
         raise
 
@@ -203,9 +210,10 @@ def fit(
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
 
     Raises:
-        ray.train.TrainingFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
         NoRoomError: the cluster had no room for the workers for a minute.
         ClusterError: the workers could not be started at all, which trying again would not change.
+        DeviceError: torch cannot use a worker's GPU.
     """
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
     settings = config.model_dump(mode="json")
@@ -231,12 +239,17 @@ def fit(
     try:
         trainer.fit()
     except ray.train.ControllerError as error:
-        cause = type(error.controller_failure).__name__
-        if cause == "WorkerGroupStartupTimeoutError":
+        failure = error.controller_failure
+        if isinstance(failure, WorkerGroupStartupTimeoutError):
             raise NoRoomError from error
-        if cause == "WorkerGroupStartupFailedError":  # a worker died before its training began
-            raise
+        if isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, DistillError):
+            raise failure.cause from error
+        # A worker died, or could do no more, before its training began.
+        if isinstance(failure, ray.exceptions.RayTaskError | WorkerGroupStartupFailedError):
+            raise WorkersFailedError(failures_in(error)) from error
         raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        raise WorkersFailedError(failures_in(error)) from error
 
 
 class NoRoomError(Exception):
@@ -264,7 +277,10 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
     def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
         """Called by Ray Train on the controller, once the workers' processes stand."""
         try:
+            if backend_config.backend == "nccl":
+                worker_group.execute(check_gpu)
             address, port, handle = worker_group.execute_single(0, reserve_store)
+            worker_group.execute(set_variables, address, port)
             world_size, timeout = len(worker_group), timedelta(seconds=backend_config.timeout_s)
             given = backend_config.backend, timeout, (address, port)
             ray.get([
@@ -275,6 +291,25 @@ class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: i
             # A worker has died. Ray Train forgets a group that fails here, and with it what the group has reserved.
             worker_group.abort()
             raise
+
+
+def check_gpu() -> None:
+    """See `check_usable`; by itself NCCL says so after minutes, and without the versions."""
+    check_usable(ray.train.torch.get_device(), f"{socket.gethostname()} ({ray.util.get_node_ip_address()})")
+
+
+def set_variables(address: str, port: int) -> None:
+    """What torchrun, and Ray's own backend, set for a user's code and for libraries: who this worker is, where the store is."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def reserve_store() -> tuple[str, int, int]:
@@ -292,7 +327,13 @@ def join(backend: str, timeout: timedelta, store: tuple[str, int], handle: int |
     found = dist.TCPStore(  # type: ignore[attr-defined]
         *store, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
     )
-    dist.init_process_group(backend, store=found, rank=rank, world_size=world_size, timeout=timeout)
+    arguments = group_arguments(backend, ray.train.torch.get_device())
+    dist.init_process_group(store=found, rank=rank, world_size=world_size, timeout=timeout, **arguments)
+
+
+def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
+    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
 
 
 def interface_of(address: str) -> str | None:
@@ -349,25 +390,34 @@ def leave_out_triton() -> None:
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's or the host's memory ran out; cuBLAS, cuDNN, NCCL and torch's CPU allocator say so in a RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(NO_MEMORY.search(str(error)))
-
-
-def note_error(stage: StageDir, group: Group, error: Exception) -> None:
-    """Write down why this rank stops, unless another rank was first (its failure is the cause, this one's the echo)."""
-    kind = "oom" if is_out_of_memory(error) else type(error).__name__
-    text = str(error).strip() or type(error).__name__
-    line = text if isinstance(error, DistillError) else text.splitlines()[0]
-    record = {"type": kind, "message": line, "rank": group.rank, "user": isinstance(error, DistillError)}
+def note_error(stage: StageDir, group: Group, error: BaseException) -> None:
+    """Write down why this rank stops."""
     try:
-        stage.root.mkdir(parents=True, exist_ok=True)
-        with open(stage.error, "x") as file:
-            json.dump(record, file)
-    except FileExistsError:
-        pass  # a rank before us said why
+        # An error of Ray's own tells of an actor that is gone, or of workers that did not come to the same report.
+        write_failure(stage.error, ray_failure(error, group.rank, "lost_peer"))
     except OSError as problem:  # a full disk: the exception itself still reaches the driver
         print(f"cannot write {stage.error}: {problem}", file=sys.stderr)
+
+
+def failures_in(error: Exception) -> list[Failure]:
+    """What Ray Train says of a job's workers: of each that raised or died, or of what failed before they worked."""
+    if isinstance(error, ray.train.ControllerError):
+        return [ray_failure(error.controller_failure, None, "worker_died")]
+    workers = getattr(error, "worker_failures", None) or {None: error}
+    return [ray_failure(failure, rank, "worker_died") for rank, failure in workers.items()]
+
+
+def ray_failure(error: BaseException, rank: int | None, own: Kind) -> Failure:
+    """See `failure_of`; an error of Ray's own is of the kind `own`."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        error = error.health_check_failure
+    if isinstance(error, ray.exceptions.RayTaskError):
+        error = error.cause
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return Failure("out_of_memory", NODE_OUT_OF_MEMORY)
+    if isinstance(error, ray.exceptions.RayError | RayTrainError):
+        return Failure(own, next(iter(str(error).strip().splitlines()), type(error).__name__), type(error).__name__, rank)
+    return failure_of(error, rank)
 
 
 def start_logging(stage: StageDir, group: Group) -> None:

@@ -17,7 +17,7 @@ from service.search.guided import METRICS, Guided
 from service.search.points import GLOBAL_BATCH, NUM_WORKERS, Hardware, Observation, identity
 from service.search.race import Race
 from service.search.rows import point_of, probes, searched
-from service.trial import NODE_OUT_OF_MEMORY
+from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.phases import PHASES
 
 TOLD = ("ok", "oom", "failed")

@@ -149,6 +149,40 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_the_la
     assert result(run)["reason"] == refused
 
 
+METHOD = """
+import sys
+import torch.distributed as dist
+from trainables.methods.contract import Method, Needs
+
+class Broken(Method):
+    terms = ("none",)
+    needs = Needs(teacher=False)
+
+    def forward(self, student, teacher, batch):
+        if dist.get_rank() == 1:
+            ERROR
+        return {"none": student.logits_BK.sum(1) * 0}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('raise KeyError("stored_rows")', "rank 1: KeyError: 'stored_rows'"),
+        ("sys.exit(0)", "code of the experiment called sys.exit(0)"),
+    ],
+)
+def test_an_error_in_a_methods_code_ends_the_run_at_once_with_its_own_line(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "broken.py").write_text(METHOD.replace("ERROR", line))
+    run = tmp_path / "run"
+    method = ["distill.method=broken.py:Broken", "distill.task_weight=1.0", "scale.num_workers=2", "scale.max_failures=3"]
+    ended = Command(tmp_path, "train", "digits", "--out", run, overrides=[*NO_TEACHER, *method]).end()
+    assert ended.refusal == reason
+    assert "restart" not in ended.out
+    assert (result(run)["status"], result(run)["reason"]) == ("failed", reason)
+
+
 @contextlib.contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Path]:
     """A file system in memory; the test is skipped where nobody may mount one."""

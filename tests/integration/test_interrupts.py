@@ -15,7 +15,7 @@ import pytest
 
 from service.experiment import load
 from service.tracking.spool import Spool
-from tests.integration.conftest import Command, Distill, records, result, wait_until
+from tests.integration.conftest import Command, Distill, records, result, title, wait_until
 from tests.trainables.jobs import equal, train
 from trainables import checkpoint
 from trainables.rank_pool import Ranks
@@ -123,3 +123,25 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_tabl
     assert set(Spool(RunDir(run)).runs().values()) == {"FINISHED"}
     assert "1 trials to run, 1 already decided" in said
     assert [line["epoch"] for line in records(second.root, "epoch")] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [["raylet"], ["gcs_server"], ["gcs_server", "raylet"]], ids="+".join)
+def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed(distill: Distill, killed: list[str]) -> None:
+    run = distill.runs / "lost"
+    command = distill.start("train", distill.experiment, "--out", run, "--set", "optim.epochs=1000")
+    wait_until(lambda: records(run, "epoch"), "first epoch", command)
+    family = command.family()[1:]
+    # Ray's two agents of a node that lost both take a minute to go, and hold nothing.
+    others = [process for process in family if "Agent" not in title(process)]
+    for process in family:
+        if process.name() in killed:
+            process.kill()
+    assert command.end(30) == 2
+    _, left = psutil.wait_procs(others, timeout=20)
+    assert not left
+    last = command.output.splitlines()[-1]
+    assert last.startswith(f"error: Ray has ended: its process {killed[0]} was killed")
+    assert last.endswith(f"continue with `distill resume {run}`")
+    assert "Traceback" not in command.output
+    assert result(run)["status"] == "interrupted"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -111,6 +112,24 @@ def test_python_m_service_is_the_same_command() -> None:
 
 
 # What a command line itself can get wrong
+
+
+def test_a_port_that_another_server_has_is_refused_instead_of_showing_its_records(refuse: Refuse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = refuse("ui", "--port", port)
+    assert refused == f"127.0.0.1:{port} cannot be listened on (Address already in use): give another --port, or --host"
+
+
+def test_a_method_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    refused = refuse("train", "digits", *sets(f"distill.method={tmp_path}/ends.py:Method"))
+    assert "cannot be loaded (SystemExit: 0)" in refused
+
+
+def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "start", lambda *_: sys.exit(0))
+    assert refuse("train", "digits") == "code that this command has loaded called sys.exit(0)"
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,6 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
         (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
-        (["scale.sync_batch_norm=true", "data.last_batch=short"], "scale.sync_batch_norm needs data.last_batch drop"),
         (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
         (["data.decoder=gpu"], "augment is none: write decoder auto"),
         (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),

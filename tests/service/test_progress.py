@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import threading
+import time
 from pathlib import Path
 
+import psutil
+import pytest
 from rich.console import Console
 
-from service.progress import Display
+from service import cluster, work
+from service.cluster import RayLostError
+from service.progress import Display, wait_for
 from trainables.rundir import StageDir, append_line
 
 
@@ -52,3 +59,17 @@ def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: 
         assert display._bars is not None
         display._bars.refresh()
     assert "20/40" in out.getvalue()
+
+
+def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, lost = threading.Event(), threading.Event()
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        monkeypatch.setattr(cluster, "_own_daemons", {"raylet": psutil.Process(raylet.pid)})
+        monkeypatch.setattr(work, "_lost", lost)
+        threading.Timer(0.5, raylet.kill).start()
+        began_s = time.monotonic()
+        with pytest.raises(RayLostError, match="its process raylet was killed"):
+            wait_for(release.wait, Display(Console(file=io.StringIO())))
+        assert time.monotonic() - began_s < 5
+    assert lost.is_set()  # it is not shut down, which would wait for it
+    release.set()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
+
+from service import work
 
 
 @pytest.mark.parametrize("seconds", [0, 600])
@@ -37,3 +40,16 @@ def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(
     assert done.returncode == 2
     started = [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))]
     assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_a_thread_of_another_library_is_not_taken_for_it_whatever_its_name() -> None:
+    other = threading.Event()
+    thread = threading.Thread(target=other.wait, name="work", daemon=True)
+    thread.start()
+    assert not work.goes_on()
+    own = work.begin(other.wait)
+    assert work.goes_on()
+    other.set()
+    own.join()
+    assert not work.goes_on()
+    thread.join()

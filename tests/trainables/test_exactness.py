@@ -37,6 +37,17 @@ def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
+def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none(ranks: Ranks, tmp_path: Path) -> None:
+    told = {
+        "model": "resnet8",
+        "teacher": None,
+        "scale": {"sync_batch_norm": True},
+        "data": {"path": "synthetic", "synthetic_images": 65, "image_size": 16, "global_batch_size": 32},
+    }
+    states = {n: ranks.run(n, train, config(tmp_path / str(n), **told))[0]["state"] for n in (1, 3)}
+    assert relative_difference(states[1], states[3]) < 1e-9
+
+
 def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: Ranks, tmp_path: Path) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     whole = ranks.run(1, train, config(tmp_path / "whole", teacher=teacher))[0]["state"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainables.distributed import Group, all_reduce_sum
 from trainables.gather import Gather
@@ -98,6 +102,34 @@ def test_batch_norm_over_all_rows_and_its_gradients_are_those_of_one_rank(ranks:
     for answer in theirs:
         for one, several in zip(rest, answer[1:], strict=True):
             torch.testing.assert_close(several, one, rtol=1e-11, atol=1e-12)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: a tensor's value, or a shape that depends on one."""
+
+    waiting = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2", "lift_fresh")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in tree_leaves(args[1:])
+        )
+        assert name not in self.waiting, name
+        assert not masks, name
+        return func(*args, **(kwargs or {}))
+
+
+def normalise_without_waiting(group: Group) -> bool:
+    norm, maps = GlobalBatchNorm2d(3, group), torch.ones(4, 3, 5, 5).requires_grad_()
+    with NothingWaits():
+        norm(maps).square().sum().backward()
+    return maps.grad is not None
+
+
+def test_no_layer_waits_for_the_device_in_its_forward_or_backward_pass(ranks: Ranks) -> None:
+    assert ranks.run(2, normalise_without_waiting) == [True, True]
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingWaits():
+        torch.ones(1).item()
 
 
 def test_on_one_rank_it_is_torchs_batch_norm() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from service.experiment import load
 from tests.trainables.jobs import config, equal, train, write_teacher
 from tests.trainables.methods import mine
-from trainables import checkpoint
+from trainables import checkpoint, loop
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import TrainingError
@@ -150,3 +152,22 @@ def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_la
     assert int(said[2]) == about["progress"]["step"] + 1
     assert str(ended.value).endswith(f"the last good state is {last}")
     assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name.startswith("model."))
+
+
+def test_memory_is_that_of_the_steady_state_and_says_what_is_reserved_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own functions are replaced: they need a GPU."""
+    peak, cleared = {"bytes": 900 << 20}, []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=300 << 20))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 500 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 << 20, 1000 << 20))
+    costs = SimpleNamespace(clear=lambda: cleared.append(True))
+    job: Any = SimpleNamespace(group=Group(device=torch.device("cuda:0")), train_loader=SimpleNamespace(costs=costs))
+    loop.end_warmup(job)
+    assert cleared == [True]
+    assert loop.memory(job) == {
+        "peak_memory_mib": 300.0,
+        "reserved_memory_mib": 500.0,
+        "free_memory_mib": 200.0,
+        "gpu_memory_mib": 1000.0,
+    }

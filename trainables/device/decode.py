@@ -24,6 +24,7 @@ from trainables.data.undecoded import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS
 from trainables.device.decoders.contract import RegionDecoder
 from trainables.errors import DataError
+from trainables.failures import kind_of
 
 _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
 
@@ -123,6 +124,8 @@ def check_decoder(data: DataConfig, device: torch.device, threads: int) -> None:
             return
         reason = "it decodes nothing"
     except (ImportError, RuntimeError) as error:
+        if kind_of(error) == "out_of_memory":
+            raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
     raise DataError(
         f"{key} cannot be used on this node ({reason}); pip install {PACKAGES[data.decoder]}, or write data.decoder=auto"

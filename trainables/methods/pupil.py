@@ -354,7 +354,7 @@ def build_methods(
                 methods[key] = kind(options, setting)
             except DistillError:
                 raise
-            except Exception as error:  # a user's method may fail in any way
+            except (Exception, SystemExit) as error:  # a user's method may fail in any way
                 reason = next(iter(str(error).strip().splitlines()), "")
                 raise ExperimentError(
                     f"distill.method: {key} cannot be built for these models ({type(error).__name__}: {reason})"

@@ -51,7 +51,7 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
             model = _construct(found, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             message = f"model {name} cannot be built for images of {image_size}×{image_size} ({one_line(error)})"
-            raise ModelError(f"{message}: set data.image_size to what it takes, often 224, or choose another model") from None
+            raise ModelError(f"{message}: set data.image_size to what it takes, often 224, or choose another model") from error
     return model
 
 
@@ -104,7 +104,7 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
         sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
         fits = next((size for size in sizes if size != image_size and _takes(model, size, training)), None)
         instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
-        raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({one_line(error)}): {instead}") from None
+        raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({one_line(error)}): {instead}") from error
     if shape != (2, num_classes):
         raise ModelError(
             f"{named} answers a batch of 2 with shape {shape}, not (2, {num_classes}): it is no classifier; choose another model"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainables.config import TrainConfig
-from trainables.errors import NO_MEMORY
+from trainables.failures import kind_of
 from trainables.served.contract import Question, Reply
 from trainables.served.network import LiveNetwork
 from trainables.served.service import Service
@@ -49,6 +49,6 @@ async def _done(future: Future[T]) -> T:
     try:
         return await asyncio.wrap_future(future)
     except RuntimeError as error:
-        if "CUDA error" in str(error) and not NO_MEMORY.search(str(error)):
+        if kind_of(error) == "device":
             os._exit(1)
         raise

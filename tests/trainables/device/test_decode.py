@@ -29,6 +29,7 @@ from trainables.device.decoders import REGION_DECODERS
 from trainables.device.decoders.contract import RegionDecoder
 from trainables.device.feed import DeviceBatch, on_device
 from trainables.errors import DataError
+from trainables.failures import kind_of
 
 CPU = torch.device("cpu")
 SIZE = 48
@@ -310,6 +311,16 @@ def test_a_node_that_cannot_decode_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         check_decoder(DataConfig(decoder=name, augment="crop_flip"), torch.device("cuda", 0), 1)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_without_room_for_a_decoder_is_out_of_memory_and_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(device: torch.device, threads: int) -> RegionDecoder:
+        raise RuntimeError('NVJPEG error "5" : NVJPEG_STATUS_ALLOCATOR_FAILURE')
+
+    monkeypatch.setitem(REGION_DECODERS, "gpu", no_room)
+    with pytest.raises(RuntimeError, match="NVJPEG_STATUS_ALLOCATOR_FAILURE") as caught:
+        check_decoder(DataConfig(decoder="gpu", augment="crop_flip"), torch.device("cuda", 7), 1)
+    assert kind_of(caught.value) == "out_of_memory"
 
 
 def test_a_decoder_that_decodes_is_told_from_one_that_does_not(decoder: RegionDecoder) -> None:

@@ -92,6 +92,7 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
         (MINE + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
         (MINE + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
         ("import no_such_package", "Mine", "cannot be loaded (ModuleNotFoundError"),
+        ("import sys; sys.exit(0)", "Mine", "cannot be loaded (SystemExit: 0)"),
         ("def (", "Mine", "cannot be loaded (SyntaxError"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.trainables.jobs import config, equal, train, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import ModelError
-from trainables.global_batch_norm import synchronized
+from trainables.global_batch_norm import convert
 from trainables.models.forward import seeded
 from trainables.models.header import read_header
 from trainables.models.registry import build_model
@@ -117,7 +117,7 @@ def logits_of_a_part(group: Group) -> torch.Tensor:
         model = ReusedClassifier(EndsWithNorm(), teacher, name="student+convnet_large", image_size=8)
         images_BCHW = torch.randn(8, 3, 8, 8, dtype=torch.float64)
     part_BCHW = images_BCHW.tensor_split(group.world_size)[group.rank]
-    logits_BK: torch.Tensor = synchronized(model, group).double()(part_BCHW).detach()
+    logits_BK: torch.Tensor = convert(model, group).double()(part_BCHW).detach()
     return logits_BK
 
 
@@ -127,16 +127,6 @@ def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_those_of_all_w
     assert trunk.stage1[1]._forward_hooks  # the case that is meant
     (whole,) = ranks.run(1, logits_of_a_part)
     torch.testing.assert_close(torch.cat(ranks.run(2, logits_of_a_part)), whole, rtol=1e-9, atol=1e-12)
-
-
-def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_torchs_for_gpus() -> None:
-    teacher = build_model("convnet_large", num_classes=10, image_size=8, seed=5)
-    model = ReusedClassifier(EndsWithNorm(), teacher, name="student+convnet_large", image_size=8).eval()
-    images_BCHW = torch.randn(8, 3, 8, 8)
-    before_BK = model(images_BCHW)
-    on_gpus = synchronized(model, Group(device=torch.device("cuda")))
-    assert sum(isinstance(module, nn.SyncBatchNorm) for module in on_gpus.modules()) == 4
-    assert torch.equal(on_gpus(images_BCHW), before_BK)
 
 
 def simkd(output_dir: Path, weights: str, **sections: Any) -> TrainConfig:

@@ -7,7 +7,6 @@ the others, which is up to 15 levels in a batch's outermost pixels (500 ImageNet
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from torch.utils.dlpack import from_dlpack
 
 from trainables.data.undecoded import Region
 from trainables.device.decoders.nvimagecodec import code_stream
+from trainables.failures import kind_of
 
-_NOT_A_FILES = re.compile(r"out of memory|bad_alloc|cudaError|CUDA_ERROR|CUDA (runtime|driver) API error", re.IGNORECASE)
-"""What a device or a lack of memory says: decoding the files on the CPU instead, batch after batch, would hide it."""
 _MOST_IMAGES = 128  # that are decoded at once: with one bad file among them, all of these are for the CPU
 
 
@@ -53,7 +51,7 @@ class Dali:
             # without a stream it returns when all is decoded, on whatever stream of its own
             (images,) = self._pipeline.run(files=files, starts=starts, ends=ends)
         except RuntimeError as error:  # after which a pipeline is of no use
-            if _NOT_A_FILES.search(str(error)):
+            if kind_of(error) in ("out_of_memory", "device"):  # decoding on the CPU instead, batch after batch, would hide it
                 raise
             self._pipeline = None  # before the next one takes as much memory
             self._pipeline = self._build()

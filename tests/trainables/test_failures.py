@@ -1,0 +1,202 @@
+"""A failure's kind: from real exceptions where this machine can raise them, elsewhere from a library's own type and words."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainables.errors import DataError, ModelError
+from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
+from trainables.models.registry import build_model
+from trainables.served.contract import LostError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("stored_rows"),
+        KeyError("peer_logits"),
+        ValueError("cannot restore the socket's connection: timed out"),
+        RuntimeError("gloo and nccl stay in the store"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError(
+            "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+        ),
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        DataError("s3://bucket/set: connection to its store timed out"),
+        SystemExit(0),
+    ],
+    ids=str,
+)
+def test_an_error_of_code_or_data_is_the_users_whatever_words_it_uses(error: BaseException) -> None:
+    assert kind_of(error) == "user"
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which …"),
+    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    ),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("FIND was unable to find an engine to execute this computation"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    dist.DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO "
+        "for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 "
+        "'out of memory'"
+    ),
+    RuntimeError('Error in thread 0: NVJPEG error "5" : NVJPEG_STATUS_ALLOCATOR_FAILURE n02130308/ILSVRC2012_val_00033687.JPEG'),
+    RuntimeError("CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory"),
+    RuntimeError("Error when executing Mixed operator ImageDecoder encountered:\nCan't allocate 129499136 bytes on device 0."),
+    OSError(12, "Cannot allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+def test_what_libraries_say_where_memory_runs_out_is_out_of_memory(error: Exception) -> None:
+    assert kind_of(error) == "out_of_memory"
+    assert kind_of(pickle.loads(pickle.dumps(error))) == "out_of_memory"
+
+
+def test_memory_that_really_runs_out_is_out_of_memory_also_under_a_line_of_ours() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    assert kind_of(raised.value) == "out_of_memory"
+    with pytest.raises(ModelError) as refused:
+        build_model("mlp_large", num_classes=10, image_size=1 << 20, seed=0)
+    assert kind_of(refused.value) == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("CUDA driver API error CUDA_ERROR_LAUNCH_FAILED (719): unspecified launch failure"),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_fails_is_a_device(error: Exception) -> None:
+    assert kind_of(error) == "device"
+
+
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    with pytest.raises(OSError, match="No space left") as raised:
+        full.write_text("x")
+    assert failure_of(raised.value, 0) == Failure("disk", "No space left on device: free space, then `distill resume`", None, 0)
+    with pytest.raises(FileNotFoundError) as missing:
+        (tmp_path / "store").read_text()
+    assert kind_of(missing.value) == "user"
+
+
+def test_a_store_that_is_gone_or_does_not_answer_is_a_lost_peer() -> None:
+    patience = timedelta(seconds=1)
+    with pytest.raises(dist.DistNetworkError) as raised:
+        dist.TCPStore("127.0.0.1", 1, 2, False, timeout=patience)
+    assert kind_of(raised.value) == "lost_peer"
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=patience)
+    with pytest.raises(dist.DistStoreError) as raised:
+        store.get("x")
+    assert kind_of(raised.value) == "lost_peer"
+    assert kind_of(LostError("gone")) == "lost_peer"
+    assert kind_of(ConnectionResetError(104, "Connection reset by peer")) == "lost_peer"
+
+
+def lose_a_peer(rank: int, folder: Path) -> None:
+    """Rank 1 does not come to a collective, and is killed; rank 0 writes the kinds of what it meets then and afterwards."""
+    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=2)
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    dist.barrier()
+    if rank == 1:
+        while not (folder / "waited").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    kinds = []
+    for group in (impatient, impatient, None, None):
+        try:
+            dist.all_reduce(torch.ones(3), group=group)
+        except Exception as error:
+            kinds.append(kind_of(error))
+        if len(kinds) == 2:
+            (folder / "waited").touch()
+    (folder / "kinds").write_text(json.dumps(kinds))
+
+
+def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=lose_a_peer, args=(rank, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert json.loads((tmp_path / "kinds").read_text()) == ["lost_peer"] * 4
+
+
+def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
+    outer = RuntimeError("reading photo 3: ConnectionResetError")
+    outer.__cause__ = ConnectionResetError()
+    assert kind_of(outer) == "lost_peer"
+    judged = DataError("photo 3 cannot be read: see to the network")
+    judged.__cause__ = ConnectionResetError()
+    assert kind_of(judged) == "user"
+
+
+def test_the_first_worker_to_fail_is_noted_and_one_that_only_lost_it_is_not(tmp_path: Path) -> None:
+    lost, wrong = Failure("lost_peer", "closed by peer", "RuntimeError", 0), Failure("user", "'stored_rows'", "KeyError", 1)
+    file = tmp_path / "stage" / "error.json"
+    for order in ([lost, wrong], [wrong, lost], [lost, wrong, Failure("user", "later", "ValueError", 2)]):
+        file.unlink(missing_ok=True)
+        for failure in order:
+            write_failure(file, failure)
+        assert read_failure(file) == wrong
+    assert str(wrong) == "rank 1: KeyError: 'stored_rows'"
+
+
+def test_a_note_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    for text in (
+        "",
+        '{"type": "oom", "message": "m", "rank": 0, "user": false}',
+        '{"version": 0, "kind": "user", "message": "m"}',
+    ):
+        file.write_text(text)
+        assert read_failure(file) is None
+
+
+def test_of_several_workers_failures_the_cause_is_told() -> None:
+    lost, died = Failure("lost_peer", "closed by peer", "RuntimeError", 0), Failure("worker_died", "The actor died", None, 2)
+    memory = Failure("out_of_memory", "CUDA out of memory", "OutOfMemoryError", 1)
+    assert first_cause([lost, died, memory]) is memory
+    assert str(WorkersFailedError([lost, died])) == "a worker died: The actor died"
+
+
+def test_words_that_do_not_name_memory_are_explained() -> None:
+    no_engine = RuntimeError("FIND was unable to find an engine to execute this computation")
+    line = "rank 1: FIND was unable to find an engine to execute this computation (its memory ran out)"
+    assert str(failure_of(no_engine, 1)) == line
+    assert str(failure_of(MemoryError(), 0)) == "rank 0: MemoryError"
+
+
+def test_code_that_calls_exit_is_told() -> None:
+    assert str(failure_of(SystemExit(0), 1)) == "code of the experiment called sys.exit(0)"
