@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural, NonNegative, Number
+from trainables.config import MethodOptions, Natural, NonNegative
 from trainables.distributed import Group
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.at import attention
@@ -32,7 +32,7 @@ class FTOptions(MethodOptions):
 
     weight: NonNegative = 200.0
     init_epochs: Natural = Field(30, description="epochs before training in which the paraphraser learns; 0: it stays as drawn")
-    rate: Annotated[Number, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
+    rate: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
     variant: Literal["repdistiller", "official", "paper"] = Field(
         "repdistiller", description="repdistiller: factors' attention; official: mean over their values; paper: sum over them"
     )
