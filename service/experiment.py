@@ -130,6 +130,15 @@ class Experiment(Section):
         assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
         return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
 
+    def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
+        """The `teacher.cache` where a run or a sweep writes logits; None: nowhere. What is only timed writes none."""
+        if self.teacher is None or self.teacher.cache is None or not distills(self):
+            return None
+        timed = self.train.max_steps is not None
+        if kind == "sweep":
+            timed = self.sweep.timing_steps is not None and not self.sweep.races
+        return None if timed and not self.assistants else Path(self.teacher.cache).expanduser().absolute()
+
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """What the workers of one stage, of the `preparation` or `student`, are told.
 
