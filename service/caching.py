@@ -37,7 +37,7 @@ def fill(resolved: Resolved, root: Path) -> str:
     check_inputs(resolved, "train")
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     wanted = Plan.on(experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
-    with Display() as display, clusters.connect(wanted, run_dir.root) as cluster:
+    with Display() as display, clusters.connect(wanted, run_dir.root, experiment.written_cache("train")) as cluster:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]

@@ -14,14 +14,14 @@ from service import cluster as clusters
 from service.experiment import Experiment, Resolved, read_resolved
 from service.fitting import check_fits, refuse_misfits
 from service.plan import Plan
-from service.tracking.tracker import checked_uri
+from service.tracking.tracker import check_store
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.place.remote import is_remote
 from trainables.data.source import Source, check_placement, open_source
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.header import read_header
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir, StageDir, unwritable
 
 if TYPE_CHECKING:
     from service.trials import Trial
@@ -39,7 +39,8 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
     if not clusters.is_local():
         clusters.knock(os.environ["RAY_ADDRESS"])
     if experiment.tracking.enabled and experiment.tracking.uri:
-        checked_uri(experiment.tracking.uri)
+        check_store(experiment.tracking.uri)
+    check_cache(experiment, kind)
     trials = check_points(resolved) if kind == "sweep" else []
     searched = frozenset(experiment.sweep.axes) if kind == "sweep" else frozenset()
     teacher = experiment.teacher
@@ -98,6 +99,22 @@ def check_room(experiment: Experiment) -> None:
     if clusters.is_local():
         capacity = clusters.local_capacity()
         Plan.on(experiment, capacity).check(capacity)
+
+
+def check_cache(experiment: Experiment, kind: Literal["train", "sweep"]) -> None:
+    """Refuse a `teacher.cache` that will have to be written and cannot be: its teacher would be trained for nothing.
+
+    One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.
+
+    Raises:
+        ExperimentError: see above.
+    """
+    cache = experiment.written_cache(kind)
+    if cache is None:
+        return
+    trained = experiment.teacher is not None and experiment.teacher.weights is not None and not experiment.assistants
+    if (reason := unwritable(cache)) and not (trained and cache.is_dir()):
+        raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
 
 def check_source(data: DataConfig, split: Literal["train", "val"]) -> Source:

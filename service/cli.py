@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from service import work
-from trainables.errors import DistillError
+from trainables.errors import DistillError, bounded
 
 if TYPE_CHECKING:
     from service.experiment import Resolved
@@ -477,7 +478,7 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
 @cli.command()
 @RUNS
 @click.option("--host", default="127.0.0.1", show_default=True, help="Anything but loopback shows your records to the network.")
-@click.option("--port", default=5000, show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
     from service.tracking import NO_TELEMETRY, ui_command
@@ -517,7 +518,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        print(bounded(text.getvalue()), end="", file=sys.stderr)
         code = 2
     except DistillError as error:
         lines = str(error).splitlines()[:6]
@@ -534,7 +537,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
         then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
-        print(f"error: {where}{error.strerror or error}; mend that, {then}", file=sys.stderr)
+        print(bounded(f"error: {where}{error.strerror or error}; mend that, {then}"), file=sys.stderr)
         code = 2
     except Exception as error:
         print(f"error: unexpected {type(error).__name__}; its stack trace is in {keep_trace(error)}", file=sys.stderr)

@@ -122,7 +122,10 @@ class Cluster:
         places = self.places(need)
         if places >= need.num_workers:
             return None
-        has = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} with {self.cpus:g} CPUs and {self.gpus:g} GPUs in all"
+        cpus = f"{self.cpus:g} CPUs"
+        if self.real_cpus is not None and self.cpus > self.real_cpus:
+            cpus = f"{self.real_cpus} core{'s' if self.real_cpus > 1 else ''} (counted as {cpus})"
+        has = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''} with {cpus} and {self.gpus:g} GPUs in all"
         actors = f" and teacher.service's {need.service.num_workers} actors of {need.service}" if need.service else ""
         hold = f"hold{'' if len(self.nodes) > 1 else 's'} {places}{' workers beside them' if need.service else ''}"
         return f"{need.num_workers} workers of {need} each{actors} do not fit: {has} {hold}"
@@ -181,11 +184,14 @@ def auto_loader_workers(cluster: Cluster, num_workers: int, cpus_per_worker: int
 
 
 @contextlib.contextmanager
-def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
+def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> Iterator[Cluster]:
     """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
 
+    `cache`: the folder of `teacher.cache`, where it will be written.
+
     Raises:
-        ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root`.
+        ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or may
+            not write there.
     """
     # A trial's end is noticed at the controller's next poll: two seconds are long beside a short trial.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
@@ -225,7 +231,9 @@ def connect(logical_cpus: int, runs_root: Path) -> Iterator[Cluster]:
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
     try:
         cluster = observe(cores if is_local() else None)
-        check_shared(runs_root)
+        check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
+        if cache is not None:
+            check_shared(cache, f"teacher.cache: {cache}", "name a folder that all nodes share and may write")
         yield cluster
     finally:
         if not work.goes_on():  # see `work.leave`
@@ -292,8 +300,10 @@ def observe(cores: int | None = None) -> Cluster:
     return Cluster(tuple(nodes), real_cpus=cores)
 
 
-def check_shared(root: Path) -> None:
-    """Refuse a runs' root that some node does not share: its checkpoints and records would be lost.
+def check_shared(folder: Path, name: str, instead: str) -> None:
+    """Refuse a folder that some node does not share or cannot write: what is written there would be lost.
+
+    `name`: what the folder is called; `instead`: what to do about it.
 
     Raises:
         ClusterError: naming the node.
@@ -304,26 +314,32 @@ def check_shared(root: Path) -> None:
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != ray.get_runtime_context().get_node_id()]
     if not others:
         return
-    root.mkdir(parents=True, exist_ok=True)
-    probe = root / f".probe-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
+
+    def look(path: str) -> tuple[bool, bool]:
+        return os.path.exists(path), os.access(os.path.dirname(path), os.W_OK | os.X_OK)
+
     try:
         looks = [
-            ray.remote(os.path.exists)
+            ray.remote(look)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
             .remote(str(probe))
             for node in others
         ]
-        for node, look in zip(others, looks, strict=True):
-            name = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node, found_there in zip(others, looks, strict=True):
+            where = f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             try:
-                seen = ray.get(look, timeout=60)
+                found, writable = ray.get(found_there, timeout=60)
             except ray.exceptions.RayError as error:
                 if node["NodeID"] not in {now.node_id for now in observe().nodes}:
                     continue  # it has just died
-                raise ClusterError(f"{name} does not answer: take it out of the cluster, or wait until Ray has") from error
-            if not seen:
-                raise ClusterError(f"{root} is not shared: {name} does not see it; give a shared folder with --runs or --out")
+                raise ClusterError(f"{where} does not answer: take it out of the cluster, or wait until Ray has") from error
+            if not found:
+                raise ClusterError(f"{name} is not shared: {where} does not see it; {instead}")
+            if not writable:
+                raise ClusterError(f"{name} cannot be written by {where}; {instead}")
     finally:
         probe.unlink(missing_ok=True)
 

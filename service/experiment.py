@@ -6,7 +6,6 @@ A file may name a `base` (a recipe or another file) and change only what differs
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,12 @@ from trainables.config import (
     TrainConfig,
     TrainingConfig,
 )
-from trainables.errors import ExperimentError, ModelError
+from trainables.errors import ExperimentError, ModelError, near
 from trainables.models.names import check_model_name
+
+MAX_NAME = 150
+"""Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
+MAX_FILE_BYTES = 16 << 20
 
 
 class TrackingConfig(Section):
@@ -51,7 +54,7 @@ class TrackingConfig(Section):
 class Experiment(Section):
     """All that a user may say, checked."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "experiment"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = "experiment"
     data: DataConfig = DataConfig()
     teacher: TeacherConfig | None = None
     assistants: tuple[AssistantConfig, ...] = Field(
@@ -129,6 +132,15 @@ class Experiment(Section):
         assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
         return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
 
+    def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
+        """The `teacher.cache` where a run or a sweep writes logits; None: nowhere. What is only timed writes none."""
+        if self.teacher is None or self.teacher.cache is None or not distills(self):
+            return None
+        timed = self.train.max_steps is not None
+        if kind == "sweep":
+            timed = self.sweep.timing_steps is not None and not self.sweep.races
+        return None if timed and not self.assistants else Path(self.teacher.cache).expanduser().absolute()
+
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """What the workers of one stage, of the `preparation` or `student`, are told.
 
@@ -205,13 +217,32 @@ def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
     Raises:
         ExperimentError: with one line for each mistake, six at most.
     """
-    tree, sources, where = _read(recipe_or_file, ())
+    written, sources, where = _read(recipe_or_file, ())
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._")
+    written.setdefault("name", stem[:MAX_NAME] or "experiment")
+    tree, written_sources = copy.deepcopy(written), sources
     for text in overrides:
         key, value = parse_override(text)
+        if key.partition(".")[0] == "base":
+            raise ExperimentError(
+                f"--set {text}: only a file has a base: write `base: {value}` in it, or give {value} in place of the file"
+            )
         put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
-    tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._") or "experiment")
-    return Resolved(validate(tree, where, sources), sources)
+    try:
+        return Resolved(validate(tree, where, sources), sources)
+    except ExperimentError:
+        if overrides and _is_right(written, where, written_sources):  # then the overrides are what is wrong
+            validate(tree, "--set", {})
+        raise
+
+
+def _is_right(tree: Mapping[str, Any], where: str, sources: Mapping[str, str]) -> bool:
+    try:
+        validate(tree, where, sources)
+    except ExperimentError:
+        return False
+    return True
 
 
 def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
@@ -277,27 +308,18 @@ def _drop(tree: Any, loc: Sequence[str | int]) -> str:
     return ".".join([*names, str(loc[-1])])
 
 
-def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str], str]:
-    itself = name if name in recipes() else os.path.realpath(name)
-    if itself in seen:
-        raise ExperimentError(f"{name}: `base` leads back to itself ({' → '.join(Path(part).name for part in (*seen, itself))})")
+def _read(name: str, named_by: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str], str]:
+    """The tree of a recipe or file and its bases, where each key came from, and what it is called itself.
+
+    `named_by`: the files whose `base` led here, the first one first.
+    """
+    path = (*named_by, name)
     if name in recipes():
-        text, where = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}"
+        text, where, itself = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}", name
     else:
-        path = Path(name)
-        if not os.path.isfile(name):
-            if os.path.isdir(name):
-                raise ExperimentError(f"{name}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
-            near = difflib.get_close_matches(path.stem, recipes(), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(recipes())}"
-            raise ExperimentError(f"{name}: neither a recipe nor a file; {hint}")
-        where = name
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ExperimentError(f"{name}: not a text file (byte {error.start}): give a YAML file") from error
-        except OSError as error:
-            raise ExperimentError(f"{name}: cannot be read: {error.strerror}") from error
+        text, where, itself = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name), name, os.path.realpath(name)
+    if itself in [os.path.realpath(file) for file in named_by]:
+        raise ExperimentError(f"{name}: `base` leads back to itself ({' → '.join(Path(file).name for file in path)})")
     tree = _parse(text, where)
     base = tree.pop("base", None)
     sources = dict.fromkeys(flatten(tree), where)
@@ -306,8 +328,28 @@ def _read(name: str, seen: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, s
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
     relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
-    below, below_sources, _ = _read(relative, (*seen, itself))
+    below, below_sources, _ = _read(relative, path)
+    below.pop("name", None)  # a run is named after what was carried out, not after what that builds on
+    below_sources.pop("name", None)
     return merge(below, tree), {**below_sources, **sources}, where
+
+
+def _text_of(file: str, where: str) -> str:
+    """What an experiment's file holds. Raises ExperimentError where there is no such text."""
+    if not os.path.isfile(file):
+        if os.path.isdir(file):
+            raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
+        similar = near(Path(file).stem, recipes())
+        hint = f"did you mean {similar[0]}?" if similar else f"recipes: {', '.join(recipes())}"
+        raise ExperimentError(f"{where}: neither a recipe nor a file; {hint}")
+    try:
+        if os.path.getsize(file) > MAX_FILE_BYTES:
+            raise ExperimentError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB, as no experiment is: give a YAML file")
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{where}: not a text file (byte {error.start}): give a YAML file") from error
+    except OSError as error:
+        raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from error
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

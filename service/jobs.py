@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import secrets
 import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from service.experiment import load, recipes
 from service.plan import absolute, located
 from trainables.errors import ClusterError, ExperimentError
 
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+T = TypeVar("T")
 SUBMITTABLE = ("train", "sweep", "resume", "cache", "evaluate", "report", "sync", "pack", "data")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
+PATIENCE_S, PAUSE_S = 60.0, 2.0
+"""How long a dashboard may answer with errors of its own, as its job agent does under load, and how often it is asked again."""
+_STATUS = re.compile(r"status code (\d{3})")
 
 
 def dashboard_address() -> str:
@@ -82,48 +92,139 @@ def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[
         ClusterError: no Ray dashboard answers, or it refuses.
         ExperimentError: see `package`.
     """
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
     address = dashboard_address()
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         arguments = package(command, Path(folder))
         entrypoint = shlex.join(["python", "-m", "service", *arguments])
-        try:
-            client = JobSubmissionClient(address)
-            job = client.submit_job(
-                entrypoint=entrypoint,
-                runtime_env={
-                    "working_dir": folder,
-                    "py_modules": [str(here), str(here.parent / "trainables")],
-                    "env_vars": {"RAYDISTILL_RUNS": str(runs_root.absolute())},
-                },
-            )
-        except AuthenticationError as error:
-            raise ClusterError(
-                f"{address} refuses this token: give the cluster's with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE"
-            ) from error
-        except (ConnectionError, RuntimeError) as error:
-            raise ClusterError(
-                f"no job could be submitted to {address}: {str(error).splitlines()[0]}; start Ray or set RAY_API_SERVER_ADDRESS"
-            ) from error
+        runtime_env = {
+            "working_dir": folder,
+            "py_modules": [str(here), str(here.parent / "trainables")],
+            "env_vars": {"RAYDISTILL_RUNS": str(runs_root.absolute())},
+        }
+        client, job = _submit(address, entrypoint, runtime_env)
     say(f"submitted {job}: {entrypoint}")
     if not follow:
         say(f"its log: ray job logs --follow {job} --address {address}")
         return 0
-
-    async def stream() -> None:
-        async for lines in client.tail_job_logs(job):
-            say(lines.rstrip("\n"))
-
     try:
-        asyncio.run(stream())
-        while (details := client.get_job_info(job)).status not in ENDED:
-            time.sleep(0.5)
+        details = _follow(client, job, say)
     except KeyboardInterrupt:
         say(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
         raise
+    except _failures() as error:
+        raise ClusterError(
+            f"{address} does not answer any more: {_reason(error)}; {job} goes on without a follower, "
+            f"its log: ray job logs --follow {job} --address {address}"
+        ) from error
     if details.status == "SUCCEEDED":
         return 0
     return details.driver_exit_code or 1
+
+
+def _submit(address: str, entrypoint: str, runtime_env: dict[str, Any]) -> tuple[JobSubmissionClient, str]:
+    """A connection to the dashboard, and the job that it has taken. Raises ClusterError."""
+    from ray.exceptions import AuthenticationError
+
+    job = f"raysubmit_{secrets.token_hex(8)}"
+    mode, token = os.environ.get("RAY_AUTH_MODE"), _token()
+    try:
+        try:
+            client = _patiently(lambda: _take(address, {}, job, entrypoint, runtime_env))
+        except AuthenticationError:
+            if mode is not None or token is None:
+                raise
+            headers = {"Authorization": f"Bearer {token[0]}"}  # Ray itself sends one only with RAY_AUTH_MODE=token
+            client = _patiently(lambda: _take(address, headers, job, entrypoint, runtime_env))
+    except AuthenticationError as error:
+        instead = "give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"
+        if mode not in (None, "token"):
+            problem = f"asks for a token, and with RAY_AUTH_MODE={mode} none is sent: unset it"
+        elif token is not None:
+            problem = f"refuses the token of {token[1]}: {instead}"
+        elif path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            problem = f"asks for a token, and there is none in RAY_AUTH_TOKEN_PATH={path}: {instead}"
+        else:
+            problem = f"asks for a token, and none was found: {instead}"
+        raise ClusterError(f"{address} {problem}") from error
+    except _failures() as error:
+        raise ClusterError(
+            f"no job could be submitted to {address}: {_reason(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
+        ) from error
+    return client, job
+
+
+def _take(address: str, headers: dict[str, str], job: str, entrypoint: str, runtime_env: dict[str, Any]) -> JobSubmissionClient:
+    """Submit under this name, unless the dashboard has a job of this name: what it answered with an error it may have taken."""
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address, headers=headers)
+    try:
+        client.get_job_info(job)
+    except RuntimeError as error:
+        if "status code 404" not in str(error):
+            raise
+        client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime_env)
+    return client
+
+
+def _token() -> tuple[str, str] | None:
+    """The token that Ray would send with RAY_AUTH_MODE=token, and where it lies."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token, "RAY_AUTH_TOKEN"
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
+
+
+def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobDetails:
+    """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
+    said = 0
+
+    async def stream() -> None:
+        nonlocal said
+        position = 0  # a log begins anew with each connection
+        async for text in client.tail_job_logs(job):
+            new, position = text[max(0, said - position) :], position + len(text)
+            if new:
+                said = position
+                say(new.rstrip("\n"))
+
+    _patiently(lambda: asyncio.run(stream()))
+    while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:
+        time.sleep(0.5)
+    return details
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """What a call returns once the dashboard, or the job agent behind it, is not too busy to answer; see `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call()
+        except _failures() as error:
+            if not _is_busy(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What Ray's client, and the libraries that it asks the dashboard with, raise where a request fails."""
+    import aiohttp
+
+    return RuntimeError, OSError, aiohttp.ClientError
+
+
+def _is_busy(error: Exception) -> bool:
+    """Whether a failed request may succeed a little later: a 5xx. Ray says its status in words alone."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    found = _STATUS.search(str(error))
+    return int(found[1] if found else status or 0) >= 500
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

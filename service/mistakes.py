@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_origin
@@ -10,6 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 from trainables.config import Section
+from trainables.errors import near
 
 MAX_LINES = 6
 SETTABLE = "write it in the file or --set {key}=…"
@@ -20,6 +20,7 @@ EXPECTED = {
     "float_type": "a number", "float_parsing": "a number", "finite_number": "a finite number",
     "bool_type": "true or false", "bool_parsing": "true or false",
     "string_type": "text", "string_unicode": "text", "string_too_short": "text that is not empty",
+    "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}", "literal_error": "{expected}",
     "model_type": "a section of keys", "model_attributes_type": "a section of keys", "dict_type": "a section of keys",
     "tuple_type": "a list", "list_type": "a list", "too_long": "a list of {max_length}",
@@ -55,14 +56,14 @@ def _free_keys(section: type[BaseModel]) -> set[str]:
 def nearest(key: str, keys: Sequence[str]) -> str:
     """`; did you mean KEY?` for a key that does not exist, or nothing."""
     section, _, last = key.rpartition(".")
-    same_section = [k for k in keys if k.rpartition(".")[0] == section]
-    for pool in (same_section, keys):
-        if found := difflib.get_close_matches(key, pool, n=1, cutoff=0.75):
-            return f"; did you mean {found[0]}?"
+    same_section = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
+    others = [k for k in keys if k not in same_section.values() and not key.startswith(f"{k}.")]
+    if found := [same_section[name] for name in near(last, same_section)] or near(key, others, cutoff=0.75):
+        return f"; did you mean {found[0]}?"
     # `batch_size` is near to `global_batch_size` by its words, not by its letters.
     by_name = {k.rpartition(".")[2]: k for k in keys}
     contained = [k for name, k in by_name.items() if (last in name and len(last) > 2) or (name in last and len(name) > 3)]
-    found = difflib.get_close_matches(last, by_name, n=1, cutoff=0.6)
+    found = near(last, by_name)
     if contained or found:
         return f"; did you mean {contained[0] if contained else by_name[found[0]]}?"
     return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from service.experiment import Resolved, read_resolved
 from service.result import read_result
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, write_atomic, write_json
+from trainables.rundir import RunDir, unwritable, write_atomic, write_json
 
 Kind = Literal["train", "sweep"]
 
@@ -30,11 +29,8 @@ def check_places(root: Path, out: Path | None) -> None:
     for option, path in (("--runs", root), ("--out", out)):
         if path is None:
             continue
-        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        if not place.is_dir():
-            raise ExperimentError(f"{option} {path} cannot be written: {place} is not a folder; choose another {option}")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise ExperimentError(f"{option} {path} cannot be written: {place} is read-only for you; choose another {option}")
+        if reason := unwritable(path):
+            raise ExperimentError(f"{option} {path} cannot be written: {reason}; choose another {option}")
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:

@@ -214,7 +214,7 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     experiment = resolved.experiment
     with session(resolved, run_dir) as now:
         wanted = Plan.on(experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
-        with clusters.connect(wanted, run_dir.root) as cluster:
+        with clusters.connect(wanted, run_dir.root, experiment.written_cache("train")) as cluster:
             plan = Plan.on(experiment, cluster)
             plan.check(cluster)
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)

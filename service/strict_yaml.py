@@ -1,4 +1,4 @@
-"""YAML as a user means it: a key written twice is refused, `1e-4` is a number, and every mistake is one line."""
+"""YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, a key twice is refused, a mistake is one line."""
 
 from __future__ import annotations
 
@@ -10,25 +10,41 @@ import yaml
 from trainables.errors import ExperimentError
 
 MAX_DEPTH = 50
+MAX_REPEATED = 10_000
+"""Most values that a document's aliases may stand for beyond those that are written: nine lines can mean billions."""
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text; YAML 1.2 and every user take them for numbers.
+# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, and on, off, yes and no for booleans; YAML 1.2 and every user
+# take the former for numbers and the latter for text (which a section's boolean still takes for what it means).
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-_FLOAT = "tag:yaml.org,2002:float"
+_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_TAG = "tag:yaml.org,2002:"
 
 
 class _TwiceError(yaml.MarkedYAMLError):
     """A key that stands twice in one mapping: PyYAML would silently take the last."""
 
 
+class _RepeatedError(Exception):
+    """Aliases that stand for more than `MAX_REPEATED` values."""
+
+
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
+                if key.value in names:
                     raise _TwiceError(problem=f"{key.value} is written twice: keep one", problem_mark=key.start_mark)
-                seen.add(key.value)
+                names.add(key.value)
+                if key.tag != f"{_TAG}merge":
+                    key.tag = f"{_TAG}str"
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _check_size(node)
         return node
 
 
@@ -36,19 +52,28 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
-for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" is written in quotes
-    _side.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+0123456789"))
+for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true" is written in quotes
+    _side.yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in resolvers if tag != f"{_TAG}bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _side.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+0123456789"))
+    _side.add_implicit_resolver(f"{_TAG}bool", _BOOLEAN, list("tTfF"))
 
 
 def parse(text: str, where: str) -> Any:
     """The value of a YAML document.
 
     Raises:
-        ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), or a document without an end.
+        ExperimentError: not YAML, a key twice, a value that does not exist (a 30th of February), a document without an end, or
+            one whose aliases make it too large.
     """
     try:
         value = yaml.load(text, _Loader)
-        _check_depth(value)
+    except _RepeatedError as error:
+        raise ExperimentError(
+            f"{where}: its aliases (`*name`) repeat more than {MAX_REPEATED} values: write out what is meant"
+        ) from error
     except RecursionError as error:
         raise ExperimentError(f"{where}: nested more than {MAX_DEPTH} deep: an experiment needs three levels") from error
     except yaml.YAMLError as error:
@@ -66,10 +91,29 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def _check_depth(value: Any, depth: int = 0) -> None:
-    """Raises RecursionError where a value is nested too deeply, as one that contains itself (`a: &a [*a]`) is."""
-    if depth > MAX_DEPTH:
-        raise RecursionError
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_depth(part, depth + 1)
+def _check_size(root: yaml.Node) -> None:
+    """Look at every node once, however many aliases lead to it.
+
+    Raises:
+        RecursionError: it is nested too deeply, as one that contains itself (`a: &a [*a]`) is.
+        _RepeatedError: see there.
+    """
+    sizes: dict[int, tuple[int, int]] = {}  # of the nodes that were looked at: values below, aliases expanded, and levels
+
+    def look(node: yaml.Node, depth: int) -> tuple[int, int]:
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        if id(node) not in sizes:
+            parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in node.value for part in pair]
+            below = [look(part, depth + 1) for part in parts]
+            sizes[id(node)] = 1 + sum(size for size, _ in below), 1 + max((levels for _, levels in below), default=0)
+        size, levels = sizes[id(node)]
+        if depth + levels - 1 > MAX_DEPTH:
+            raise RecursionError
+        return size, levels
+
+    size, _ = look(root, 0)
+    if size - len(sizes) > MAX_REPEATED:
+        raise _RepeatedError

@@ -50,7 +50,7 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
         if pending or resolved.experiment.sweep.races:
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             most = max(Plan.on(experiment, capacity).need().total_cpus for experiment in experiments)
-            with clusters.connect(most, run_dir.root) as cluster:
+            with clusters.connect(most, run_dir.root, resolved.experiment.written_cache("sweep")) as cluster:
                 refuse(trials, cluster)
                 run_trials(now, trials, cluster)
         finish(now, trials)

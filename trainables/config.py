@@ -7,35 +7,68 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-
-def _no_flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("float_type", "Input should be a valid number")
-    return value
-
-
-Integer = Annotated[int, BeforeValidator(_no_flag)]
-Number = Annotated[float, BeforeValidator(_no_flag), Field(allow_inf_nan=False)]
-"""Python counts true as 1; a user who writes `true` for a number has mistaken the key."""
-Count = Annotated[Integer, Field(ge=1, lt=2**31)]
-Natural = Annotated[Integer, Field(ge=0, lt=2**31)]
-NonNegative = Annotated[Number, Field(ge=0)]
-Positive = Annotated[Number, Field(gt=0)]
-Probability = Annotated[Number, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 ON_DEVICE = ("gpu", "dali")
 """What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
 
 
-class Section(BaseModel):
-    """One frozen part of an experiment; unknown keys are refused."""
+_NO_SCHEMAS = ("metadata", "serialization", "default", "config")
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+def _refuse_boolean_integer(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _refuse_boolean_float(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+def _without_booleans(schema: Any) -> Any:
+    """A pydantic schema of a section whose integers and floats, at any depth, refuse booleans. Sections in it have their own."""
+    if isinstance(schema, list):
+        return [_without_booleans(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    for name, refuse in (("int", _refuse_boolean_integer), ("float", _refuse_boolean_float)):
+        if schema.get("type") == name:
+            return core_schema.no_info_before_validator_function(refuse, cast(CoreSchema, schema))
+    return {key: _without_booleans(part) if key not in _NO_SCHEMAS else part for key, part in schema.items()}
+
+
+class Section(BaseModel):
+    """One frozen part of an experiment; unknown keys are refused, and so are booleans, infinities and NaN for any number.
+
+    Python counts true as 1; a user who writes `true` for a number has mistaken the key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: CoreSchema = _without_booleans(handler(source))
+        return schema
 
 
 class RandAugmentConfig(Section):
@@ -51,7 +84,7 @@ class ColorJitterConfig(Section):
     brightness: NonNegative = 0.0
     contrast: NonNegative = 0.0
     saturation: NonNegative = 0.0
-    hue: Annotated[Number, Field(ge=0, le=0.5)] = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
 
 class DeviceAugmentConfig(Section):
@@ -98,7 +131,7 @@ class DataConfig(Section):
     )
     last_batch: Literal["drop", "short"] = Field("drop", description="what becomes of the last, incomplete training batch")
     prefetch_batches: Count = Field(2, description="batches that a loader prepares ahead")
-    max_bad: Annotated[Number, Field(ge=0, lt=1)] = Field(
+    max_bad: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.001, description="share of a split's images that an epoch may skip as unreadable; one may always be, unless this is 0"
     )
     stage: Annotated[str, Field(pattern=r"^(none|ram|[/~].*)$")] = Field(
@@ -108,7 +141,7 @@ class DataConfig(Section):
     cache_mib: Count | None = Field(
         None, description="most that `cache: memory` or the shards of a remote set take on a node; absent: by what is free"
     )
-    mean: tuple[Number, Number, Number] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="per-channel mean of pixels in [0, 1]")
     std: tuple[Positive, Positive, Positive] = Field(
         (0.229, 0.224, 0.225), description="per-channel deviation of pixels in [0, 1]"
     )
@@ -287,9 +320,9 @@ class LossOptimConfig(Section):
     lr: Positive | None = None
     schedule: Literal["constant", "step", "cosine"] | None = None
     milestones: tuple[Count, ...] | None = None
-    gamma: Annotated[Number, Field(gt=0, le=1)] | None = None
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
     warmup_epochs: NonNegative | None = None
-    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     nesterov: bool | None = None
     weight_decay: NonNegative | None = None
 
@@ -303,7 +336,7 @@ class OptimConfig(Section):
     losses: dict[str, LossOptimConfig] = Field(
         {}, description="`task`, a method or METHOD/TERM → an optimizer of its own, as what differs from this section"
     )
-    delta: Annotated[Number, Field(ge=0, lt=1)] = Field(
+    delta: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
     )
     epochs: Count = 10
@@ -314,9 +347,9 @@ class OptimConfig(Section):
     lr_base_batch: Count = 256
     schedule: Literal["constant", "step", "cosine"] = "cosine"
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
-    gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     warmup_epochs: NonNegative = 0.0
-    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     nesterov: bool = False
     weight_decay: NonNegative = 1e-4
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
@@ -369,7 +402,7 @@ class TrainingConfig(Section):
     max_steps: Count | None = Field(
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
     )
-    until_top1_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
+    until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and say after how long"
     )
     until_s: Positive | None = Field(
@@ -400,7 +433,7 @@ class TrainConfig(Section):
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    seed: Annotated[Integer, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     report_each_epoch: bool = Field(False, description="a scheduler may stop the job after each epoch: the loop waits for Ray")
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable
+
+MAX_WORD, MAX_LINE = 300, 2000
+"""Most characters of a message's words and lines: what a user wrote may be a megabyte, and a terminal has a page."""
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+
 
 class DistillError(Exception):
-    """Base of every error that a user can cause and mend; its text is shown without a stack trace."""
+    """Base of every error that a user can cause and mend; its text is shown without a stack trace, long words shortened."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
+
+
+def bounded(message: str) -> str:
+    """A message whose words and lines have a bounded length: of a longer one the beginning and the end are left."""
+    words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD), message)
+    return "\n".join(_shortened(line, MAX_LINE) for line in words.split("\n"))
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length * 2 // 3]}…{text[1 - length // 3 :]}"
+
+
+def near(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The names most like a wrong one, best first; for one too long to be a misspelling there are none."""
+    return difflib.get_close_matches(name, dict.fromkeys(known), n=count, cutoff=cutoff) if len(name) <= MAX_WORD else []
 
 
 class ExperimentError(DistillError):

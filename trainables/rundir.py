@@ -38,6 +38,14 @@ def write_atomic(path: Path, content: bytes) -> None:
         beside.write_bytes(content)
 
 
+def unwritable(folder: Path) -> str | None:
+    """Why nothing could be written into a folder, there or still to be created; None: it could."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} is read-only for you"
+
+
 def fsync_directory(path: Path) -> None:
     """Make a rename inside `path` durable."""
     handle = os.open(path, os.O_RDONLY)

@@ -76,7 +76,11 @@ def others(best: Evidence, cases: Sequence[Case]) -> list[str]:
     for part, trials in sorted(slower.items(), key=lambda item: -len(item[1])):
         most_pct, worst = max(trials)
         count = f"{len(trials)} other trial{'s' if len(trials) > 1 else ''}"
-        lines.append(f"{count}, most of the difference in {part}: up to {most_pct:.0f}% more time an image ({worst})")
+        lines.append(
+            f"{count}, most of the difference in {part}: up to {most_pct:.0f}% more time an image ({worst})"
+            if most_pct >= 0.5
+            else f"{count} with a typical step no slower than the best one's ({worst})"
+        )
     return lines
 
 

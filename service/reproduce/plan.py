@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from service.experiment import Resolved, load, parse_override, validate
 from service.plan import absolute
 from service.reproduce.table import ALONE, Table
 from service.trees import flatten, merge, put
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, near
 
 OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
 """What the table decides, but for how many trials run at a time."""
@@ -63,8 +62,8 @@ def _chosen(option: str, text: str | None, known: Sequence[str]) -> tuple[str, .
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            instead = f"did you mean {near[0]}?" if near else f"the table has {', '.join(known)}"
+            similar = near(name, known)
+            instead = f"did you mean {similar[0]}?" if similar else f"the table has {', '.join(known)}"
             raise ExperimentError(f"{option} {name}: there is none in this table; {instead}")
     return names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
@@ -13,12 +12,12 @@ from pydantic import Field, ValidationError, model_validator
 from service import strict_yaml
 from service.experiment import recipes
 from service.mistakes import explain
-from trainables.config import Count, Number, Section
-from trainables.errors import ExperimentError
+from trainables.config import Count, Section
+from trainables.errors import ExperimentError, near
 
 ALONE = "student"
 """The column of students that learn from labels alone."""
-Percent = Annotated[Number, Field(gt=0, le=100)]
+Percent = Annotated[float, Field(gt=0, le=100)]
 Settings = dict[str, Any]
 """Sections of an experiment: what is different from the table's recipe."""
 
@@ -160,10 +159,9 @@ def read_table(name: str) -> Table:
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8", errors="replace")
     else:
-        near = difflib.get_close_matches(name, shipped, n=1)
-        raise ExperimentError(
-            f"{name}: neither a table nor a file; " + (f"did you mean {near[0]}?" if near else f"tables: {', '.join(shipped)}")
-        )
+        similar = near(name, shipped)
+        instead = f"did you mean {similar[0]}?" if similar else f"tables: {', '.join(shipped)}"
+        raise ExperimentError(f"{name}: neither a table nor a file; {instead}")
     tree = strict_yaml.parse(text, name)
     if not isinstance(tree, Mapping):
         raise ExperimentError(

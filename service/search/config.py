@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainables.config import Count, Number, Section
+from trainables.config import Count, Section
+from trainables.errors import near
 
 SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "peak_memory_mib")
 FRONT = "pareto"
@@ -36,7 +36,7 @@ class SweepConfig(Section):
         "images_per_s",
         description="what the best trial has most (or, for times and losses, least) of; guided: or pareto, both speed and cost",
     )
-    target_pct: Annotated[Number, Field(gt=0, le=100)] | None = Field(
+    target_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
         None, description="metric time_to_accuracy: the validation top-1, in percent, to which the time counts"
     )
     num_samples: Count = Field(16, description="trials drawn by the policies random and asha")
@@ -44,7 +44,7 @@ class SweepConfig(Section):
         None,
         description="a timing sweep: steps of a trial past its warm-up (guided: at most; 60 if absent); absent: its epochs",
     )
-    tolerance: Annotated[Number, Field(gt=0, lt=1)] = Field(
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by what the cluster holds")
@@ -96,8 +96,8 @@ class SweepConfig(Section):
     def _metric_exists(self) -> Self:
         known = (*SPEEDS, *ACCURACIES, TIME, *([FRONT] if self.policy == "guided" else []))
         if self.metric not in known and not re.match(r"(phase|rank\d+|node\d+)/.", self.metric):
-            near = difflib.get_close_matches(self.metric, known, n=1)
-            instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
+            similar = near(self.metric, known)
+            instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(known)}"
             raise ValueError(f"metric: trials have no {self.metric!r}; {instead}")
         if self.policy == "guided" and self.metric not in GUIDED:
             raise ValueError(

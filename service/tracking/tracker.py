@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from service.tracking.sender import NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir
+from trainables.rundir import RunDir, unwritable
 
 log = logging.getLogger("raydistill")
 
@@ -28,6 +28,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 MAX_WAIT_S = 15.0
 DESCRIPTION = "mlflow.note.content"
+_SQLITE = b"SQLite format 3\0"
 
 __all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
 
@@ -48,15 +49,49 @@ def checked_uri(uri: str) -> str:
         ExperimentError: not a kind of store that MLflow writes to.
     """
     scheme = uri.partition(":")[0].partition("+")[0]
+    server, file = "http://HOST:PORT for a server", "sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
     if scheme not in SCHEMES or ("//" not in uri and scheme != "databricks"):
-        known = "http://HOST:PORT for a server, sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
-        raise ExperimentError(f"tracking.uri is {uri!r}: write {known}, or leave it out")
+        raise ExperimentError(f"tracking.uri is {uri!r}: write {server}, {file}, or leave it out")
+    if scheme in ("http", "https"):
+        try:
+            host, _ = urlsplit(uri).hostname, urlsplit(uri).port
+        except ValueError as error:
+            raise ExperimentError(f"tracking.uri is {uri!r}, which is no address: write {server}") from error
+        if not host:
+            raise ExperimentError(f"tracking.uri is {uri!r}: there is no host in it: write {server}")
     if scheme != "sqlite":
         return uri
-    path = os.path.abspath(uri.partition("///")[2])
+    named = uri.partition("///")[2]
+    if not named:
+        raise ExperimentError(f"tracking.uri is {uri!r}, which names no file: write {file}")
+    path = os.path.abspath(named)
     if "?" in path or "%" in path:
         raise ExperimentError(f"MLflow cannot open a database at {path}: choose a path without `?` and `%`")
     return f"sqlite:///{path}"
+
+
+def check_store(uri: str) -> None:
+    """Refuse a store of the user's that could not be opened: nothing is asked of a server, and no file is made.
+
+    Raises:
+        ExperimentError: see above.
+    """
+    scheme, _, named = checked_uri(uri).partition(":///")
+    if scheme != "sqlite":
+        return
+    path = Path(named)
+    if not path.parent.exists():
+        raise ExperimentError(f"tracking.uri: there is no folder {path.parent}: create it, or choose another")
+    if path.is_dir():
+        raise ExperimentError(f"tracking.uri: {path} is a folder: write the path of a file in it")
+    if reason := unwritable(path.parent):
+        raise ExperimentError(f"tracking.uri: {reason}: choose another")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise ExperimentError(f"tracking.uri: {path} is read-only for you: choose another")
+    if path.exists() and path.stat().st_size:
+        with open(path, "rb") as file:
+            if file.read(len(_SQLITE)) != _SQLITE:
+                raise ExperimentError(f"tracking.uri: {path} is no SQLite database: choose another file")
 
 
 def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> list[str]:

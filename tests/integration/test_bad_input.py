@@ -204,6 +204,16 @@ def test_a_read_only_file_system_is_refused_before_anything_starts(tmp_path: Pat
             assert refused == f"{option} {disk / 'run'} cannot be written: {disk} is read-only for you; choose another {option}"
 
 
+def test_a_read_only_folder_for_logits_is_refused_before_the_teacher_is_trained(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "ro,size=64k") as disk:
+        cache = [f"teacher.cache={disk / 'logits'}"]
+        for more in ([], ["sweep.metric=top1_pct", "sweep.steps=null"]):
+            refused = Command(tmp_path, "sweep" if more else "train", "digits", overrides=[*cache, *more]).end().refusal
+            assert refused == (
+                f"teacher.cache: {disk / 'logits'} cannot be written: {disk} is read-only for you; name another folder"
+            )
+
+
 def test_a_disk_that_fills_up_stops_the_run_in_one_line_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4m") as disk:
         stage = RunDir(disk / "run").stage("student")

@@ -102,6 +102,25 @@ def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: D
         cluster.remove(blind)
 
 
+@pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
+def test_a_folder_for_logits_that_a_node_cannot_write_is_refused_before_the_teacher_is_trained(
+    distill: Distill, cluster: RayCluster
+) -> None:
+    logits = distill.folder / "logits"
+    logits.mkdir()
+    read_only = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    node = cluster.add(["unshare", "-m", "sh", "-c", read_only, str(logits)])
+    try:
+        teacher = ("--set", "teacher.model=convnet_small", "--set", f"teacher.cache={logits}")
+        said = distill.run("train", distill.experiment, *teacher, code=2, env=cluster.env)
+        assert f"teacher.cache: {logits} cannot be written by node" in said
+        assert f"({node.address})" in said
+        assert "teacher epoch" not in said
+        assert not list(logits.iterdir())
+    finally:
+        cluster.remove(node)
+
+
 def test_a_pack_by_a_cluster_is_the_one_that_this_machine_writes(distill: Distill, cluster: RayCluster) -> None:
     images = distill.folder / "images"
     for split in ("train", "val"):

@@ -254,6 +254,55 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("http://", "tracking.uri is 'http://': there is no host in it: write http://HOST:PORT for a server"),
+        ("https://:5000", "there is no host in it"),
+        ("http://[::1", "is no address: write http://HOST:PORT"),
+        ("http://host:99999999", "is no address: write http://HOST:PORT"),
+        ("http://host:port", "is no address: write http://HOST:PORT"),
+        ("sqlite://", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
+        ("sqlite:///", "names no file: write sqlite:////ABSOLUTE/PATH/mlflow.db"),
+        ("sqlite:///{0}/none/mlflow.db", "tracking.uri: there is no folder {0}/none: create it, or choose another"),
+        ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
+        ("sqlite:///{0}/text", "tracking.uri: {0}/text is no SQLite database: choose another file"),
+        ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused(uri: str, words: str, refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a database, though it is long enough")
+    assert words.format(tmp_path) in refuse("train", "digits", *sets(f"tracking.uri={uri.format(tmp_path)}"))
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999999"])
+def test_a_port_that_no_machine_has_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("ui", "--port", port) == 2
+    said = capsys.readouterr().err
+    assert f"{port} is not in the range 1<=x<=65535" in said
+    assert len(said.splitlines()) <= 6
+
+
+def test_a_folder_for_logits_that_cannot_be_written_is_refused_before_a_teacher_is_trained(
+    refuse: Refuse, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for cache in (tmp_path / "file", tmp_path / "file/logits/deep"):
+        message = f"teacher.cache: {cache} cannot be written: {tmp_path}/file is not a folder; name another folder"
+        assert refuse("train", "digits", *sets(f"teacher.cache={cache}")) == message
+        accuracy = sets("sweep.steps=null", "sweep.metric=top1_pct", f"teacher.cache={cache}")
+        assert refuse("sweep", "digits", *accuracy) == message
+
+
+def test_what_a_command_line_quotes_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "k" * 100_000
+    for arguments in (["train", "digits", f"--{long}"], [long], ["ui", "--port", long], ["train", long], ["report", long]):
+        assert exit_code(*arguments) == 2
+        said = capsys.readouterr().err
+        assert len(said) < 1500, said[:100]
+        assert len(said.splitlines()) <= 6
+
+
 # Models, weights and checkpoints
 
 

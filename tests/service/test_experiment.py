@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from service import strict_yaml
 from service.distilling import asks_teacher
 from service.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.mistakes import known_keys, nearest
+from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
+from trainables.methods import METHODS
 from trainables.methods.pupil import choose
 
 KEYS = list(known_keys(Experiment))
@@ -156,13 +159,47 @@ def test_under_the_space_of_a_sweep_the_rest_of_the_key_is_one_key() -> None:
 def test_a_file_is_named_after_itself_and_says_where_each_value_is_from(tmp_path: Path) -> None:
     path = written(tmp_path, "base: digits\noptim: {lr: 1e-2}\n", "my try.yaml")
     resolved = load(path, ["seed=3"])
-    assert resolved.experiment.name == "digits"
+    assert resolved.experiment.name == "my-try"
     assert (resolved.experiment.optim.lr, resolved.experiment.optim.epochs) == (0.01, 12)
     assert (resolved.sources["optim.lr"], resolved.sources["optim.epochs"]) == (path, "recipe digits")
     assert resolved.sources["seed"] == "--set"
     assert "precision" not in resolved.sources
-    alone = load(written(tmp_path, "student: {model: mlp_small}\n", "my try.yaml"))
-    assert alone.experiment.name == "my-try"
+    assert resolved.sources.get("name") is None
+    own = written(tmp_path, f"base: {path}\nname: own\n", "second.yaml")
+    assert load(own).experiment.name == "own"
+    assert load(written(tmp_path, f"base: {own}\n", "third.yaml")).experiment.name == "third"
+    assert len(load(written(tmp_path, "base: digits\n", f"{'x' * 200}.yaml")).experiment.name) <= 150
+
+
+def test_no_number_of_a_section_takes_a_boolean_also_not_in_a_method_of_the_users_own(tmp_path: Path) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    def numbers(annotation: Any) -> bool:
+        return annotation in (int, float) or any(map(numbers, getattr(annotation, "__args__", ())))
+
+    def subclasses(kind: type) -> list[type]:
+        return [kind, *(each for below in kind.__subclasses__() for each in subclasses(below))]
+
+    class Own(MethodOptions):
+        margin: float = 1.0
+        several: tuple[int, ...] = ()
+        switch: bool | int = False
+
+    choose(DistillConfig(method=tuple(METHODS)))  # loads the options of all methods
+    tried = 0
+    for section in subclasses(Section):
+        for name, field in section.model_fields.items():  # type: ignore[attr-defined]
+            if numbers(field.annotation) and name != "switch":
+                for value in (True, [True], {"a": True}):
+                    with pytest.raises(ValidationError) as caught:
+                        section.model_validate({name: value})  # type: ignore[attr-defined]
+                    assert any(error["loc"][0] == name for error in caught.value.errors()), (section, name, value)
+                tried += 1
+    assert tried > 100
+    assert Own(switch=True).switch is True
+    assert TypeAdapter(Own).validate_python({"several": [1, 2], "margin": 2}).several == (1, 2)
+    with pytest.raises(ValidationError, match="finite"):
+        Own(margin=float("nan"))
 
 
 def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
@@ -225,7 +262,7 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("batch_size=3", "--set: batch_size: no such key; did you mean data.global_batch_size?"),
         ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer, not "abc"'),
         ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer, not 64.5"),
-        ("data.global_batch_size=true", "--set: data.global_batch_size: must be a number, not true"),
+        ("data.global_batch_size=true", "--set: data.global_batch_size: must be an integer, not true"),
         ("data.global_batch_size=null", "--set: data.global_batch_size: must be an integer, not null"),
         ("data.global_batch_size=0", "--set: data.global_batch_size: must be at least 1, not 0"),
         ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer, not [64]"),
@@ -239,7 +276,7 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("data.max_bad=100", "--set: data.max_bad: must be below 1, not 100"),
         ("data.max_bad_images=100", "--set: data.max_bad_images: no such key; did you mean data.max_bad?"),
         ("data.loader_workers=-1", "--set: data.loader_workers: must be at least 0 or auto, not -1"),
-        ("data.loader_workers=true", "--set: data.loader_workers: must be a number or auto, not true"),
+        ("data.loader_workers=true", "--set: data.loader_workers: must be an integer or auto, not true"),
         ("scale.use_gpu=maybe", '--set: scale.use_gpu: must be true or false or auto, not "maybe"'),
         ("data=3", "--set: data: must be a section of keys, not 3"),
         ("student=null", "--set: student: must be a section of keys, not null"),
@@ -270,8 +307,20 @@ def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, righ
         ("optim.lr=false", "--set: optim.lr: must be a number, not false"),
         ("optim.momentum=1", "--set: optim.momentum: must be below 1, not 1"),
         ("seed=-1", "--set: seed: must be at least 0, not -1"),
+        ("seed=true", "--set: seed: must be an integer, not true"),
+        ("sweep.reduction_factor=true", "--set: sweep.reduction_factor: must be an integer, not true"),
+        ("optim.milestones=[3, true]", "--set: optim.milestones[1]: must be an integer, not true"),
+        ("optim.lr=on", '--set: optim.lr: must be a number, not "on"'),
+        ("optim={on: 2}", "--set: optim.on: no such key"),
+        ("on=2", "--set: on: no such key"),
+        ("name=" + "x" * 200, f'--set: name: must be text of at most 150 characters, not "{"x" * 56}…'),
+        (
+            "base=digits",
+            "--set base=digits: only a file has a base: write `base: digits` in it, or give digits in place of the file",
+        ),
         ("name=../x", '--set: name: must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$, not "../x"'),
         ("student.model=resnet18x", "--set: student.model: there is no model 'resnet18x'; did you mean resnet18?"),
+        ("student.model=ResNet8", "--set: student.model: there is no model 'ResNet8'; did you mean resnet8?"),
         ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
         ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
         ("distill.method=5", "--set: distill.method: names a method, or a list of methods, such as kd, not 5"),
@@ -352,6 +401,33 @@ def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words
     text = refusal(*overrides)
     assert words in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("scale: {num_workers: 2}", ["data.global_batch_size=63"], "--set: data.global_batch_size 63 is not divisible"),
+        ("data: {image_size: 32}", ["data.decoder=gpu"], "--set: data: decoder gpu decodes"),
+        ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.lr=3"], "--set: sweep.space: optim.lr: write a list"),
+        ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.rl=[3]"], "--set: sweep.space: optim.rl: no such key"),
+        (
+            "sweep: {space: {optim.lr: {uniform: [1, 2]}}, policy: random}",
+            ["sweep.policy=grid"],
+            "--set: sweep.space: optim.lr: grid",
+        ),
+        ("distill: {options: {kd: {weight: 0}}}", ["distill.task_weight=0"], "--set: distill.task_weight: it and the weights"),
+        ("optim: {losses: {task: {lr: 1}}}", ["optim.losses.at.lr=1"], "--set: optim.losses: there is no loss 'at'"),
+        ("scale: {num_workers: 3}", ["seed=1"], "mine.yaml: data.global_batch_size 64 is not divisible"),
+        ("scale: {num_workers: 3}", ["seed=x"], "--set: seed: must be an integer"),
+        ("seed: x", ["optim.lr=1"], "mine.yaml: seed: must be an integer"),
+    ],
+)
+def test_what_is_wrong_only_with_an_override_is_blamed_on_it(
+    text: str, overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, f"base: digits\n{text}\n")
+    assert refusal(*overrides, recipe="mine.yaml").startswith(words)
 
 
 MARGIN = """
@@ -438,6 +514,10 @@ def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
         ("base: digits\ndata: {1: 2}\n", "data.1: no such key"),
         ("base: 3\n", "base: give one recipe or file"),
         ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
+        ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: cifar10"),
+        ("base: digits\non: 2\n", "mine.yaml: on: no such key"),
+        ("base: digits\noptim: {on: 2}\n", "mine.yaml: optim.on: no such key"),
+        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml: {'k' * 20}"),
         ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
         ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
         ("a: &a [*a]\n", "nested more than 50 deep"),
@@ -448,8 +528,61 @@ def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
 def test_a_file_that_is_no_experiment_is_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
     message = refusal(recipe=written(tmp_path, text))
     assert words in message
-    assert "mine.yaml" in message or "digitz" in message
+    assert message.startswith(f"{tmp_path}/mine.yaml:")
     assert "\n" not in message
+    assert len(message) < 1500
+
+
+def bomb(open_bracket: str = "[", close: str = "]", width: int = 9, levels: int = 9) -> str:
+    """YAML of a few hundred bytes whose aliases stand for width ** levels values."""
+    lines = [f"a0: &a0 {open_bracket}{', '.join(f'k{n}: 1' if close == '}' else 'lol' for n in range(width))}{close}"]
+    for level in range(1, levels):
+        parts = [f"k{n}: *a{level - 1}" if close == "}" else f"*a{level - 1}" for n in range(width)]
+        lines.append(f"a{level}: &a{level} {open_bracket}{', '.join(parts)}{close}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb(),
+        bomb("{", "}"),
+        f"{bomb('{', '}')}\noptim: {{<<: *a8}}\n",
+        "a: &a {x: 1}\n" + "\n".join(f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}' if n else '*a'] * 9)}]}}" for n in range(9)),
+    ],
+)
+def test_aliases_that_stand_for_more_than_a_file_could_say_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    began = time.process_time()
+    message = refusal(recipe=written(tmp_path, text))
+    assert "mine.yaml: its aliases (`*name`) repeat more than 10000 values: write out what is meant" in message
+    assert refusal(f"optim={{{bomb().replace(chr(10), ', ')}}}").startswith("--set optim=")
+    assert time.process_time() - began < 1
+
+
+def test_aliases_may_repeat_what_an_experiment_repeats(tmp_path: Path) -> None:
+    text = "base: digits\noptim: {losses: {task: &own {lr: 0.1, momentum: 0.5}, kd: *own}}\n"
+    optim = load(written(tmp_path, text)).experiment.optim
+    assert optim.losses["task"] == optim.losses["kd"]
+
+
+def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    assert refusal(recipe=str(path)) == f"{path}: larger than 16 MiB, as no experiment is: give a YAML file"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["student.model={}", "{}=3", "data.shuffle={}", "distill.method={}", "sweep.metric={}", "distill.options.kd.{}=1", "{}"],
+)
+def test_a_message_quotes_the_beginning_and_the_end_of_what_is_long(override: str, tmp_path: Path) -> None:
+    began = time.process_time()
+    for long in ("k" * 1_000_000 + "end", "k " * 50_000 + "end"):
+        message = refusal(override.format(long))
+        assert len(message) < 2500
+        assert "k" * 20 in message or "k k" in message
+    assert time.process_time() - began < 5
 
 
 def test_merge_keys_of_yaml_may_repeat_what_they_merge(tmp_path: Path) -> None:

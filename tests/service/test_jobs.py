@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import http.server
+import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from service import jobs
 from service.experiment import load
-from service.jobs import package
-from trainables.errors import ExperimentError
+from service.jobs import package, submit
+from trainables.errors import ClusterError, ExperimentError
 
 
 def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +43,161 @@ def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, mo
     sent = load(str(there / "labels.yaml")).experiment
     assert not sent.distill.method
     assert sent.name == "labels"
+
+
+# A dashboard that does not do as it is asked at once
+
+
+class Dashboard(http.server.ThreadingHTTPServer):
+    """Answers as Ray's dashboard does, at its addresses: what it is about to answer next stands in its lists."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.token: str | None = None
+        self.failures = 0
+        """So many requests for jobs will be answered with 500."""
+        self.takes_failing = False
+        """A job is taken though its request is answered with 500."""
+        self.jobs: list[str] = []
+        self.sent: list[str | None] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    server: Dashboard
+
+    def do_GET(self) -> None:
+        if self._refused():
+            return
+        job = self.path.rpartition("/")[2]
+        if self.path == "/api/version":
+            self._answer(200, {"ray_version": "2.60.0", "ray_commit": "", "version": "4", "session_name": ""})
+        elif self.path.startswith("/api/packages"):
+            self._answer(200, {})
+        elif self.path.startswith("/api/jobs") and self.server.failures:
+            self.server.failures -= 1
+            self._answer(500, "the agent is busy\nand says so at length")
+        elif job in self.server.jobs:
+            self._answer(200, {"type": "SUBMISSION", "status": "SUCCEEDED", "entrypoint": "", "submission_id": job})
+        else:
+            self._answer(404, f"Job {job} does not exist")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._refused():
+            return
+        if not self.server.failures or self.server.takes_failing:
+            assert body["submission_id"] not in self.server.jobs
+            self.server.jobs.append(body["submission_id"])
+        if self.server.failures:
+            self.server.failures -= 1
+            self._answer(500, "the agent is busy\nand says so at length")
+        else:
+            self._answer(200, {"job_id": None, "submission_id": body["submission_id"]})
+
+    def _refused(self) -> bool:
+        sent = self.headers.get("Authorization")
+        self.server.sent.append(sent)
+        if self.server.token is None or sent == f"Bearer {self.server.token}":
+            return False
+        self._answer(403 if sent else 401, "no")
+        return True
+
+    def _answer(self, status: int, body: object) -> None:
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashboard]:
+    server = Dashboard()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.address)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(jobs, "PAUSE_S", 0.05)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def submitted(tmp_path: Path) -> list[str]:
+    lines: list[str] = []
+    assert submit(["train", "digits"], tmp_path / "runs", follow=False, say=lines.append) == 0
+    return lines
+
+
+def test_a_dashboard_that_is_busy_is_asked_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:
+    dashboard.failures = 3
+    (first, _) = submitted(tmp_path)
+    assert len(dashboard.jobs) == 1
+    assert first.startswith(f"submitted {dashboard.jobs[0]}: python -m service train digits")
+
+
+def test_a_job_that_was_taken_though_the_answer_was_an_error_is_not_submitted_twice(dashboard: Dashboard, tmp_path: Path) -> None:
+    dashboard.failures, dashboard.takes_failing = 2, True
+    assert submitted(tmp_path)[0].startswith(f"submitted {dashboard.jobs[0]}")
+    assert len(dashboard.jobs) == 1
+
+
+def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.3)
+    dashboard.failures = 10**6
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert str(refused.value) == (
+        f"no job could be submitted to {dashboard.address}: Request failed with status code 500: the agent is busy; "
+        "start Ray or set RAY_API_SERVER_ADDRESS"
+    )
+    assert not dashboard.jobs
+
+
+def test_the_clusters_token_is_sent_where_it_is_asked_for_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("secret\n")
+    submitted(tmp_path)
+    assert set(dashboard.sent) == {None}
+    dashboard.token = "secret"
+    submitted(tmp_path)
+    assert len(dashboard.jobs) == 2
+    dashboard.token = "another"
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert str(refused.value).startswith(
+        f"{dashboard.address} refuses the token of {tmp_path}/.ray/auth_token: give the cluster's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "asks for a token, and none was found: give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"),
+        ({"RAY_AUTH_TOKEN": "wrong"}, "refuses the token of RAY_AUTH_TOKEN: give the cluster's"),
+        ({"RAY_AUTH_TOKEN_PATH": "/none"}, "asks for a token, and there is none in RAY_AUTH_TOKEN_PATH=/none"),
+        ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and with RAY_AUTH_MODE=disabled none is sent: unset it"),
+    ],
+)
+def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
+    environment: dict[str, str], words: str, dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dashboard.token = "secret"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

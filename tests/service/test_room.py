@@ -26,6 +26,12 @@ def test_a_worker_must_fit_on_one_node() -> None:
     assert refusal.startswith("1 workers of 4 CPUs each do not fit: 2 nodes with 6 CPUs and 0 GPUs in all hold 0")
 
 
+def test_of_a_ray_of_our_own_the_cores_are_named_and_not_only_what_they_count_as() -> None:
+    refusal = cluster((8, 0), cores=2).refusal(Need(3, 4))
+    assert refusal is not None
+    assert refusal.endswith("do not fit: 1 node with 2 cores (counted as 8 CPUs) and 0 GPUs in all holds 2")
+
+
 def test_gpus_bound_workers_where_cpus_do_not() -> None:
     node = cluster((64, 4))
     assert node.refusal(Need(4, 5, gpus=1)) is None

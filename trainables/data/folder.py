@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -37,7 +37,8 @@ class FolderSource:
     """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
 
     Classes are the folders of `train`, sorted. A validation folder may lack some of them, and may not have others.
-    Files without an image's extension are left out. Raises DataError where a folder is missing, unreadable or empty.
+    Files without an image's extension are left out. Raises DataError where a folder is missing, unreadable or empty, or is a
+    link to one that it lies in.
     """
 
     def __init__(self, path: str, split: Split) -> None:
@@ -140,11 +141,44 @@ def _folders(path: str) -> list[str]:
         _refuse(error)
 
 
+class _Folder(NamedTuple):
+    """A folder on a walk that follows links."""
+
+    path: str
+    real: str
+    left: tuple[str, ...] = ()
+    """The real paths of the folders whose links were followed to it."""
+
+    def inside(self, name: str) -> _Folder:
+        """A folder in this one. Raises DataError where it is a link that leads back: what lies there would never end."""
+        path = os.path.join(self.path, name)
+        if not os.path.islink(path):
+            return _Folder(path, os.path.join(self.real, name), self.left)
+        target, left = os.path.realpath(path), (*self.left, self.real)
+        if any(os.path.commonpath((target, folder)) == target for folder in left):
+            raise DataError(
+                f"data.path: {path} is a link to {target}, in which it lies: its images would count again and again; "
+                "remove the link"
+            )
+        return _Folder(path, target, left)
+
+
+def _walk(folder: _Folder) -> Iterator[tuple[str, list[str]]]:
+    """The paths of a folder and of all that are in it, at any depth, and the names of the files in each."""
+    waiting = {folder.path: folder}
+    for path, names, files in os.walk(folder.path, onerror=_refuse, followlinks=True):
+        here = waiting.pop(path)
+        for name in names:
+            inner = here.inside(name)
+            waiting[inner.path] = inner
+        yield path, files
+
+
 def _images(split_folder: str, class_name: str) -> Iterator[str]:
     """Image files under one class, at any depth, relative to the split's folder: by folder, then by name, each sorted."""
     skip = len(split_folder) + 1
-    walk = os.walk(os.path.join(split_folder, class_name), onerror=_refuse, followlinks=True)
-    for folder, _, files in sorted(walk):
+    split = _Folder(split_folder, os.path.realpath(split_folder))
+    for folder, files in sorted(_walk(split.inside(class_name))):
         below = folder[skip:] + os.sep
         for file in sorted(files):
             if file.lower().endswith(EXTENSIONS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, near
 
 if TYPE_CHECKING:
     from trainables.methods.contract import Method
@@ -91,8 +90,8 @@ def check_name(name: str, where: str = "distill.method") -> None:
         return
     known = offered()
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        instead = f"did you mean {near[0]}?" if near else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
+        similar = near(name.lower(), known)
+        instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
         raise ExperimentError(f"{where}: there is no method {name!r}; {instead}")
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from trainables.config import MethodOptions, NonNegative, Number
+from trainables.config import MethodOptions, NonNegative
 from trainables.methods.contract import Method, Samples, Seen, Setting
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
@@ -24,7 +24,7 @@ class ATOptions(MethodOptions):
     """RepDistiller's and mdistiller's defaults for CIFAR-100: weight 1000 and p = 2, after each stage."""
 
     weight: NonNegative = 1000.0
-    power: Annotated[Number, Field(ge=1)] = Field(2.0, description="p, to which absolute values are raised")
+    power: Annotated[float, Field(ge=1)] = Field(2.0, description="p, to which absolute values are raised")
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="repdistiller: mean of the squared differences of attention; paper: half their norm"
     )

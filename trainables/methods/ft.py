@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions, Natural, NonNegative, Number, Positive
+from trainables.config import MethodOptions, Natural, NonNegative, Positive
 from trainables.distributed import Group
 from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.at import attention
@@ -36,7 +36,7 @@ class FTOptions(MethodOptions):
     init_lr: Positive | None = Field(
         None, description="learning rate of these epochs; absent: the peak of optim; RepDistiller, for ResNets and WRNs: 0.01"
     )
-    rate: Annotated[Number, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
+    rate: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="a factor's channels by the teacher's")
     variant: Literal["repdistiller", "official", "paper"] = Field(
         "repdistiller", description="repdistiller: factors' attention; official: mean over their values; paper: sum over them"
     )

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainables.config import MethodOptions, Number
+from trainables.config import MethodOptions
 from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
 from trainables.methods.features import Shape, paired_maps, pooled_alike
 
@@ -31,7 +31,7 @@ _LEAST_VARIANCE = 1e-5
 class VIDOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: weight 1, variances from 5, after each stage."""
 
-    initial_variance: Annotated[Number, Field(gt=_LEAST_VARIANCE)] = Field(5.0, description="σ² of each channel at first")
+    initial_variance: Annotated[float, Field(gt=_LEAST_VARIANCE)] = Field(5.0, description="σ² of each channel at first")
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="repdistiller: mean over a map's values; paper: the sum over them"
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainables.errors import ModelError
+from trainables.errors import ModelError, near
 
 MODELS: dict[str, str] = {
     "convnet_small": "trainables.models.small:convnet_small",
@@ -80,11 +79,11 @@ def check_model_name(name: str) -> ModelName:
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
     lower = name.lower()
     # What a name of ours begins with is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
-    begun = [ours for ours in MODELS if lower and ours.startswith(lower)]
-    near = ([lower] if lower in known else []) + begun or difflib.get_close_matches(lower, known, n=1)
+    begun = [ours for ours in MODELS if lower and lower not in MODELS and ours.startswith(lower)]
+    similar = ([lower] if lower in known else []) + begun or near(lower, known)
     instead = (
-        f"did you mean {' or '.join(near[:2])}?"
-        if near
+        f"did you mean {' or '.join(similar[:2])}?"
+        if similar
         else f"ours are {', '.join(MODELS)}; torchvision's and timm's (timm/NAME) go by their names"
     )
     without_timm = "" if installed("timm") else " (timm's models need `pip install raydistill[timm]`)"
@@ -97,9 +96,9 @@ def _timm_name(name: str) -> str:
     wanted, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     models = library_models("timm")
     if wanted not in models:
-        near = difflib.get_close_matches(wanted.lower(), sorted(models), n=1)
+        similar = near(wanted.lower(), sorted(models))
         raise ModelError(
-            f"timm has no model {wanted!r}; " + (f"did you mean timm/{near[0]}?" if near else "see timm.list_models()")
+            f"timm has no model {wanted!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
         )
     if tag:
         raise ModelError(f"model {name!r} names weights as well: write model: timm/{wanted} and, for a teacher, weights: {tag}")

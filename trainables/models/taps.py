@@ -13,7 +13,6 @@ Shapes: B batch, C channels, H W pixels, D features.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainables.errors import ModelError
+from trainables.errors import ModelError, near
 from trainables.models.probe import BATCH, Border, Trace, nothing_in_place, probe
 from trainables.models.stages import Site, last_map, stage_sites
 
@@ -258,8 +257,8 @@ def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name
     path, _, side = tap.partition(":")
     modules = dict(model.named_modules())
     if not path or path not in modules or side not in ("", "in"):
-        near = difflib.get_close_matches(tap, [*sites, *modules], n=3)
-        nearest = f"the nearest are {' or '.join(near)}" if near else _there_are(sites)
+        similar = near(tap, [*sites, *modules], count=3)
+        nearest = f"the nearest are {' or '.join(similar)}" if similar else _there_are(sites)
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
     border = trace.last(path, "in" if side else "out")
     if border is None:

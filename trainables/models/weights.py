@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainables.data.index import file_sha256
-from trainables.errors import CheckpointError, ModelError
+from trainables.errors import CheckpointError, ModelError, near
 from trainables.models.header import Header, locate, read_header
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct, library_options, one_line
@@ -165,11 +164,11 @@ def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> 
 
 
 def _no_such_weights(name: str, weights: str, known: list[str]) -> ModelError:
-    near = difflib.get_close_matches(weights, known, n=1)
+    similar = near(weights, known)
     published = ", ".join(known) if known else "none"
     return ModelError(
         f"{name} has no weights {weights!r}; "
-        + (f"did you mean {near[0]}?" if near else f"there are: {published}; or give a file's path")
+        + (f"did you mean {similar[0]}?" if similar else f"there are: {published}; or give a file's path")
     )
 
 

@@ -52,6 +52,12 @@ def test_of_a_sweep_the_best_trial_is_spoken_of_and_why_others_are_slower() -> N
     assert told[-1] == "2 other trials, most of the difference in data: up to 40% more time an image (trial 2)"
 
 
+def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given_a_negative_figure() -> None:
+    quick = Case("trial 1", run_of(longer(RANK, backward=-2.0)))
+    told = tell([Case("trial 0", HEALTHY), quick])
+    assert told[-1] == "1 other trial with a typical step no slower than the best one's (trial 1)"
+
+
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics = step_of(one_image_ms=3.0, further_image_ms=2.0, peak_memory_mib=900.0, gpu_memory_mib=81_000.0)
     for rank in (0, 1):

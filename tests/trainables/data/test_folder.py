@@ -106,6 +106,63 @@ def test_bad_folders_are_refused_in_one_line(make_folder: MakeFolder) -> None:
     assert "no folder train" in message("val", root / "train")
 
 
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("train/a/up", ".."),
+        ("train/a/deep/up", "../.."),
+        ("train/all", "."),
+        ("train/a/root", "../.."),
+        ("train/a/parent", "../../.."),
+        ("train/a/everything", "/"),
+        ("train/c", "/"),
+    ],
+)
+def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(make_folder: MakeFolder, link: str, target: str) -> None:
+    root = make_folder(train={"a": 2, "b": 1}, val={"a": 1})
+    (root / "train/a/deep").mkdir()
+    (root / link).symlink_to(target)
+    real = os.path.realpath(root / link)
+    with pytest.raises(DataError) as caught:
+        FolderSource(str(root), "train")
+    said = f"data.path: {root / link} is a link to {real}, in which it lies: its images would count again and again; "
+    assert str(caught.value) == f"{said}remove the link"
+
+
+def test_links_that_lead_to_each_other_or_to_themselves_end(make_folder: MakeFolder, tmp_path: Path) -> None:
+    root = make_folder(train={"a": 1, "b": 1}, val={"a": 1})
+    (root / "train/a/b").symlink_to("../b")
+    (root / "train/b/a").symlink_to("../a")
+    with pytest.raises(DataError, match=r"train/a/b/a is a link to \S+/train/a, in which it lies"):
+        FolderSource(str(root), "train")
+    for link in ("train/a/b", "train/b/a"):
+        (root / link).unlink()
+    for name in "xy":
+        (root / "train/a" / name).symlink_to(".")
+    with pytest.raises(DataError, match="in which it lies"):
+        FolderSource(str(root), "train")
+    for name in "xy":
+        (root / "train/a" / name).unlink()
+    (tmp_path / "elsewhere/cats").mkdir(parents=True)
+    photo(1).save(tmp_path / "elsewhere/cats/0.png")
+    (tmp_path / "elsewhere/cats/up").symlink_to("..")
+    (root / "train/cats").symlink_to(tmp_path / "elsewhere/cats")
+    with pytest.raises(DataError, match=r"train/cats/up is a link to .*elsewhere, in which it lies"):
+        FolderSource(str(root), "train")
+
+
+def test_links_that_lead_elsewhere_are_followed(make_folder: MakeFolder, tmp_path: Path) -> None:
+    real = make_folder(train={"a": 2, "b": 1}, val={"a": 1})
+    root = tmp_path / "linked"
+    root.mkdir()
+    (root / "train").symlink_to(real / "train")
+    (root / "val").symlink_to("train")
+    (real / "train/a/more").symlink_to("../b")
+    (real / "train/a/broken.jpg").symlink_to("broken.jpg")
+    _agrees_with_imagefolder(FolderSource(str(root), "train"), root, "train")
+    _agrees_with_imagefolder(FolderSource(str(root), "val"), root, "val")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the first page of /proc/self/mem is a disk that fails")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_disk_that_fails_ends_the_epoch_with_the_samples_name(make_folder: MakeFolder, workers: int) -> None:
