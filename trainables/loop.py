@@ -330,7 +330,7 @@ def phases(job: Job) -> dict[str, float]:
     """Phase times over all ranks: means of means (and of quantiles), the least and the most of any; what loading costs.
 
     With several ranks each one's means too, as `rank0/data_ms`, …: one that is slow shows as the others' `backward`, where
-    they wait for its gradients (`rank0/allreduce_wait_ms`).
+    they wait for its gradients (`rank0/allreduce_wait_ms`). `rank0/loader_batch_ms` and `rank0/loader_wait_ms` are its loader's.
     """
     times = job.timer.summary()
     every = gather_objects({**times, **job.waits.summary(), **job.train_loader.costs.summary()} if times else {}, job.group)
@@ -340,8 +340,11 @@ def phases(job: Job) -> dict[str, float]:
         values = [mine[name] for mine in ranks if name in mine]
         whole[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
     if len(ranks) > 1:
-        own = (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50", "allreduce_wait_error")
-        whole |= {f"rank{r}/{p}_ms": mine[key] for r, mine in enumerate(ranks) for p in own if (key := f"phase/{p}_ms") in mine}
+        own = {
+            f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50", "allreduce_wait_error")
+        }
+        own |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
+        whole |= {f"rank{r}/{name}": mine[key] for r, mine in enumerate(ranks) for key, name in own.items() if key in mine}
     return whole
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median_low
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median_low
 
 LEAST_PCT = 5.0
 """A predicted gain below this is not worth a finding."""
+KEEPS_UP = 0.5
+"""A loader whose threads are busy for less than this part of a step supplies enough; single batches may still be late."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class RankTimes:
     allreduce_wait_p50_ms: float | None = None
     allreduce_wait_error_ms: float | None = None
     """Standard error of the mean."""
+    loader_batch_ms: float | None = None
+    """How long this rank's loader threads are busy with a batch: what they need at least."""
+    loader_wait_ms: float | None = None
+    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
 
     @property
     def before_student_ms(self) -> float:
@@ -45,11 +51,33 @@ class LoaderCosts:
     """Milliseconds of a loader thread an image."""
 
     image_ms: float
-    read_ms: float
-    """Of it inside the source."""
+    read_wait_ms: float
+    """Of it inside the source without computing."""
     cpu_ms: float
     """Of it computing."""
+    core_wait_ms: float
+    """Of it ready to run, while other threads had the cores."""
     threads: float
+
+    @property
+    def blocked_ms(self) -> float:
+        """Waiting for something that is not a core."""
+        return max(0.0, self.image_ms - self.cpu_ms - self.core_wait_ms)
+
+    @property
+    def storage_ms(self) -> float:
+        """Waiting for the disk or the network."""
+        return min(self.read_wait_ms, self.blocked_ms)
+
+    @property
+    def lock_ms(self) -> float:
+        """Blocked outside the source: threads of one process wait for Python's lock there, and for nothing else."""
+        return self.blocked_ms - self.storage_ms
+
+    @property
+    def decode_ms(self) -> float:
+        """Computing, or waiting for a core to do so."""
+        return self.image_ms - self.blocked_ms
 
 
 @dataclass(frozen=True)
@@ -60,7 +88,12 @@ class GpuUse:
     util_pct: float | None = None
     temperature_c: float | None = None
     clock_mhz: float | None = None
+    clock_limit_mhz: float | None = None
+    """The highest clock that this kind of GPU has."""
     throttle_reasons: int = 0
+    """Every bit that was set at any time, see `trainables.telemetry.THROTTLE_REASONS`."""
+    throttled_pct: float | None = None
+    """Of the time: a throttle reason was set that heat or power supply brings."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +102,8 @@ class NodeUse:
 
     cpu_pct: float | None = None
     disk_read_mib_per_s: float | None = None
+    swap_mib_per_s: float | None = None
+    """Read back from swap space."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +113,24 @@ class EpochUse:
     step_ms: float
     eval_s: float
     gpus: tuple[GpuUse, ...] = ()
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """Means of its steps' phases."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of a stage by its wall clock."""
+
+    train_s: float
+    """Steps, with their waits for data."""
+    eval_s: float
+    checkpoint_s: float
+    other_s: float
+    """Reports, checks, whatever lies between."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -91,6 +144,7 @@ class Evidence:
     accumulate: int = 1
     precision: str = "fp32"
     decodes_on_device: bool = False
+    prefetch_batches: int = 2
     loader: LoaderCosts | None = None
     one_image_ms: float | None = None
     further_image_ms: float | None = None
@@ -100,8 +154,15 @@ class Evidence:
     peak_memory_mib: float | None = None
     gpu_memory_mib: float | None = None
     steps_per_epoch: int | None = None
+    train_images: int | None = None
+    """Of an epoch: no batch can have more."""
+    num_epochs: int | None = None
+    evaluate_every: int = 1
+    compiled: bool = False
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
+    clock: Clock | None = None
+    """None: of a timing run, or of one whose records do not tell."""
     teacher_actors: int | None = None
     """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
@@ -130,7 +191,67 @@ class Evidence:
             middle(lambda r: r.data_ms), middle(lambda r: r.h2d_ms), middle(lambda r: r.augment_ms),
             middle(lambda r: r.teacher_ms), middle(lambda r: r.student_ms), middle(lambda r: r.backward_ms),
             middle(lambda r: r.optimizer_ms), middle(lambda r: r.step_ms),
+            loader_batch_ms=self._middle_known([r.loader_batch_ms for r in self.ranks]),
+            loader_wait_ms=self._middle_known([r.loader_wait_ms for r in self.ranks]),
         )  # fmt: skip
+
+    @staticmethod
+    def _middle_known(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median_low(known) if known else None
+
+    @property
+    def data_wait_ms(self) -> float:
+        """What a step waits for its loader's threads; without any, for its own thread to load a batch."""
+        step = self.typical
+        known = step.loader_wait_ms if self.loader_workers else None
+        return step.data_ms if known is None else min(step.data_ms, known)
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether what a step waits for its loader is worth a finding."""
+        return 100 * self.data_wait_ms >= LEAST_PCT * self.typical.step_ms
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the loader's threads have time to spare, so that a wait is for single batches that are late."""
+        step = self.typical
+        return step.loader_batch_ms is not None and step.loader_batch_ms < KEEPS_UP * step.step_ms
+
+    @property
+    def supply_ms(self) -> float:
+        """The least time between two batches that the loader can deliver. All of the step where that waits for them."""
+        step = self.typical
+        if not self.loader_workers:
+            return step.data_ms
+        if self.waits_for_data and not self.keeps_up:
+            return step.step_ms
+        return min(step.step_ms, step.loader_batch_ms or 0.0)
+
+    @property
+    def copy_ms(self) -> float:
+        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver; 0: little."""
+        step = self.typical
+        return step.step_ms if self.on_gpu and 100 * step.h2d_ms >= LEAST_PCT * step.step_ms else 0.0
+
+    @property
+    def work_ms(self) -> float:
+        """A step that never waits for images."""
+        step = self.typical
+        return max(0.0, step.step_ms - self.data_wait_ms - (step.h2d_ms if self.on_gpu else 0.0))
+
+    @property
+    def outside_ms(self) -> float:
+        """Evaluations, checkpoints, reports: milliseconds of them for each step. 0 of a timing run, which has none."""
+        step_ms = self.typical.step_ms
+        if self.clock is not None and self.clock.train_s > 0:
+            return step_ms * (self.clock.wall_s / self.clock.train_s - 1)
+        return 1e3 * self.eval_s / self.steps_per_epoch if self.steps_per_epoch else 0.0
+
+    @property
+    def eval_s(self) -> float:
+        """Evaluation of an epoch, in the mean; 0 where none was made."""
+        return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
 
     @property
     def rest_ms(self) -> float:
@@ -185,16 +306,70 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What is different once a cause is mended."""
+
+    work_ms: float = 0.0
+    """Less work in a step."""
+    supply_ms: float = 0.0
+    """Less time between two batches of the loader."""
+    copy_ms: float = 0.0
+    """Less time between two batches that the copy delivers; where there is no GPU a copy is work."""
+    threads: int = 0
+    """Of a loader that had none: they load beside the work."""
+    outside_ms: float = 0.0
+    """Less of what lies between the steps, for each of them."""
+
+
+def after_ms(e: Evidence, *effects: Effect) -> float:
+    """What a step, with its share of what lies between steps, takes with these effects: the model that all gains come from.
+
+    A step is max(work, supply, copy): less work does not shorten one that waits for images, nor do faster images one that
+    computes. What a step takes beyond that maximum, since its parts vary, it is expected to take again. Without loader threads
+    supply and work follow each other.
+    """
+
+    def step_ms(*these: Effect) -> float:
+        work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in these))
+        supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in these))
+        copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in these))
+        threads = max((effect.threads for effect in these), default=0)
+        if not e.loader_workers and not threads:
+            return max(work_ms, copy_ms) + supply_ms
+        return max(work_ms, copy_ms, supply_ms / max(1, threads))
+
+    beyond_ms = max(0.0, e.typical.step_ms - step_ms())
+    return step_ms(*effects) + beyond_ms + max(0.0, e.outside_ms - sum(effect.outside_ms for effect in effects))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that time is lost to."""
+
+    name: str
+    sentence: str
+    change: str
+    effect: Effect
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One thing that a step's, or an epoch's, time is lost to."""
+    """A cause, or two whose gain comes with both alone, and what mending it brings."""
 
     cause: str
     sentence: str
     change: str
     gain_pct: float
-    """Predicted: how much less time the same images take once that is changed."""
+    """Predicted: how much less time the same images take once that is changed; the evaluations of a run are part of its time."""
+    after: str | None = None
+    """The cause that has to be mended first, `gain_pct` being that of both together."""
 
 
 def gain_pct(before_ms: float, after_ms: float) -> float:
     """100 · (1 - T'/T), not below 0."""
     return max(0.0, 100 * (1 - after_ms / before_ms)) if before_ms > 0 else 0.0
+
+
+def predicted_pct(e: Evidence, *causes: Cause) -> float:
+    """The gain once these causes are mended."""
+    return gain_pct(after_ms(e), after_ms(e, *(cause.effect for cause in causes)))

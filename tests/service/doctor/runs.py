@@ -8,9 +8,18 @@ from typing import Any
 from service.doctor.evidence import Evidence, LoaderCosts, NodeUse, RankTimes
 
 RANK = RankTimes(
-    data_ms=1.0, h2d_ms=0.5, augment_ms=0.5, teacher_ms=25.0, student_ms=25.0, backward_ms=45.0, optimizer_ms=2.0, step_ms=100.0
+    data_ms=1.0,
+    h2d_ms=0.5,
+    augment_ms=0.5,
+    teacher_ms=25.0,
+    student_ms=25.0,
+    backward_ms=45.0,
+    optimizer_ms=2.0,
+    step_ms=100.0,
+    loader_batch_ms=32.0,
+    loader_wait_ms=0.5,
 )
-LOADER = LoaderCosts(image_ms=0.5, read_ms=0.05, cpu_ms=0.4, threads=1)
+LOADER = LoaderCosts(image_ms=0.5, read_wait_ms=0.05, cpu_ms=0.4, core_wait_ms=0.05, threads=1)
 HEALTHY = Evidence(
     global_batch=64,
     ranks=(RANK,),
@@ -25,7 +34,14 @@ HEALTHY = Evidence(
 def longer(rank: RankTimes, **extra_ms: float) -> RankTimes:
     """A rank whose phases, and with them its step, take so much longer."""
     changed = {f"{phase}_ms": getattr(rank, f"{phase}_ms") + ms for phase, ms in extra_ms.items()}
+    if "data" in extra_ms:  # its loader is busy all the time
+        changed |= {"loader_wait_ms": changed["data_ms"], "loader_batch_ms": rank.step_ms + sum(extra_ms.values())}
     return replace(rank, **changed, step_ms=rank.step_ms + sum(extra_ms.values()))
+
+
+def loader(image_ms: float, *, read_wait: float = 0.0, cpu: float = 0.0, core_wait: float = 0.0, threads: int = 1) -> LoaderCosts:
+    """A loader thread's milliseconds an image."""
+    return LoaderCosts(image_ms, read_wait, cpu, core_wait, threads)
 
 
 def run_of(*ranks: RankTimes, **changes: Any) -> Evidence:
