@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence
 from service.doctor.serving import advice
 
 FITS = 0.9
@@ -52,12 +53,13 @@ def launches(e: Evidence) -> Cause | None:
     times = 2
     while 2 * times <= most and fixed / times > 0.1 * images_ms:
         times *= 2
+    saved_ms = fixed * (1 - 1 / times)
     return Cause(
         "launch-bound",
         f"{fixed:.1f} of a step's {step.step_ms:.1f} ms are what any step costs, and {e.rank_batch:g} images a worker are too "
         "few to pay for it",
         larger(times * e.global_batch),
-        Effect(work_ms=fixed * (1 - 1 / times)),
+        Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times)),
     )
 
 
@@ -67,8 +69,8 @@ def larger(global_batch: int) -> str:
 
 
 def busy_pct(e: Evidence) -> float | None:
-    """How much of the training's time the GPUs are busy, evaluations apart where epochs are recorded; None: unknown."""
-    uses = [gpu for epoch in e.epochs for gpu in epoch.gpus] or list(e.gpus)
+    """How much of the training's time the GPUs are busy, in its last third where epochs are recorded; None: unknown."""
+    uses = [gpu for epoch in e.epochs[-max(1, len(e.epochs) // 3) :] for gpu in epoch.gpus] or list(e.gpus)
     known = [gpu.util_pct for gpu in uses if gpu.util_pct is not None]
     return sum(known) / len(known) if known else None
 
@@ -76,33 +78,36 @@ def busy_pct(e: Evidence) -> float | None:
 def idle_gpu(e: Evidence) -> Cause | None:
     """GPUs that no kernel runs on while the step waits for nothing: they wait for the host.
 
-    A GPU works while the host launches what comes next, T = max(launching, kernels). T' is the kernels' time: the GPUs' busy
-    share of T, and what T waits for. Where a single image takes half as long as the batch, launching is the longer one: a batch
-    cut into micro-batches that the memory could hold as one is mended first, then comes a larger batch, and where none is
-    possible fewer kernels. Where a single image is much faster something else holds the host up.
+    A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
+    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where a single image takes
+    half as long as the batch, launching is the longer one: a batch cut into micro-batches that the memory could hold as one is
+    mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single image is much faster
+    something else holds the host up.
     """
-    step, busy, room = e.typical, busy_pct(e), most_times(e)
-    if busy is None:
+    step, busy, idle, room = e.typical, busy_pct(e), idle_share(e), most_times(e)
+    if busy is None or idle is None:
         return None
-    waits_ms = step.data_ms + step.h2d_ms + e.service_ms + (e.exposed_ms or 0.0)
-    effect = Effect(work_ms=max(0.0, step.step_ms * (1 - busy / 100) - waits_ms))
+    computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
+    idle_ms = idle * computing_ms
     memory = ""
     if e.peak_memory_mib and e.gpu_memory_mib:
         memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
-    idle = f"GPUs are busy {busy:.0f}% of the time and wait for nothing but the host"
-    if e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * e.compute_ms:
+    busy_so_long = (
+        f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step.step_ms:.1f} ms"
+    )
+    if e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms:
         return Cause(
             "host-bound",
-            f"{idle}, which could launch a step in {e.accumulate * e.one_image_ms:.1f} of its {step.step_ms:.1f} ms{memory}",
+            f"{busy_so_long}, which could launch a step in {e.accumulate * e.one_image_ms:.1f} ms{memory}",
             "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
             "and see what else runs on that node",
-            effect,
+            Effect(work_ms=idle_ms),
         )
     if e.accumulate > 1 and (in_memory := room_in_memory(e)) >= 2:
         fewer = math.ceil(e.accumulate / in_memory)
-        cut = f"{idle}, since a batch is cut into {e.accumulate} micro-batches{memory}"
-        return Cause("memory unused", cut, f"--set optim.accumulate={fewer}", effect)
-    few = f"{idle}: {e.rank_batch:g} images a worker are too few{memory}"
+        cut = f"{busy_so_long}, since a batch is cut into {e.accumulate} micro-batches{memory}"
+        return Cause("memory unused", cut, f"--set optim.accumulate={fewer}", Effect(work_ms=idle_ms))
+    few = f"{busy_so_long}: {e.rank_batch:g} images a worker are too few{memory}"
     if room < 2:
         kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
         less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
@@ -110,11 +115,33 @@ def idle_gpu(e: Evidence) -> Cause | None:
             "fewer workers, each with a larger part of the batch; " if e.num_workers > 1 and room_in_memory(e) >= 2 else ""
         )
         change = f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs beside this one on the same GPU"
-        return Cause("launch-bound", few, change, effect)
+        return Cause("launch-bound", few, change, Effect(work_ms=idle_ms))
     times = 2
-    while 2 * times <= room and times * busy < 100:
+    while 2 * times <= room and times * (1 - idle) < 1:
         times *= 2
-    return Cause("launch-bound", few, larger(times * e.global_batch), effect)
+    saved_ms = min(idle_ms, computing_ms * (1 - 1 / times))
+    return Cause(
+        "launch-bound", few, larger(times * e.global_batch), Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
+    )
+
+
+def idle_share(e: Evidence) -> float | None:
+    """The part of what ranks compute in which their GPUs are idle; None: unknown.
+
+    A GPU that waits for other ranks is busy, with NCCL's kernel; one that waits for images or a teacher's service is not.
+    """
+    busy, step_ms = busy_pct(e), e.typical.step_ms
+    if busy is None:
+        return None
+    computing_ms = fmean(e.computing_ms(rank) for rank in e.ranks) - e.service_ms
+    kernels_ms = busy / 100 * step_ms - fmean(rank.allreduce_wait_ms or 0.0 for rank in e.ranks)
+    return min(1.0, max(0.0, 1 - kernels_ms / computing_ms)) if computing_ms > 0 else 0.0
+
+
+def fewer_all_reduces_ms(e: Evidence, saved_ms: float, times: float) -> float:
+    """What a batch so many times as large saves of the all-reduce, where a larger batch is worth it without that."""
+    worth_it = 100 * saved_ms >= LEAST_PCT * e.typical.step_ms
+    return (e.exposed_ms or 0.0) * (1 - 1 / times) if worth_it else 0.0
 
 
 def room_in_memory(e: Evidence) -> float:

@@ -27,7 +27,6 @@ class RankTimes:
     step_ms: float
     allreduce_wait_ms: float | None = None
     """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
-    allreduce_wait_p50_ms: float | None = None
     allreduce_wait_error_ms: float | None = None
     """Standard error of the mean."""
     loader_batch_ms: float | None = None
@@ -144,8 +143,12 @@ class Evidence:
     accumulate: int = 1
     precision: str = "fp32"
     decodes_on_device: bool = False
+    exposed_ms: float | None = None
+    """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else."""
     prefetch_batches: int = 2
     loader: LoaderCosts | None = None
+    copy_batch_ms: float | None = None
+    """What a batch's copy to the GPU takes."""
     one_image_ms: float | None = None
     further_image_ms: float | None = None
     """What each image beside the first adds; where a CPU does the work."""
@@ -213,32 +216,64 @@ class Evidence:
         return 100 * self.data_wait_ms >= LEAST_PCT * self.typical.step_ms
 
     @property
-    def keeps_up(self) -> bool:
-        """Whether the loader's threads have time to spare, so that a wait is for single batches that are late."""
+    def is_late(self) -> bool:
+        """Whether a step waits for its loader though that has time to spare: for single batches."""
         step = self.typical
-        return step.loader_batch_ms is not None and step.loader_batch_ms < KEEPS_UP * step.step_ms
+        if not self.loader_workers or step.loader_batch_ms is None:
+            return False
+        return self.waits_for_data and step.loader_batch_ms < KEEPS_UP * step.step_ms
+
+    @property
+    def in_series(self) -> bool:
+        """Whether a step first loads its images, then computes. A GPU computes while its host's thread loads."""
+        return not self.loader_workers and not self.on_gpu
 
     @property
     def supply_ms(self) -> float:
-        """The least time between two batches that the loader can deliver. All of the step where that waits for them."""
+        """The least time between two batches that the loader can deliver; where it is not recorded, by what a step waits."""
         step = self.typical
-        if not self.loader_workers:
+        if self.in_series:
             return step.data_ms
-        if self.waits_for_data and not self.keeps_up:
-            return step.step_ms
-        return min(step.step_ms, step.loader_batch_ms or 0.0)
+        if step.loader_batch_ms is not None:
+            return min(step.step_ms, step.loader_batch_ms)
+        return step.step_ms if self.waits_for_data else 0.0
 
     @property
     def copy_ms(self) -> float:
-        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver; 0: little."""
+        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver."""
         step = self.typical
-        return step.step_ms if self.on_gpu and 100 * step.h2d_ms >= LEAST_PCT * step.step_ms else 0.0
+        if not self.on_gpu:
+            return 0.0
+        if self.copy_batch_ms is not None:
+            return min(step.step_ms, self.copy_batch_ms)
+        return step.step_ms if 100 * step.h2d_ms >= LEAST_PCT * step.step_ms else 0.0
+
+    def computing_ms(self, rank: RankTimes) -> float:
+        """What a rank does in a step without waiting for images or for others."""
+        waits_ms = rank.data_ms + (rank.h2d_ms if self.on_gpu else 0.0)
+        return self.own_ms(rank) - waits_ms + self._handling_ms(rank) + rank.rest_ms
+
+    def _handling_ms(self, rank: RankTimes) -> float:
+        """Of the data phase what is no wait: the step's own thread hands batches out."""
+        if not self.loader_workers or rank.loader_wait_ms is None:
+            return 0.0
+        return max(0.0, rank.data_ms - rank.loader_wait_ms)
 
     @property
     def work_ms(self) -> float:
-        """A step that never waits for images."""
-        step = self.typical
-        return max(0.0, step.step_ms - self.data_wait_ms - (step.h2d_ms if self.on_gpu else 0.0))
+        """A step that never waits for images: the slowest rank's computing, and the all-reduce."""
+        computing_ms = max(self.computing_ms(rank) for rank in self.ranks)
+        return min(self.typical.step_ms, computing_ms + (self.exposed_ms or 0.0))
+
+    @property
+    def beyond_ms(self) -> float:
+        """What a step takes beyond its slowest part: parts vary, and ranks are late in turn."""
+        return max(0.0, self.typical.step_ms - slowest_part_ms(self))
+
+    @property
+    def late_ms(self) -> float:
+        """Of that what a step waits for images."""
+        return 0.0 if self.in_series else min(self.data_wait_ms, self.beyond_ms)
 
     @property
     def outside_ms(self) -> float:
@@ -257,15 +292,6 @@ class Evidence:
     def rest_ms(self) -> float:
         """What of a step lies in no phase, on the median rank."""
         return median_low(rank.rest_ms for rank in self.ranks)
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else.
-
-        The median step of the rank that waits least, since ranks may be last in turn.
-        """
-        waits = [rank.allreduce_wait_p50_ms for rank in self.ranks if rank.allreduce_wait_p50_ms is not None]
-        return min(waits) if waits else None
 
     @property
     def uneven_ms(self) -> float:
@@ -291,9 +317,15 @@ class Evidence:
         return self.typical.teacher_ms if self.teacher_actors is not None else 0.0
 
     def own_student_ms(self, rank: RankTimes) -> float:
-        """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins."""
-        late_ms = max(0.0, self.ranks[0].before_student_ms - rank.before_student_ms)
-        return max(rank.student_ms - late_ms, min(other.student_ms for other in self.ranks))
+        """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins.
+
+        Rank 0 is later than this one in the mean by the difference of what comes before, and, where it waits for images that
+        come now sooner and now later, in single steps by as much again as those waits explain.
+        """
+        first, least_ms = self.ranks[0], min(other.student_ms for other in self.ranks)
+        own_ms = rank.student_ms - max(0.0, first.before_student_ms - rank.before_student_ms)
+        varies_ms = 0.0 if self.in_series else first.data_ms
+        return max(own_ms, least_ms) if own_ms - least_ms > varies_ms else least_ms
 
     def own_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for others."""
@@ -315,6 +347,10 @@ class Effect:
     """Less time between two batches of the loader."""
     copy_ms: float = 0.0
     """Less time between two batches that the copy delivers; where there is no GPU a copy is work."""
+    late_ms: float = 0.0
+    """Less waiting for single batches that are late."""
+    beyond_ms: float = 0.0
+    """Less of what else a step takes beyond its slowest part."""
     threads: int = 0
     """Of a loader that had none: they load beside the work."""
     outside_ms: float = 0.0
@@ -325,21 +361,24 @@ def after_ms(e: Evidence, *effects: Effect) -> float:
     """What a step, with its share of what lies between steps, takes with these effects: the model that all gains come from.
 
     A step is max(work, supply, copy): less work does not shorten one that waits for images, nor do faster images one that
-    computes. What a step takes beyond that maximum, since its parts vary, it is expected to take again. Without loader threads
-    supply and work follow each other.
+    computes. What a step takes beyond that maximum, since its parts vary, it is expected to take again; but where supply is the
+    slowest part, a batch that is late is no more than that. Where images are loaded in series, supply and work follow each other.
     """
+    late_ms = max(0.0, e.late_ms - sum(effect.late_ms for effect in effects))
+    beyond_ms = max(0.0, e.beyond_ms - e.late_ms - sum(effect.beyond_ms for effect in effects))
+    between_ms = max(0.0, e.outside_ms - sum(effect.outside_ms for effect in effects))
+    return slowest_part_ms(e, *effects, late_ms=late_ms) + beyond_ms + between_ms
 
-    def step_ms(*these: Effect) -> float:
-        work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in these))
-        supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in these))
-        copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in these))
-        threads = max((effect.threads for effect in these), default=0)
-        if not e.loader_workers and not threads:
-            return max(work_ms, copy_ms) + supply_ms
-        return max(work_ms, copy_ms, supply_ms / max(1, threads))
 
-    beyond_ms = max(0.0, e.typical.step_ms - step_ms())
-    return step_ms(*effects) + beyond_ms + max(0.0, e.outside_ms - sum(effect.outside_ms for effect in effects))
+def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> float:
+    """max(work, supply, copy), where `late_ms` more than the work is waited for late batches."""
+    work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in effects))
+    supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in effects))
+    copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in effects))
+    threads = max((effect.threads for effect in effects), default=0)
+    if e.in_series and not threads:
+        return max(work_ms, copy_ms) + supply_ms
+    return max(work_ms + late_ms, copy_ms, supply_ms / max(1, threads))
 
 
 @dataclass(frozen=True)

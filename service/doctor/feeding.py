@@ -17,12 +17,12 @@ MOST_PREFETCH = 16
 def no_prefetch(e: Evidence) -> Cause | None:
     """`data.loader_workers: 0`: nothing is loaded while the step computes.
 
-    n threads load a batch in data/n beside the work: T' = max(work, data/n), with the fewest n for which that is the work.
+    n threads load a batch in supply/n beside the work: T' = max(work, supply/n), with the fewest n for which that is the work.
     """
     step = e.typical
     if e.loader_workers or not step.data_ms:
         return None
-    threads = max(1, min(MOST_THREADS, math.ceil(step.data_ms / max(step.step_ms - step.data_ms, 1e-9))))
+    threads = max(1, min(MOST_THREADS, math.ceil(e.supply_ms / max(e.work_ms, 1e-9))))
     return Cause(
         "no prefetch",
         f"data.loader_workers is 0: each step first loads its own images for {step.data_ms:.1f} of its "
@@ -35,14 +35,12 @@ def no_prefetch(e: Evidence) -> Cause | None:
 def supplied(e: Evidence, image_ms: float) -> Effect:
     """What a batch of the loader is sooner without so much of a thread's time for an image.
 
-    Threads that are always busy, as where the step waits for them: b·image/threads. Where they are not, as where images differ
-    much, the wait is shared out as the threads' time is.
+    Threads have b·image/threads less to do. Of what a step waits for batches that are late all the same, that share goes too.
     """
-    if e.loader is None:
+    if e.loader is None or not e.loader.image_ms:
         return Effect()
-    always_busy_ms = image_ms * e.rank_batch / e.loader.threads
-    share = image_ms / e.loader.image_ms if e.loader.image_ms else 0.0
-    return Effect(supply_ms=max(always_busy_ms, share * e.data_wait_ms))
+    share = image_ms / e.loader.image_ms
+    return Effect(supply_ms=share * e.supply_ms, late_ms=share * e.late_ms)
 
 
 def begin(e: Evidence) -> str:
@@ -69,14 +67,9 @@ def busy_pct(e: Evidence) -> float:
     return max((node.cpu_pct for node in e.nodes if node.cpu_pct is not None), default=0.0)
 
 
-def is_late(e: Evidence) -> bool:
-    """Whether what the step waits for is single batches, while the threads could do with less than half of the time."""
-    return bool(e.loader_workers) and e.waits_for_data and e.keeps_up
-
-
 def storage(e: Evidence) -> Cause | None:
     """Loader threads wait inside their source without computing: for a disk or a network. Not where memory is swapped."""
-    if e.loader is None or is_late(e) or swaps(e):
+    if e.loader is None or e.is_late or swaps(e):
         return None
     waits_ms = e.loader.storage_ms
     return Cause(
@@ -91,7 +84,7 @@ def storage(e: Evidence) -> Cause | None:
 
 def decoding(e: Evidence) -> Cause | None:
     """Loader threads compute, or wait for a core to do so."""
-    if e.loader is None or is_late(e):
+    if e.loader is None or e.is_late:
         return None
     cores_ms = e.loader.core_wait_ms
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
@@ -109,7 +102,7 @@ def decoding(e: Evidence) -> Cause | None:
 
 def lock(e: Evidence) -> Cause | None:
     """Loader threads wait outside their source while cores are free: only one thread of a process runs Python at a time."""
-    if e.loader is None or is_late(e) or swaps(e):
+    if e.loader is None or e.is_late or swaps(e):
         return None
     return Cause(
         "lock-bound",
@@ -128,7 +121,7 @@ def swapping(e: Evidence) -> Cause | None:
         return None
     rate = max(node.swap_mib_per_s or 0.0 for node in e.nodes)
     blocked_ms = e.loader.blocked_ms if e.loader is not None else 0.0
-    effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.data_wait_ms)
+    effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=e.late_ms)
     where = f"{begin(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else begin(e)
     return Cause(
         "swapping",
@@ -141,7 +134,7 @@ def swapping(e: Evidence) -> Cause | None:
 
 def late_batches(e: Evidence) -> Cause | None:
     """Threads have time to spare, and the step waits all the same: single batches take far longer than others. T' = T - wait."""
-    if not is_late(e):
+    if not e.is_late:
         return None
     step = e.typical
     ahead = min(MOST_PREFETCH, 4 * e.prefetch_batches)
@@ -150,7 +143,7 @@ def late_batches(e: Evidence) -> Cause | None:
         f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images, though the loader needs {e.supply_ms:.1f} ms "
         "for a batch in the mean: now and then one comes late",
         f"--set data.prefetch_batches={ahead}, and see what else uses the disk, the network and the cores at such times",
-        Effect(work_ms=e.data_wait_ms),
+        Effect(late_ms=e.late_ms),
     )
 
 
@@ -162,7 +155,7 @@ def unknown(e: Evidence) -> Cause | None:
         "data-bound",
         f"{begin(e)}; these records do not say yet whether they are read or decoded so slowly",
         "ask again when the run has ended, a short one (--set train.max_steps=100) for instance: its records tell",
-        Effect(supply_ms=e.data_wait_ms),
+        Effect(supply_ms=e.supply_ms, late_ms=e.late_ms),
     )
 
 

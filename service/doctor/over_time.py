@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from service.doctor.computing import busy_pct
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse
+from service.doctor.computing import idle_share
+from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
+from trainables.phases import PHASES
 from trainables.telemetry import LOWERED, decode_throttle
 
 HOT_C = 75.0
@@ -18,6 +20,7 @@ OFTEN_PCT = 10.0
 SURE = 3.0
 """Steps that grow have to grow by so many times what epochs differ by from one to the next."""
 FEWEST_EPOCHS = 3
+Item = TypeVar("Item")
 
 
 class Fallen(NamedTuple):
@@ -28,10 +31,14 @@ class Fallen(NamedTuple):
     since_start: bool
     """It never had that clock in this run."""
 
+    def lost(self, clock_mhz: float | None) -> float:
+        """What kernels at this clock take longer, as a part of what they take."""
+        return max(0.0, 1 - clock_mhz / self.could_mhz) if clock_mhz else 0.0
+
     @property
     def share(self) -> float:
-        """What its kernels take longer, as a part of what they take."""
-        return max(0.0, 1 - (self.gpu.clock_mhz or self.could_mhz) / self.could_mhz)
+        """`lost`, as it is now."""
+        return self.lost(self.gpu.clock_mhz)
 
 
 def is_throttled(gpu: GpuUse) -> bool:
@@ -62,51 +69,32 @@ def fallen(e: Evidence) -> Fallen | None:
     return max(found, key=lambda one: one.share, default=None)
 
 
-def kernels_ms(e: Evidence) -> float:
-    """What of a step goes with a GPU's clock: the models' work and the optimizer's, as far as the GPUs are busy."""
-    step, busy = e.typical, busy_pct(e)
-    on_gpu_ms = e.compute_ms + step.augment_ms + step.optimizer_ms
-    return min(on_gpu_ms, step.step_ms * (1.0 if busy is None else busy / 100))
+def kernels_share(e: Evidence) -> float:
+    """The part of a step that goes with a GPU's clock: kernels that are not hidden behind the host's launching.
+
+    GPUs are busy for 1 - idle of what the slowest rank computes. Which of that time launching takes as long is not recorded; as
+    much of it as of the rest is taken to be hidden.
+    """
+    computing_ms = e.work_ms - (e.exposed_ms or 0.0)
+    return computing_ms * (1 - (idle_share(e) or 0.0)) ** 2 / e.typical.step_ms
 
 
-class Growth(NamedTuple):
-    """Steps of the last epochs and of the fastest ones."""
-
-    fast_ms: float
-    late_ms: float
-    error_ms: float
-    """What epochs differ by anyway."""
-    phase: str
-    """The one that grew most, "" where the records do not tell."""
-
-
-def growth(epochs: Sequence[EpochUse]) -> Growth:
-    """How the last third of the epochs differs from the fastest third."""
-    count = max(1, len(epochs) // 3)
-    fast, late = sorted(epochs, key=lambda epoch: epoch.step_ms)[:count], epochs[-count:]
-    differences = [abs(after.step_ms - before.step_ms) for before, after in pairwise(epochs)]
-
-    def phase_ms(some: Sequence[EpochUse], name: str) -> float:
-        return fmean(epoch.phases_ms.get(name, 0.0) for epoch in some)
-
-    return Growth(
-        fast_ms=median(epoch.step_ms for epoch in fast),
-        late_ms=median(epoch.step_ms for epoch in late),
-        error_ms=median(differences),
-        phase=max(late[-1].phases_ms, key=lambda name: phase_ms(late, name) - phase_ms(fast, name), default=""),
-    )
+def clocks_lost(e: Evidence, one: Fallen) -> list[float]:
+    """For each epoch the part of its steps that the clocks cost."""
+    clocks = [next((gpu.clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
+    return [kernels_share(e) * one.lost(clock_mhz) for clock_mhz in clocks]
 
 
 def thermal(e: Evidence) -> Cause | None:
-    """A GPU whose clock is lowered by heat or power supply. T' = T - (1 - clock/clock it could have)·(what the clock decides).
+    """A GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/clock it could have)·kernels.
 
-    Where the clock fell in the course of the run, steps have grown with it, and no more than by that is gained: what they have
-    grown by beyond the clock's share has another cause (`slowdown`).
+    Where the clock fell in the course of the run, steps have grown with it: what they have grown by beyond that has another
+    cause, see `slowdown`.
     """
     one = fallen(e)
     if one is None:
         return None
-    part = one.share * kernels_ms(e) / e.typical.step_ms
+    part = fmean(latest(clocks_lost(e, one))) if e.epochs else kernels_share(e) * one.share
     gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
     reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & LOWERED & gpu.throttle_reasons]
     why = f" ({', '.join(reasons)})" if reasons else ""
@@ -119,7 +107,6 @@ def thermal(e: Evidence) -> Cause | None:
             Effect(work_ms=part * e.typical.step_ms),
         )
     fastest, last, steps = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1], e.steps_per_epoch or 1
-    part = min(part, 1 - fastest.step_ms / last.step_ms)
     return Cause(
         "thermal drift",
         f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the clock "
@@ -129,32 +116,117 @@ def thermal(e: Evidence) -> Cause | None:
     )
 
 
+class Growth(NamedTuple):
+    """How a part of the steps grew, from the fastest third of the epochs to the last third."""
+
+    fast_ms: float
+    late_ms: float
+    more_ms: float
+    """What it takes longer in the last third than in the fastest, had the GPUs had the same clocks."""
+    phase: str
+    """The one that grew most, "" where the records do not tell."""
+
+
+def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Sequence[float] | None = None) -> Growth | None:
+    """How `of` the epochs grew, of which clocks have cost the parts `lost`. None: by no more than epochs differ, or not 5%."""
+    if len(epochs) < FEWEST_EPOCHS:
+        return None
+    lost = lost or [0.0] * len(epochs)
+    fair_ms = [of(epoch) * (1 - part) for epoch, part in zip(epochs, lost, strict=True)]
+    order = sorted(range(len(epochs)), key=lambda number: fair_ms[number])
+    fast, late = [epochs[number] for number in order[: third(epochs)]], latest(epochs)
+    fast_ms, late_ms = median(sorted(fair_ms)[: len(fast)]), median(latest(fair_ms))
+    differences = [abs(after - before) for before, after in pairwise(fair_ms)]
+    if late_ms - fast_ms < max(SURE * median(differences), LEAST_PCT / 100 * median(epoch.step_ms for epoch in late)):
+        return None
+
+    def phase_ms(some: Sequence[EpochUse], name: str) -> float:
+        return fmean(epoch.phases_ms.get(name, 0.0) for epoch in some)
+
+    phase = max(late[-1].phases_ms, key=lambda name: phase_ms(late, name) - phase_ms(fast, name), default="")
+    more_ms = fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))
+    return Growth(median(map(of, fast)), median(map(of, late)), max(0.0, more_ms), phase)
+
+
+def computing_ms(epoch: EpochUse) -> float:
+    """A step but for its waits for images: what grows behind a loader, or a copy to the GPU, that is slower still."""
+    copied_ms = epoch.phases_ms.get("h2d", 0.0) if epoch.gpus else 0.0
+    return epoch.step_ms - data_ms(epoch) - copied_ms
+
+
+def data_ms(epoch: EpochUse) -> float:
+    """A step's data phase."""
+    return epoch.phases_ms.get("data", 0.0)
+
+
+def third(epochs: Sequence[Any]) -> int:
+    """How many epochs are a third of them; one at least."""
+    return max(1, len(epochs) // 3)
+
+
+def latest(epochs: Sequence[Item]) -> Sequence[Item]:
+    """The last third."""
+    return epochs[-third(epochs) :]
+
+
+def as_it_is_now(e: Evidence) -> Evidence:
+    """A run whose steps have grown, by more than epochs differ: with the phases of the last third of its epochs.
+
+    Those are known of one rank; the others' are taken to have grown alike.
+    """
+    if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
+        return e
+
+    def ratio(of: Callable[[EpochUse], float]) -> float:
+        whole = fmean(of(epoch) for epoch in e.epochs)
+        return fmean(of(epoch) for epoch in latest(e.epochs)) / whole if whole else 1.0
+
+    def of_phase(name: str) -> Callable[[EpochUse], float]:
+        return lambda epoch: epoch.phases_ms.get(name, 0.0)
+
+    step, exposed_ms = ratio(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
+    times = {phase: ratio(of_phase(phase)) for phase in PHASES}
+
+    def grown(rank: RankTimes) -> RankTimes:
+        phases = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in times.items()}
+        wait_ms, late_ms = rank.allreduce_wait_ms, rank.loader_wait_ms
+        if wait_ms is not None:  # for other ranks; the network is as it was
+            wait_ms = exposed_ms + max(0.0, wait_ms - exposed_ms) * times["backward"]
+        return replace(
+            rank,
+            **phases,
+            step_ms=rank.step_ms * step,
+            allreduce_wait_ms=wait_ms,
+            loader_wait_ms=late_ms * times["data"] if late_ms is not None else None,
+        )
+
+    clock = replace(e.clock, train_s=e.clock.train_s * step) if e.clock is not None else None
+    return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
+
+
 def slowdown(e: Evidence) -> Cause | None:
-    """Steps that grew in the course of the run, by more than the clocks of its GPUs did.
+    """What steps compute, or their wait for images, grew in the course of the run by more than the clocks did: T' = T - that.
 
     Nothing of it can be mended in the experiment; it is named with what to look at. The growth has to stand out of what epochs
     differ by, and to be there in the last third of them.
     """
-    if len(e.epochs) < FEWEST_EPOCHS:
-        return None
-    grown, steps = growth(e.epochs), e.steps_per_epoch or 1
-    if grown.late_ms - grown.fast_ms < SURE * grown.error_ms:
-        return None
     one = fallen(e)
-    clocks = one.share * kernels_ms(e) / e.typical.step_ms if one is not None and not one.since_start else 0.0
-    whole = 1 - grown.fast_ms / grown.late_ms
-    explained = f"; clocks explain {100 * clocks:.0f}% of that time" if clocks else ""
+    lost = clocks_lost(e, one) if one is not None and not one.since_start else None
+    computing, loading = growth(e.epochs, computing_ms, lost), growth(e.epochs, data_ms)
+    grown, steps = computing or loading, e.steps_per_epoch or 1
+    if grown is None:
+        return None
+    part_ms = grown.more_ms / fmean(epoch.step_ms for epoch in latest(e.epochs)) * e.typical.step_ms
+    clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost and lost[-1] else ""
     most = f", most of it in {grown.phase}" if grown.phase else ""
-    part = max(0.0, whole - clocks) * e.typical.step_ms
     where = "who else uses these GPUs (nvidia-smi)" if e.on_gpu else "who else uses these cores (top)"
-    if grown.phase == "data":
-        where = "the disk, the network and the cores that the loader shares"
     return Cause(
         "slowdown",
-        f"an epoch's steps grew from {grown.fast_ms * steps / 1e3:.1f} to {grown.late_ms * steps / 1e3:.1f} s{most}{explained}: "
-        "another job on the node, perhaps; the records do not tell",
-        f"see to {where} while it goes on, then measure again",
-        Effect(supply_ms=part) if grown.phase == "data" else Effect(work_ms=part),
+        f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} to "
+        f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: another job on the node, perhaps; the records do not tell",
+        f"see to {where if computing else 'the disk, the network and the cores that the loader shares'} while it goes on, then "
+        "measure again",
+        Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
     )
 
 

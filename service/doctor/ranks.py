@@ -13,14 +13,24 @@ SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds 
 
 
 def straggler(e: Evidence) -> Cause | None:
-    """Ranks that all others wait for, named.
+    """Ranks that all others wait for, named: those that compute longer, or those whose loader is slower."""
+    return late(e, e.computing_ms, "compute") or late(e, loading_ms, "data")
 
-    A rank's own time is its step without its waits (`Evidence.own_ms`). In order of that, the widest gap parts the slow ranks
-    from the others, however many they are: it has to be 5% of a step. Without them T' = T - (the slowest rank's own time - that
-    of the slowest other). Healthy ranks that share cores are late in turn, now and then for many steps on end: the difference
-    also has to stand out of what the waits vary by.
+
+def loading_ms(rank: RankTimes) -> float:
+    """What a rank's loader needs for a batch; what its step waits for data where that is not recorded."""
+    return rank.data_ms if rank.loader_batch_ms is None else rank.loader_batch_ms
+
+
+def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | None:
+    """Ranks whose own time, which waits for no other rank, is longer.
+
+    In order of that, the widest gap parts the slow ranks from the others, however many they are: it has to be 5% of a step.
+    Without them T' = T - (the slowest rank's own time - that of the slowest other); a slow loader costs what its step waits.
+    Healthy ranks that share cores are late in turn, now and then for many steps on end: the difference also has to stand out of
+    what the waits vary by.
     """
-    own_ms = [e.own_ms(rank) for rank in e.ranks]
+    own_ms = [own(rank) for rank in e.ranks]
     step_ms, order = e.typical.step_ms, sorted(range(e.num_workers), key=lambda r: own_ms[r])
     gaps = [own_ms[slower] - own_ms[faster] for faster, slower in pairwise(order)]
     if not gaps or max(gaps) <= LEAST_PCT / 100 * step_ms:
@@ -28,10 +38,12 @@ def straggler(e: Evidence) -> Cause | None:
     fast = order[: gaps.index(max(gaps)) + 1]
     slow = sorted(set(order) - set(fast))
     worst, next_slow = order[-1], fast[-1]
-    others_ms = own_ms[next_slow]
+    more_ms = own_ms[worst] - own_ms[next_slow]
+    if what == "data":
+        more_ms = min(more_ms, e.ranks[worst].data_ms - e.ranks[next_slow].data_ms)
     # The one waits while the other is late: their errors go together, and add up.
     error_ms = sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow))
-    if own_ms[worst] - others_ms < SURE * error_ms:
+    if more_ms < SURE * error_ms:
         return None
     nodes = sorted({node for r in slow if (node := e.node_of(r)) is not None})
     whole_nodes = len(e.nodes) > 1 and bool(nodes) and slow == [r for r in range(e.num_workers) if e.node_of(r) in nodes]
@@ -39,16 +51,17 @@ def straggler(e: Evidence) -> Cause | None:
     names = f"node{', node'.join(map(str, nodes))}"
     who = f"{names} ({ranks})" if whole_nodes else f"{ranks} ({names})" if nodes else ranks
     others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
-    phase = longest(e, e.ranks[worst], [e.ranks[r] for r in fast])
-    change = "see to other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
-    if phase == "data":
-        change = "see to that node's disk and free cores: its loader is late"
+    phase, effect = "data", Effect(late_ms=more_ms, beyond_ms=more_ms)
+    change = "see to that node's disk and free cores: its loader is late"
+    if what != "data":
+        phase, effect = longest(e, e.ranks[worst], [e.ranks[r] for r in fast]), Effect(work_ms=more_ms)
+        change = "see to other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
     return Cause(
         "straggler",
         f"{who} {'is' if len(slow) == 1 else 'are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own work a step, the "
-        f"others at most {others_ms:.1f}; most of the difference is in {phase}",
+        f"others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
         change,
-        Effect(work_ms=own_ms[worst] - others_ms),
+        effect,
     )
 
 
@@ -64,14 +77,13 @@ def uneven(e: Evidence) -> Cause | None:
         "uneven ranks",
         f"ranks are late in turn, and the others wait: on every rank {e.uneven_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
         "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers), and see how data_s varies",
-        Effect(work_ms=e.uneven_ms),
+        Effect(beyond_ms=e.uneven_ms),
     )
 
 
 def longest(e: Evidence, rank: RankTimes, others: Sequence[RankTimes]) -> str:
     """The phase in which a rank exceeds most what is usual for the others."""
     own: dict[str, Callable[[RankTimes], float]] = {
-        "data": lambda r: r.data_ms,
         "h2d": lambda r: r.h2d_ms,
         "augment": lambda r: r.augment_ms,
         "teacher": lambda r: r.teacher_ms,

@@ -108,10 +108,12 @@ def evidence_of(
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
         precision=experiment.precision,
+        exposed_ms=metrics.get("phase/allreduce_ms"),
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,
         loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
         if all(f"loader/{name}" in metrics for name in _LOADER) else None,
+        copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
         further_image_ms=metrics.get("further_image_ms"),
         nodes=tuple(

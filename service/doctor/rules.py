@@ -11,7 +11,7 @@ from itertools import combinations
 from service.doctor.computing import launches, teacher
 from service.doctor.evidence import LEAST_PCT, Cause, Evidence, Finding, predicted_pct
 from service.doctor.feeding import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
-from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
+from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler, uneven
 from service.doctor.serving import service_waits
 
@@ -27,6 +27,7 @@ def findings(e: Evidence) -> list[Finding]:
     A cause that the model of a step expects nothing of alone, since the step waits for another one anyway, is not named for
     itself: it comes after that one, with the gain of both. Where neither of two gains alone they are one finding.
     """
+    e = as_it_is_now(e)
     causes = [cause for rule in RULES if (cause := rule(e)) is not None]
     alone = {cause.name: predicted_pct(e, cause) for cause in causes}
     singles = sorted((cause for cause in causes if alone[cause.name] >= LEAST_PCT), key=lambda cause: -alone[cause.name])

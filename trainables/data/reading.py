@@ -61,11 +61,19 @@ class Costs:
     read_wait_s: float = 0.0
     cpu_s: float = 0.0
     core_wait_s: float = 0.0
+    copy_s: float = 0.0
+    copies: int = 0
 
     def clear(self) -> None:
         """Begin again, as where a warm-up ends."""
         self.images, self.batches, self.wait_s = 0, 0, 0.0
         self.took_s, self.read_s, self.read_wait_s, self.cpu_s, self.core_wait_s = 0.0, 0.0, 0.0, 0.0, 0.0
+        self.copy_s, self.copies = 0.0, 0
+
+    def add_copy(self, seconds: float) -> None:
+        """Count a batch that was copied to the device."""
+        self.copy_s += seconds
+        self.copies += 1
 
     def add(self, images: int, parts: list[Part], wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
@@ -85,7 +93,7 @@ class Costs:
         Milliseconds of a thread an image: `loader/image_ms`; of it `loader/read_ms` inside the source, of which it waited
         `loader/read_wait_ms`; of it `loader/cpu_ms` computing and `loader/core_wait_ms` waiting for a free core. Milliseconds a
         batch: `loader/batch_ms`, in which the threads load one when nothing holds them up, and `loader/wait_ms`, for which the
-        step's own thread waited. `loader/threads`: how many work.
+        step's own thread waited; where there is a GPU `loader/copy_ms`, which its copy takes. `loader/threads`: how many work.
         """
         if not self.images:
             return {}
@@ -95,6 +103,7 @@ class Costs:
         return {
             **{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()},
             **{f"loader/{name}_ms": 1e3 * s / self.batches for name, s in a_batch.items()},
+            **({"loader/copy_ms": 1e3 * self.copy_s / self.copies} if self.copies else {}),
             "loader/threads": float(self.threads),
         }
 

@@ -142,7 +142,7 @@ def test_two_causes_of_which_neither_gains_alone_are_told_as_one() -> None:
     e = run_of(replace(longer(RANK, teacher=100), loader_batch_ms=199.0), loader=loader(199 / 64, read_wait=190 / 64, cpu=9 / 64))
     (both,) = findings(e)
     assert both.cause == "storage-bound and teacher-bound"
-    assert both.gain_pct == pytest.approx(100 * 125 / 200)
+    assert both.gain_pct == pytest.approx(100 * 125 / 200, abs=0.5)
     assert "; and " in both.change
 
 
@@ -186,7 +186,7 @@ def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_thei
     found = the(straggler, run_of(slow, fast))
     assert found.sentence.startswith("rank 0 (node0) is slow")
     assert found.sentence.endswith("in data")
-    assert found.gain_pct == pytest.approx(100 * 60 / 160)
+    assert found.gain_pct == pytest.approx(100 * 60 / 160, abs=0.5)
 
 
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
@@ -237,12 +237,12 @@ def test_waits_for_a_slow_rank_are_not_the_networks() -> None:
 
 
 def test_ranks_that_are_late_in_turn_are_neither_a_straggler_nor_the_network() -> None:
-    late = replace(longer(RANK, backward=30), allreduce_wait_ms=30.0, allreduce_wait_p50_ms=1.0)
-    (found,) = findings(run_of(late, late))
+    late = replace(longer(RANK, backward=30), allreduce_wait_ms=30.0)
+    (found,) = findings(run_of(late, late, exposed_ms=1.0))
     assert found.cause == "uneven ranks"
     assert found.gain_pct == pytest.approx(100 * 29 / 130)
     few_steps = replace(late, allreduce_wait_error_ms=12.0)
-    assert findings(run_of(few_steps, few_steps)) == []
+    assert findings(run_of(few_steps, few_steps, exposed_ms=1.0)) == []
 
 
 # The work
@@ -272,7 +272,7 @@ IDLE = replace(HEALTHY, one_image_ms=70.0, gpus=(GpuUse("node0/gpu0", util_pct=4
 def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
     found = the(launches, IDLE)
     assert found.cause == "launch-bound"
-    assert found.gain_pct == pytest.approx(60 - 1.5)
+    assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith("--set data.global_batch_size=256")  # 64 images are 40% of what it could do
     assert the(launches, replace(IDLE, one_image_ms=None)).gain_pct == found.gain_pct
 
@@ -280,7 +280,7 @@ def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
 def test_an_idle_gpu_whose_host_could_launch_faster_is_held_up_by_something_else() -> None:
     held_up = replace(IDLE, one_image_ms=20.0)
     assert the(launches, held_up).cause == "host-bound"
-    assert the(launches, held_up).gain_pct == pytest.approx(60 - 1.5)
+    assert the(launches, held_up).gain_pct == pytest.approx(60 - 1.0)
     assert launches(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
@@ -296,7 +296,7 @@ def test_a_larger_batch_must_fit_into_the_gpus_memory() -> None:
 def test_an_idle_gpu_whose_memory_is_full_is_not_told_that_nothing_is_to_be_gained() -> None:
     full = replace(IDLE, peak_memory_mib=20_000.0, gpu_memory_mib=24_000.0)
     found = the(launches, full)
-    assert found.gain_pct == pytest.approx(60 - 1.5)
+    assert found.gain_pct == pytest.approx(60 - 1.0)
     assert found.change.startswith(
         "no larger batch is possible: --set train.compile=true, for fewer kernels; --set precision=bf16"
     )
@@ -397,7 +397,8 @@ def test_of_a_slowdown_only_the_clocks_share_is_heat_and_the_rest_has_another_ca
     (found,) = findings(tenant)
     assert found.cause == "slowdown"
     assert found.gain_pct == pytest.approx(100 * 40 / 140 - 2, abs=0.5)
-    assert "most of it in backward; clocks explain 2% of that time: another job on the node" in found.sentence
+    assert "compute grew from 99.0 to 139.0 s, most of it in backward" in found.sentence
+    assert "lower clocks cost 2% of a step, the rest has another cause: another job on the node" in found.sentence
     assert "nvidia-smi" in found.change
 
 
