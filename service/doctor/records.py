@@ -49,7 +49,7 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> 
 def _nothing_timed(run_dir: RunDir, result: Mapping[str, Any]) -> str:
     """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
     parts = result.get("trials" if result["kind"] == "sweep" else "stages", [])
-    over = [part for part in parts if part["status"] not in ("running", "pending")]
+    over = [part for part in parts if part["status"] not in ("running", "pending", "untested")]
     if not over:
         return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
     counts = Counter(part["status"] for part in over)
@@ -100,7 +100,7 @@ def evidence_of(
     lines = list(lines)
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
-    samples = start.get("samples_per_epoch")
+    samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
     nodes = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
     return Evidence(
         global_batch=experiment.data.global_batch_size,
@@ -126,11 +126,11 @@ def evidence_of(
         steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
-        evaluate_every=int(start.get("evaluate_every", 1)),
+        evaluate_every=getattr(experiment.train, "evaluate_every", 1),
         compiled=experiment.train.compile,
-        clock=Clock(**{name: metrics[name] for name in _CLOCK}) if all(name in metrics for name in _CLOCK) else None,
+        clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
         val_images=evaluated[-1] if evaluated else 0.0,
-        epochs=_epochs(lines),
+        epochs=epochs,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )  # fmt: skip
 

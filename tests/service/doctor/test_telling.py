@@ -67,7 +67,9 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics |= {"node0/gpu0/sm_clock_limit_mhz": 1980.0, "node0/gpu0/throttled_pct": 25.0, "node0/gpu0/throttle_reasons": 32.0}
     metrics |= {"node1/swap_in_mib_per_s": 9.0, "train_s": 10.0, "eval_s": 3.0, "checkpoint_s": 2.0, "other_s": 1.0}
     metrics |= {"node0/cpu_pct": 50.0, "node0/disk_read_mib_per_s": 7.0, "node0/gpu0/sm_clock_mhz": 1400.0, "node1/cpu_pct": 60.0}
-    e = evidence_of(experiment("scale.num_workers=2", "optim.accumulate=2", "precision=bf16"), metrics, loader_workers=3)
+    ended = {"step": 10, "metrics": step_of()}
+    lines = [{"kind": "step", **ended}, {"kind": "epoch", **ended}]
+    e = evidence_of(experiment("scale.num_workers=2", "optim.accumulate=2", "precision=bf16"), metrics, lines, loader_workers=3)
     assert [(rank.data_ms, rank.step_ms, rank.allreduce_wait_ms) for rank in e.ranks] == [(1.0, 100.0, 5.0), (2.0, 101.0, 6.0)]
     assert [rank.allreduce_wait_error_ms for rank in e.ranks] == [0.5, 1.5]
     assert (e.exposed_ms, e.rank_batch, e.accumulate, e.precision, e.loader_workers) == (4.0, 32.0, 2, "bf16", 3)
