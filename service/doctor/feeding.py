@@ -59,7 +59,12 @@ def more_threads(e: Evidence) -> str:
 
 def swaps(e: Evidence) -> bool:
     """Whether a node's memory is too small for what runs on it."""
-    return any((node.swap_mib_per_s or 0.0) > SWAPS_MIB_PER_S for node in e.nodes)
+    return swap_mib_per_s(e) > SWAPS_MIB_PER_S
+
+
+def swap_mib_per_s(e: Evidence) -> float:
+    """What the node that swaps most reads back."""
+    return max((node.swap_mib_per_s or 0.0 for node in e.nodes), default=0.0)
 
 
 def busy_pct(e: Evidence) -> float:
@@ -119,13 +124,12 @@ def swapping(e: Evidence) -> Cause | None:
     """A node reads memory back from its swap space, and loader threads wait for that wherever they touch it."""
     if not swaps(e):
         return None
-    rate = max(node.swap_mib_per_s or 0.0 for node in e.nodes)
     blocked_ms = e.loader.blocked_ms if e.loader is not None else 0.0
     effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=e.late_ms)
     where = f"{begin(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else begin(e)
     return Cause(
         "swapping",
-        f"{where} while the node reads {rate:.0f} MiB/s back from swap space: its memory is full",
+        f"{where} while the node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full",
         "free memory: fewer data.loader_workers, --set data.prefetch_batches=1, data.stage=none and data.cache=none, or other "
         "programs on that node (free -h)",
         effect,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from service.doctor.evidence import LEAST_PCT, Evidence, Finding
+from service.doctor.feeding import SWAPS_MIB_PER_S, swap_mib_per_s
 from service.doctor.records import Case
 from service.doctor.rules import findings
 from trainables.phases import PHASES
@@ -74,6 +75,8 @@ def notes(e: Evidence) -> list[str]:
     elif e.eval_s and e.steps_per_epoch:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
         said.append(f"evaluations take {share:.0f}% of the time")
+    if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
+        said.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
         said.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
     return said

@@ -115,6 +115,12 @@ def test_what_gains_only_after_another_cause_and_what_gains_only_with_another_ar
     assert told[0].startswith("storage-bound and teacher-bound, 63% to gain by both together, by one alone next to nothing: ")
 
 
+def test_a_node_that_swaps_is_noted_though_no_step_waits_for_it() -> None:
+    told = tell([Case("the student", replace(HEALTHY, nodes=(NodeUse(60.0, 0.0, 12.0),)))])
+    assert told[0].startswith("nothing to gain")
+    assert "a node reads 12 MiB/s back from swap space: its memory is full" in told
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     """A run that has begun, whose loader is slow."""
