@@ -24,6 +24,7 @@ from trainables.one_image import image_costs
 from trainables.phases import PHASES
 from trainables.rundir import headline
 from trainables.step import Learner, train_step
+from trainables.waits import exposed_ms
 
 log = logging.getLogger("raydistill")
 
@@ -102,7 +103,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     batches, drawn = loader.epoch(progress.epoch, progress.position), loader.seed_epoch(progress.epoch)
     if learner.teacher is not None and learner.pupil.asks_teacher(progress.epoch - learner.init_epochs):
         batches = learner.teacher.ahead(batches, drawn)
-    ready = on_device(batches, job.group.device, drawn)
+    ready = on_device(batches, job.group.device, drawn, loader.costs.add_copy)
     job.throughput.begin(progress.step)
     timer.start()
     try:
@@ -380,7 +381,8 @@ def phases(job: Job) -> dict[str, float]:
     """Phase times over all ranks: means of means (and of quantiles), the least and the most of any; what loading costs.
 
     With several ranks each one's means too, as `rank0/data_ms`, …: one that is slow shows as the others' `backward`, where
-    they wait for its gradients (`rank0/allreduce_wait_ms`).
+    they wait for its gradients (`rank0/allreduce_wait_ms`). What the all-reduce itself costs is `phase/allreduce_ms`.
+    `rank0/loader_batch_ms` and `rank0/loader_wait_ms` are its loader's.
     """
     times = job.timer.summary()
     every = gather_objects({**times, **job.waits.summary(), **job.train_loader.costs.summary()} if times else {}, job.group)
@@ -389,9 +391,12 @@ def phases(job: Job) -> dict[str, float]:
     for name in dict.fromkeys(name for mine in ranks for name in mine):
         values = [mine[name] for mine in ranks if name in mine]
         whole[name] = min(values) if "_min_" in name else max(values) if "_max_" in name else sum(values) / len(values)
+    if (waits_ms := exposed_ms(gather_objects(job.waits.by_step, job.group))) is not None:
+        whole["phase/allreduce_ms"] = waits_ms
     if len(ranks) > 1:
-        own = (*PHASES, "step", "allreduce_wait", "allreduce_wait_p50", "allreduce_wait_error")
-        whole |= {f"rank{r}/{p}_ms": mine[key] for r, mine in enumerate(ranks) for p in own if (key := f"phase/{p}_ms") in mine}
+        own = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, "step", "allreduce_wait", "allreduce_wait_error")}
+        own |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
+        whole |= {f"rank{r}/{name}": mine[key] for r, mine in enumerate(ranks) for key, name in own.items() if key in mine}
     return whole
 
 

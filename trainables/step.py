@@ -158,13 +158,13 @@ def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: in
 def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
     """Forward, loss, backward, update; adds to `learner.sums`."""
     group = learner.group
+    batch.wait()
+    timer.mark("h2d")  # the copy alone: the count below waits for other ranks
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
     epoch = step / learner.steps_per_epoch - learner.init_epochs
     weights, only, asks = learner.pupil.weights(epoch), learner.pupil.warms_up(epoch), learner.pupil.asks_teacher(epoch)
     student = learner.student if only is None else learner.pupil  # a warm-up stage does not reach all that DDP would wait for
-    batch.wait()
-    timer.mark("h2d")
     parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
     timer.mark("augment")
     seen = 0

@@ -31,6 +31,9 @@ THROTTLE_REASONS: dict[int, str] = {
 }
 """Bits of NVML's clocks event (formerly throttle) reasons, in the names of its nvmlClocksEventReasons constants."""
 
+LOWERED = 0x008 | 0x020 | 0x040 | 0x080
+"""Of them those by which heat or power supply lowers a clock. A power cap is none: GPUs under load run at theirs."""
+
 Handle = object
 """NVML's opaque pointer to one device."""
 
@@ -40,9 +43,12 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
     "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
     "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
     "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "memory_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
     "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
 }
+_MEANS_ALONE = ("throttled_pct", "sm_clock_limit_mhz")
+"""Fields whose maximum says nothing."""
 
 
 def decode_throttle(bitmask: int) -> list[str]:
@@ -87,32 +93,37 @@ def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
     for place, gpu in enumerate(gpus):
         for field, read in GPU_FIELDS.items():
             try:
-                yield f"gpu{place}/{field}", float(read(gpu))
+                value = float(read(gpu))
             except pynvml.NVMLError:
                 continue
+            yield f"gpu{place}/{field}", value
+            if field == "throttle_reasons":
+                yield f"gpu{place}/throttled_pct", 100.0 if int(value) & LOWERED else 0.0
 
 
 class _Node:
-    """CPU, memory and disk of the whole node; rates are over the time since the last read."""
+    """CPU, memory, disk and swap space of the whole node; rates are over the time since the last read."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()
-        self._read_mib, self._read_at = self._disk_mib(), time.perf_counter()
+        self._swaps = psutil.swap_memory().total > 0
+        self._before, self._read_at = self._counters_mib(), time.perf_counter()
 
-    @staticmethod
-    def _disk_mib() -> float | None:
-        counters = psutil.disk_io_counters()
-        return None if counters is None else counters.read_bytes / MIB
+    def _counters_mib(self) -> dict[str, float]:
+        """MiB read so far: from disks, and from swap space where the node has any."""
+        disk = psutil.disk_io_counters()
+        found = {} if disk is None else {"disk_read": disk.read_bytes / MIB}
+        return found | ({"swap_in": psutil.swap_memory().sin / MIB} if self._swaps else {})
 
     def read(self) -> Iterator[tuple[str, float]]:
         memory = psutil.virtual_memory()
         yield "cpu_pct", psutil.cpu_percent()
         yield "memory_mib", (memory.total - memory.available) / MIB
-        before_mib, before_at = self._read_mib, self._read_at
-        self._read_mib, self._read_at = self._disk_mib(), time.perf_counter()
-        if before_mib is not None and self._read_mib is not None:
-            # Counters jump back where a disk is unplugged.
-            yield "disk_read_mib_per_s", max(0.0, self._read_mib - before_mib) / (self._read_at - before_at)
+        before, before_at = self._before, self._read_at
+        self._before, self._read_at = self._counters_mib(), time.perf_counter()
+        for name, mib in self._before.items():
+            if name in before:  # counters jump back where a disk is unplugged
+                yield f"{name}_mib_per_s", max(0.0, mib - before[name]) / (self._read_at - before_at)
 
 
 class _Window:
@@ -134,7 +145,8 @@ class _Window:
         found = {name: float(bits) for name, bits in self._reasons.items()}
         for name, (total, count, most) in self._sum_count_max.items():
             found[name] = total / count
-            found[_max_name(name)] = most
+            if not name.endswith(_MEANS_ALONE):
+                found[_max_name(name)] = most
         return found
 
 
@@ -150,7 +162,7 @@ class Telemetry:
     """Samples this node every `every_s` seconds in a daemon thread, from `start()` to `stop()`.
 
     `gpuN` is `cuda:N` of this process: of a node's GPUs, those that this job was given. CPU, memory and disk are the whole
-    node's (local disks; a network file system's reads are not among them).
+    node's (local disks; a network file system's reads are not among them), and so is what comes back from swap space.
     """
 
     def __init__(self, every_s: float):
@@ -173,9 +185,10 @@ class Telemetry:
         """Mean and maximum of each number since the last snapshot (`whole`: since `start`), and the number of GPUs as `gpus`.
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
-        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`.
-        `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`). Only `gpus` where no sample
-        was taken since.
+        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s`
+        where there is swap space. `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`),
+        `gpu0/throttled_pct` the share of samples with one of `LOWERED`; `gpu0/sm_clock_limit_mhz` is what the GPU may have at
+        most. Only `gpus` where no sample was taken since.
         """
         with self._lock:
             window = self._whole if whole else self._window

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -20,9 +19,8 @@ _BATCHES = 8  # whose means tell the error of the whole mean
 class AllreduceWait:
     """Samples DDP's own clocks: the time from a rank's last gradient to the end of the last all-reduce.
 
-    All ranks wait for a slow network; only the fast ones wait for a slow rank. So the least of all ranks' waits is what the
-    all-reduce itself costs, and what a rank waits beyond that is other ranks' fault. The median leaves out ranks that are late
-    now and then.
+    All ranks wait for a slow network; only the fast ones wait for a slow rank. So what the last rank of a step waits is what the
+    all-reduce itself costs (`exposed_ms`), and what a rank waits beyond that is other ranks' fault.
 
     The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"), which torch reads for its first ten
     steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely; on a CPU,
@@ -33,7 +31,8 @@ class AllreduceWait:
         self._ddp = student if isinstance(student, DistributedDataParallel) else None
         self._every = log_every if device.type == "cuda" else 1
         self._steps, self._last = 0, warmup_steps
-        self._waits_ms: deque[float] = deque(maxlen=KEEP_STEPS)
+        self.by_step: dict[int, float] = {}
+        """Milliseconds, the latest `KEEP_STEPS` samples."""
         if self._ddp is not None:
             self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
 
@@ -48,19 +47,31 @@ class AllreduceWait:
             return
         self._last = step
         exposed_ns = int(found["backward_comm_time"]) - int(found["backward_compute_comm_overlap_time"])
-        self._waits_ms.append(exposed_ns / 1e6)
+        self.by_step[step] = exposed_ns / 1e6
+        if len(self.by_step) > KEEP_STEPS:
+            self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
-        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up, and its p50.
+        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up.
 
-        With two samples or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
+        With two samples or more
+        `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
         """
-        if not self._waits_ms:
+        if not self.by_step:
             return {}
-        found = {"phase/allreduce_wait_ms": fmean(self._waits_ms), "phase/allreduce_wait_p50_ms": median(self._waits_ms)}
-        if len(self._waits_ms) > 1:
-            found["phase/allreduce_wait_error_ms"] = standard_error(self._waits_ms)
+        waits_ms = list(self.by_step.values())
+        found = {"phase/allreduce_wait_ms": fmean(waits_ms)}
+        if len(waits_ms) > 1:
+            found["phase/allreduce_wait_error_ms"] = standard_error(waits_ms)
         return found
+
+
+def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
+    """What the all-reduce itself keeps all ranks waiting: the mean over steps of the least wait of any, from each rank's
+    `by_step`. None without a step that all have sampled.
+    """
+    steps = set.intersection(*(set(waits) for waits in by_rank)) if by_rank else set()
+    return fmean(min(waits[step] for waits in by_rank) for step in steps) if steps else None
 
 
 def standard_error(values: Sequence[float]) -> float:

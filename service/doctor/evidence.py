@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median_low
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean, median_low
 
 LEAST_PCT = 5.0
 """A predicted gain below this is not worth a finding."""
+KEEPS_UP = 0.5
+"""A loader whose threads are busy for less than this part of a step supplies enough; single batches may still be late."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,12 @@ class RankTimes:
     step_ms: float
     allreduce_wait_ms: float | None = None
     """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
-    allreduce_wait_p50_ms: float | None = None
     allreduce_wait_error_ms: float | None = None
     """Standard error of the mean."""
+    loader_batch_ms: float | None = None
+    """How long this rank's loader threads are busy with a batch: what they need at least."""
+    loader_wait_ms: float | None = None
+    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
 
     @property
     def before_student_ms(self) -> float:
@@ -45,11 +50,33 @@ class LoaderCosts:
     """Milliseconds of a loader thread an image."""
 
     image_ms: float
-    read_ms: float
-    """Of it inside the source."""
+    read_wait_ms: float
+    """Of it inside the source without computing."""
     cpu_ms: float
     """Of it computing."""
+    core_wait_ms: float
+    """Of it ready to run, while other threads had the cores."""
     threads: float
+
+    @property
+    def blocked_ms(self) -> float:
+        """Waiting for something that is not a core."""
+        return max(0.0, self.image_ms - self.cpu_ms - self.core_wait_ms)
+
+    @property
+    def storage_ms(self) -> float:
+        """Waiting for the disk or the network."""
+        return min(self.read_wait_ms, self.blocked_ms)
+
+    @property
+    def lock_ms(self) -> float:
+        """Blocked outside the source: threads of one process wait for Python's lock there, and for nothing else."""
+        return self.blocked_ms - self.storage_ms
+
+    @property
+    def decode_ms(self) -> float:
+        """Computing, or waiting for a core to do so."""
+        return self.image_ms - self.blocked_ms
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,12 @@ class GpuUse:
     util_pct: float | None = None
     temperature_c: float | None = None
     clock_mhz: float | None = None
+    clock_limit_mhz: float | None = None
+    """The highest clock that this kind of GPU has."""
     throttle_reasons: int = 0
+    """Every bit that was set at any time, see `trainables.telemetry.THROTTLE_REASONS`."""
+    throttled_pct: float | None = None
+    """Of the time: a throttle reason was set that heat or power supply brings."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +101,8 @@ class NodeUse:
 
     cpu_pct: float | None = None
     disk_read_mib_per_s: float | None = None
+    swap_mib_per_s: float | None = None
+    """Read back from swap space."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +112,24 @@ class EpochUse:
     step_ms: float
     eval_s: float
     gpus: tuple[GpuUse, ...] = ()
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """Means of its steps' phases."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of a stage by its wall clock."""
+
+    train_s: float
+    """Steps, with their waits for data."""
+    eval_s: float
+    checkpoint_s: float
+    other_s: float
+    """Reports, checks, whatever lies between."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -91,7 +143,12 @@ class Evidence:
     accumulate: int = 1
     precision: str = "fp32"
     decodes_on_device: bool = False
+    exposed_ms: float | None = None
+    """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else."""
+    prefetch_batches: int = 2
     loader: LoaderCosts | None = None
+    copy_batch_ms: float | None = None
+    """What a batch's copy to the GPU takes."""
     one_image_ms: float | None = None
     further_image_ms: float | None = None
     """What each image beside the first adds; where a CPU does the work."""
@@ -100,8 +157,15 @@ class Evidence:
     peak_memory_mib: float | None = None
     gpu_memory_mib: float | None = None
     steps_per_epoch: int | None = None
+    train_images: int | None = None
+    """Of an epoch: no batch can have more."""
+    num_epochs: int | None = None
+    evaluate_every: int = 1
+    compiled: bool = False
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
+    clock: Clock | None = None
+    """None: of a timing run, or of one whose records do not tell."""
     teacher_actors: int | None = None
     """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
@@ -130,21 +194,104 @@ class Evidence:
             middle(lambda r: r.data_ms), middle(lambda r: r.h2d_ms), middle(lambda r: r.augment_ms),
             middle(lambda r: r.teacher_ms), middle(lambda r: r.student_ms), middle(lambda r: r.backward_ms),
             middle(lambda r: r.optimizer_ms), middle(lambda r: r.step_ms),
+            loader_batch_ms=self._middle_known([r.loader_batch_ms for r in self.ranks]),
+            loader_wait_ms=self._middle_known([r.loader_wait_ms for r in self.ranks]),
         )  # fmt: skip
+
+    @staticmethod
+    def _middle_known(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median_low(known) if known else None
+
+    @property
+    def data_wait_ms(self) -> float:
+        """What a step waits for its loader's threads; without any, for its own thread to load a batch."""
+        step = self.typical
+        known = step.loader_wait_ms if self.loader_workers else None
+        return step.data_ms if known is None else min(step.data_ms, known)
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether what a step waits for its loader is worth a finding."""
+        return 100 * self.data_wait_ms >= LEAST_PCT * self.typical.step_ms
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a step waits for its loader though that has time to spare: for single batches."""
+        step = self.typical
+        if not self.loader_workers or step.loader_batch_ms is None:
+            return False
+        return self.waits_for_data and step.loader_batch_ms < KEEPS_UP * step.step_ms
+
+    @property
+    def in_series(self) -> bool:
+        """Whether a step first loads its images, then computes. A GPU computes while its host's thread loads."""
+        return not self.loader_workers and not self.on_gpu
+
+    @property
+    def supply_ms(self) -> float:
+        """The least time between two batches that the loader can deliver; where it is not recorded, by what a step waits."""
+        step = self.typical
+        if self.in_series:
+            return step.data_ms
+        if step.loader_batch_ms is not None:
+            return min(step.step_ms, step.loader_batch_ms)
+        return step.step_ms if self.waits_for_data else 0.0
+
+    @property
+    def copy_ms(self) -> float:
+        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver."""
+        step = self.typical
+        if not self.on_gpu:
+            return 0.0
+        if self.copy_batch_ms is not None:
+            return min(step.step_ms, self.copy_batch_ms)
+        return step.step_ms if 100 * step.h2d_ms >= LEAST_PCT * step.step_ms else 0.0
+
+    def computing_ms(self, rank: RankTimes) -> float:
+        """What a rank does in a step without waiting for images or for others."""
+        waits_ms = rank.data_ms + (rank.h2d_ms if self.on_gpu else 0.0)
+        return self.own_ms(rank) - waits_ms + self._handling_ms(rank) + rank.rest_ms
+
+    def _handling_ms(self, rank: RankTimes) -> float:
+        """Of the data phase what is no wait: the step's own thread hands batches out."""
+        if not self.loader_workers or rank.loader_wait_ms is None:
+            return 0.0
+        return max(0.0, rank.data_ms - rank.loader_wait_ms)
+
+    @property
+    def work_ms(self) -> float:
+        """A step that never waits for images: the slowest rank's computing, and the all-reduce."""
+        computing_ms = max(self.computing_ms(rank) for rank in self.ranks)
+        return min(self.typical.step_ms, computing_ms + (self.exposed_ms or 0.0))
+
+    @property
+    def beyond_ms(self) -> float:
+        """What a step takes beyond its slowest part: parts vary, and ranks are late in turn."""
+        return max(0.0, self.typical.step_ms - slowest_part_ms(self))
+
+    @property
+    def late_ms(self) -> float:
+        """Of that what a step waits for images."""
+        return 0.0 if self.in_series else min(self.data_wait_ms, self.beyond_ms)
+
+    @property
+    def outside_ms(self) -> float:
+        """Evaluations, checkpoints, reports: milliseconds of them for each step. 0 of a timing run, which has none."""
+        step_ms = self.typical.step_ms
+        if self.clock is not None and self.clock.train_s > 0:
+            return step_ms * (self.clock.wall_s / self.clock.train_s - 1)
+        return 1e3 * self.eval_s / self.steps_per_epoch if self.steps_per_epoch else 0.0
+
+    @property
+    def eval_s(self) -> float:
+        """Evaluation of an epoch, in the mean; 0 where none was made."""
+        return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
 
     @property
     def rest_ms(self) -> float:
         """What of a step lies in no phase, on the median rank."""
         return median_low(rank.rest_ms for rank in self.ranks)
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else.
-
-        The median step of the rank that waits least, since ranks may be last in turn.
-        """
-        waits = [rank.allreduce_wait_p50_ms for rank in self.ranks if rank.allreduce_wait_p50_ms is not None]
-        return min(waits) if waits else None
 
     @property
     def uneven_ms(self) -> float:
@@ -170,9 +317,15 @@ class Evidence:
         return self.typical.teacher_ms if self.teacher_actors is not None else 0.0
 
     def own_student_ms(self, rank: RankTimes) -> float:
-        """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins."""
-        late_ms = max(0.0, self.ranks[0].before_student_ms - rank.before_student_ms)
-        return max(rank.student_ms - late_ms, min(other.student_ms for other in self.ranks))
+        """A rank's forward without its wait for rank 0, which gives all ranks its batch statistics as their forward begins.
+
+        Rank 0 is later than this one in the mean by the difference of what comes before, and, where it waits for images that
+        come now sooner and now later, in single steps by as much again as those waits explain.
+        """
+        first, least_ms = self.ranks[0], min(other.student_ms for other in self.ranks)
+        own_ms = rank.student_ms - max(0.0, first.before_student_ms - rank.before_student_ms)
+        varies_ms = 0.0 if self.in_series else first.data_ms
+        return max(own_ms, least_ms) if own_ms - least_ms > varies_ms else least_ms
 
     def own_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for others."""
@@ -185,16 +338,77 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """What is different once a cause is mended."""
+
+    work_ms: float = 0.0
+    """Less work in a step."""
+    supply_ms: float = 0.0
+    """Less time between two batches of the loader."""
+    copy_ms: float = 0.0
+    """Less time between two batches that the copy delivers; where there is no GPU a copy is work."""
+    late_ms: float = 0.0
+    """Less waiting for single batches that are late."""
+    beyond_ms: float = 0.0
+    """Less of what else a step takes beyond its slowest part."""
+    threads: int = 0
+    """Of a loader that had none: they load beside the work."""
+    outside_ms: float = 0.0
+    """Less of what lies between the steps, for each of them."""
+
+
+def after_ms(e: Evidence, *effects: Effect) -> float:
+    """What a step, with its share of what lies between steps, takes with these effects: the model that all gains come from.
+
+    A step is max(work, supply, copy): less work does not shorten one that waits for images, nor do faster images one that
+    computes. What a step takes beyond that maximum, since its parts vary, it is expected to take again; but where supply is the
+    slowest part, a batch that is late is no more than that. Where images are loaded in series, supply and work follow each other.
+    """
+    late_ms = max(0.0, e.late_ms - sum(effect.late_ms for effect in effects))
+    beyond_ms = max(0.0, e.beyond_ms - e.late_ms - sum(effect.beyond_ms for effect in effects))
+    between_ms = max(0.0, e.outside_ms - sum(effect.outside_ms for effect in effects))
+    return slowest_part_ms(e, *effects, late_ms=late_ms) + beyond_ms + between_ms
+
+
+def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> float:
+    """max(work, supply, copy), where `late_ms` more than the work is waited for late batches."""
+    work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in effects))
+    supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in effects))
+    copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in effects))
+    threads = max((effect.threads for effect in effects), default=0)
+    if e.in_series and not threads:
+        return max(work_ms, copy_ms) + supply_ms
+    return max(work_ms + late_ms, copy_ms, supply_ms / max(1, threads))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that time is lost to."""
+
+    name: str
+    sentence: str
+    change: str
+    effect: Effect
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One thing that a step's, or an epoch's, time is lost to."""
+    """A cause, or two whose gain comes with both alone, and what mending it brings."""
 
     cause: str
     sentence: str
     change: str
     gain_pct: float
-    """Predicted: how much less time the same images take once that is changed."""
+    """Predicted: how much less time the same images take once that is changed; the evaluations of a run are part of its time."""
+    after: str | None = None
+    """The cause that has to be mended first, `gain_pct` being that of both together."""
 
 
 def gain_pct(before_ms: float, after_ms: float) -> float:
     """100 · (1 - T'/T), not below 0."""
     return max(0.0, 100 * (1 - after_ms / before_ms)) if before_ms > 0 else 0.0
+
+
+def predicted_pct(e: Evidence, *causes: Cause) -> float:
+    """The gain once these causes are mended."""
+    return gain_pct(after_ms(e), after_ms(e, *(cause.effect for cause in causes)))

@@ -4,102 +4,182 @@ from __future__ import annotations
 
 import math
 
-from service.doctor.evidence import LEAST_PCT, Evidence, Finding, gain_pct
+from service.doctor.evidence import Cause, Effect, Evidence
 
 BUSY_PCT = 85.0
 """A node's cores above this leave no room for more threads."""
 MOST_THREADS = 32
+SWAPS_MIB_PER_S = 1.0
+"""Memory that comes back from swap space faster than this is memory that the training uses."""
+MOST_PREFETCH = 16
 
 
-def no_prefetch(e: Evidence) -> Finding | None:
+def no_prefetch(e: Evidence) -> Cause | None:
     """`data.loader_workers: 0`: nothing is loaded while the step computes.
 
-    n threads load a batch in data/n beside the work: T' = max(work, data/n), with the fewest n for which that is the work.
+    n threads load a batch in supply/n beside the work: T' = max(work, supply/n), with the fewest n for which that is the work.
     """
     step = e.typical
     if e.loader_workers or not step.data_ms:
         return None
-    work_ms = step.step_ms - step.data_ms
-    threads = max(1, min(MOST_THREADS, math.ceil(step.data_ms / max(work_ms, 1e-9))))
-    return Finding(
+    threads = max(1, min(MOST_THREADS, math.ceil(e.supply_ms / max(e.work_ms, 1e-9))))
+    return Cause(
         "no prefetch",
         f"data.loader_workers is 0: each step first loads its own images for {step.data_ms:.1f} of its "
         f"{step.step_ms:.1f} ms, while the models stand still",
         f"--set data.loader_workers={threads}",
-        gain_pct(step.step_ms, max(work_ms, step.data_ms / threads)),
+        Effect(threads=threads),
     )
 
 
-def waiting_ms(e: Evidence) -> float | None:
-    """Milliseconds an image in which a loader thread waited for its storage; None: unknown.
+def supplied(e: Evidence, image_ms: float) -> Effect:
+    """What a batch of the loader is sooner without so much of a thread's time for an image.
 
-    A thread that neither computes nor reads through a call waits for pages of a mapped file, for a lock or for a free core.
-    It is taken for storage where cores are free and disks are read.
+    Threads have b·image/threads less to do. Of what a step waits for batches that are late all the same, that share goes too.
     """
-    if e.loader is None:
-        return None
-    pages = any((node.disk_read_mib_per_s or 0) > 1 and (node.cpu_pct or 0) < BUSY_PCT for node in e.nodes)
-    blocked_ms = e.loader.image_ms - e.loader.cpu_ms
-    return min(e.loader.image_ms, max(e.loader.read_ms, blocked_ms if pages else 0.0))
+    if e.loader is None or not e.loader.image_ms:
+        return Effect()
+    share = image_ms / e.loader.image_ms
+    return Effect(supply_ms=share * e.supply_ms, late_ms=share * e.late_ms)
 
 
-def loading(e: Evidence) -> Finding | None:
-    """Steps wait for images: for the threads that decode them, or for what the threads read from.
-
-    Of a thread's time an image, w is waiting for storage (`waiting_ms`) and c the rest. Whichever is more is the cause; without
-    it a batch of b images is supplied in b·c/threads (or b·w/threads): T' = max(work, that). Records that do not tell go by the
-    node: cores above 85% decode. Where they say nothing of the node either (a run's log lines before its end), no cause is named.
-    """
+def begin(e: Evidence) -> str:
+    """How much of a step the wait is; of a loader that keeps up, how near it is to being the slower one."""
     step = e.typical
-    if not e.loader_workers or step.data_ms * 100 < LEAST_PCT * step.step_ms:
+    if e.waits_for_data:
+        return f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"
+    return f"a batch takes the loader {e.supply_ms:.1f} of a step's {step.step_ms:.1f} ms"
+
+
+def more_threads(e: Evidence) -> str:
+    """The loader workers with which the step would not wait."""
+    threads = min(MOST_THREADS, math.ceil(max(1, e.loader_workers) * e.typical.step_ms / max(e.work_ms, 1e-9)))
+    return f"--set data.loader_workers={max(threads, e.loader_workers + 1)}"
+
+
+def swaps(e: Evidence) -> bool:
+    """Whether a node's memory is too small for what runs on it."""
+    return swap_mib_per_s(e) > SWAPS_MIB_PER_S
+
+
+def swap_mib_per_s(e: Evidence) -> float:
+    """What the node that swaps most reads back."""
+    return max((node.swap_mib_per_s or 0.0 for node in e.nodes), default=0.0)
+
+
+def busy_pct(e: Evidence) -> float:
+    """Of the busiest node's cores."""
+    return max((node.cpu_pct for node in e.nodes if node.cpu_pct is not None), default=0.0)
+
+
+def storage(e: Evidence) -> Cause | None:
+    """Loader threads wait inside their source without computing: for a disk or a network. Not where memory is swapped."""
+    if e.loader is None or e.is_late or swaps(e):
         return None
-    work_ms = step.step_ms - step.data_ms
-    known_pct = [node.cpu_pct for node in e.nodes if node.cpu_pct is not None]
-    busy_pct, waits_ms = max(known_pct, default=0.0), waiting_ms(e)
-    begin = f"{step.data_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"
-    if e.loader is None and not known_pct:
-        return Finding(
-            "data-bound",
-            f"{begin}; these records do not say yet whether they are read or decoded so slowly",
-            "ask again when the run has ended, a short one (--set train.max_steps=100) for instance: its records tell",
-            gain_pct(step.step_ms, work_ms),
-        )
-    if e.loader is None or waits_ms is None:
-        storage, after_ms, detail = busy_pct < BUSY_PCT, work_ms, f"cores are busy {busy_pct:.0f}%"
-    else:
-        other_ms = e.loader.image_ms - waits_ms
-        storage = waits_ms > other_ms
-        after_ms = max(work_ms, (other_ms if storage else waits_ms) * e.rank_batch / e.loader.threads)
-        detail = f"a loader thread takes {e.loader.image_ms:.2f} ms an image, {waits_ms:.2f} of it waiting for storage"
-    threads = min(MOST_THREADS, math.ceil(e.loader_workers * step.step_ms / max(work_ms, 1e-9)))
-    if storage:
-        change = (
-            "bring the images nearer (distill pack; --set data.stage=ram or data.cache=memory), or read more at a time: "
-            f"--set data.loader_workers={threads}"
-        )
-        return Finding(
-            "storage-bound", f"{begin} from the disk or the network: {detail}", change, gain_pct(step.step_ms, after_ms)
-        )
+    waits_ms = e.loader.storage_ms
+    return Cause(
+        "storage-bound",
+        f"{begin(e)} from the disk or the network: a loader thread takes {e.loader.image_ms:.2f} ms an image, {waits_ms:.2f} of "
+        "it waiting for storage",
+        "bring the images nearer (distill pack; --set data.stage=ram or data.cache=memory), or read more at a time: "
+        f"{more_threads(e)}",
+        supplied(e, waits_ms),
+    )
+
+
+def decoding(e: Evidence) -> Cause | None:
+    """Loader threads compute, or wait for a core to do so."""
+    if e.loader is None or e.is_late:
+        return None
+    cores_ms = e.loader.core_wait_ms
+    waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
-    more = f"--set data.loader_workers={threads}, or "
-    change = f"{cheaper}: cores are busy {busy_pct:.0f}%" if busy_pct >= BUSY_PCT else more + cheaper
-    return Finding("decode-bound", f"{begin} to be decoded: {detail}", change, gain_pct(step.step_ms, after_ms))
+    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms
+    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e)}, or {cheaper}"
+    return Cause(
+        "decode-bound",
+        f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "
+        f"decoding{waits}",
+        change,
+        supplied(e, e.loader.decode_ms),
+    )
 
 
-def copy(e: Evidence) -> Finding | None:
-    """A step waits for its batch's copy to the device, or for the device to decode it: T' = T - h2d."""
+def lock(e: Evidence) -> Cause | None:
+    """Loader threads wait outside their source while cores are free: only one thread of a process runs Python at a time."""
+    if e.loader is None or e.is_late or swaps(e):
+        return None
+    return Cause(
+        "lock-bound",
+        f"{begin(e)}: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.lock_ms:.2f} of it waiting for "
+        "Python's lock (GIL), which the threads of a worker share",
+        "not more loader workers but fewer, or less Python an image (distill pack --raw: pixels of the final size are read many "
+        "at a time where data.augment is none); each worker has a lock of its own: --set scale.num_workers="
+        f"{2 * e.num_workers} where cores are free",
+        supplied(e, e.loader.lock_ms),
+    )
+
+
+def swapping(e: Evidence) -> Cause | None:
+    """A node reads memory back from its swap space, and loader threads wait for that wherever they touch it."""
+    if not swaps(e):
+        return None
+    blocked_ms = e.loader.blocked_ms if e.loader is not None else 0.0
+    effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=e.late_ms)
+    where = f"{begin(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else begin(e)
+    return Cause(
+        "swapping",
+        f"{where} while the node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full",
+        "free memory: fewer data.loader_workers, --set data.prefetch_batches=1, data.stage=none and data.cache=none, or other "
+        "programs on that node (free -h)",
+        effect,
+    )
+
+
+def late_batches(e: Evidence) -> Cause | None:
+    """Threads have time to spare, and the step waits all the same: single batches take far longer than others. T' = T - wait."""
+    if not e.is_late:
+        return None
     step = e.typical
-    gain = gain_pct(step.step_ms, step.step_ms - step.h2d_ms)
+    ahead = min(MOST_PREFETCH, 4 * e.prefetch_batches)
+    return Cause(
+        "late batches",
+        f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images, though the loader needs {e.supply_ms:.1f} ms "
+        "for a batch in the mean: now and then one comes late",
+        f"--set data.prefetch_batches={ahead}, and see what else uses the disk, the network and the cores at such times",
+        Effect(late_ms=e.late_ms),
+    )
+
+
+def unknown(e: Evidence) -> Cause | None:
+    """Records that do not tell what loader threads do, as a run's log lines before its end: the cause is left open."""
+    if e.loader is not None or not e.loader_workers or swaps(e):
+        return None
+    return Cause(
+        "data-bound",
+        f"{begin(e)}; these records do not say yet whether they are read or decoded so slowly",
+        "ask again when the run has ended, a short one (--set train.max_steps=100) for instance: its records tell",
+        Effect(supply_ms=e.supply_ms, late_ms=e.late_ms),
+    )
+
+
+def copy(e: Evidence) -> Cause | None:
+    """A step waits for its batch's copy to the device, or for the device to decode it.
+
+    On a GPU that goes beside the step before: T' = max(work, supply). Without one it is a part of the step.
+    """
+    step = e.typical
+    effect = Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=step.h2d_ms)
     if e.decodes_on_device:
-        return Finding(
+        return Cause(
             "device decode",
             f"{step.h2d_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images that the GPU decodes",
             "--set data.decoder=auto, which decodes on the CPU, or distill pack --raw",
-            gain,
+            effect,
         )
-    return Finding(
+    return Cause(
         "copy-bound",
         f"{step.h2d_ms:.1f} of a step's {step.step_ms:.1f} ms wait for the batch's copy to the device",
         "see to the GPU's PCIe link (nvidia-smi -q -d PCIE) and to who else copies on this node, or lower data.image_size",
-        gain,
+        effect,
     )

@@ -1,58 +1,277 @@
-"""What shows between epochs alone: clocks that fall as GPUs get hot, and evaluations."""
+"""What a single step does not show: GPUs whose clocks are lowered, steps that grow, and what lies between steps."""
 
 from __future__ import annotations
 
-from service.doctor.evidence import Evidence, Finding, GpuUse, gain_pct
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple, TypeVar
 
-HOT = 0x008 | 0x020 | 0x040
-"""NVML's reasons for lower clocks that heat brings: hw_slowdown, sw_thermal_slowdown, hw_thermal_slowdown."""
+from service.doctor.computing import idle_share
+from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
+from trainables.phases import PHASES
+from trainables.telemetry import LOWERED, decode_throttle
+
 HOT_C = 75.0
-FALL = 0.98
-"""Clocks below this part of what they were have fallen."""
+OFTEN_PCT = 10.0
+"""A GPU whose clock was lowered for less of the time is not told of."""
+SURE = 3.0
+"""Steps that grow have to grow by so many times what epochs differ by from one to the next."""
+FEWEST_EPOCHS = 3
+Item = TypeVar("Item")
 
 
-def thermal_drift(e: Evidence) -> Finding | None:
-    """Epochs that take longer than the fastest one, while a hot GPU's clock fell: T' is the fastest's step, T the last's."""
-    if len(e.epochs) < 2:
+class Fallen(NamedTuple):
+    """A GPU below the clock that it could have."""
+
+    gpu: GpuUse
+    could_mhz: float
+    since_start: bool
+    """It never had that clock in this run."""
+
+    def lost(self, clock_mhz: float | None) -> float:
+        """What kernels at this clock take longer, as a part of what they take."""
+        return max(0.0, 1 - clock_mhz / self.could_mhz) if clock_mhz else 0.0
+
+    @property
+    def share(self) -> float:
+        """`lost`, as it is now."""
+        return self.lost(self.gpu.clock_mhz)
+
+
+def is_throttled(gpu: GpuUse) -> bool:
+    """Whether its clock is lowered because of heat or power supply, more than now and then."""
+    often = gpu.throttled_pct is None or gpu.throttled_pct >= OFTEN_PCT
+    return bool(gpu.throttle_reasons & LOWERED) and often
+
+
+def fallen(e: Evidence) -> Fallen | None:
+    """The GPU that is furthest below its clock and hot, as it is now: in the last epoch, or all the time.
+
+    What it could have is what it had in the fastest epoch. Where it never had more, what GPUs of the same kind have that are
+    not throttled, or else the most that this kind can have.
+    """
+    now = e.epochs[-1].gpus if e.epochs else e.gpus
+    fastest = {gpu.name: gpu for gpu in min(e.epochs, key=lambda epoch: epoch.step_ms).gpus} if e.epochs else {}
+    found = []
+    for gpu in now:
+        if gpu.clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
+            continue
+        before = fastest.get(gpu.name, gpu)
+        same_kind = [other for other in now if other.clock_limit_mhz == gpu.clock_limit_mhz and not is_throttled(other)]
+        peers = [other.clock_mhz for other in same_kind if other.clock_mhz]
+        if before.clock_mhz and gpu.clock_mhz < before.clock_mhz and not is_throttled(before):
+            found.append(Fallen(gpu, before.clock_mhz, since_start=False))
+        elif is_throttled(before) and is_throttled(gpu) and (could_mhz := max(peers, default=gpu.clock_limit_mhz)):
+            found.append(Fallen(gpu, could_mhz, since_start=True))
+    return max(found, key=lambda one: one.share, default=None)
+
+
+def kernels_share(e: Evidence) -> float:
+    """The part of a step that goes with a GPU's clock: kernels that are not hidden behind the host's launching.
+
+    GPUs are busy for 1 - idle of what the slowest rank computes. Which of that time launching takes as long is not recorded; as
+    much of it as of the rest is taken to be hidden.
+    """
+    computing_ms = e.work_ms - (e.exposed_ms or 0.0)
+    return computing_ms * (1 - (idle_share(e) or 0.0)) ** 2 / e.typical.step_ms
+
+
+def clocks_lost(e: Evidence, one: Fallen) -> list[float]:
+    """For each epoch the part of its steps that the clocks cost."""
+    clocks = [next((gpu.clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
+    return [kernels_share(e) * one.lost(clock_mhz) for clock_mhz in clocks]
+
+
+def thermal(e: Evidence) -> Cause | None:
+    """A GPU whose clock is lowered by heat or power supply: T' = T - (1 - clock/clock it could have)·kernels.
+
+    Where the clock fell in the course of the run, steps have grown with it: what they have grown by beyond that has another
+    cause, see `slowdown`.
+    """
+    one = fallen(e)
+    if one is None:
         return None
-    fastest, last = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1]
-    before = {gpu.name: gpu for gpu in fastest.gpus}
-    fallen = [(before[gpu.name], gpu) for gpu in last.gpus if gpu.name in before and fell(before[gpu.name], gpu)]
-    if not fallen:
-        return None
-    cool, hot = min(fallen, key=lambda pair: (pair[1].clock_mhz or 0) / (pair[0].clock_mhz or 1))
-    heat = f" at {hot.temperature_c:.0f} °C" if hot.temperature_c else ""
-    steps = e.steps_per_epoch or 1
-    return Finding(
+    part = fmean(latest(clocks_lost(e, one))) if e.epochs else kernels_share(e) * one.share
+    gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
+    reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & LOWERED & gpu.throttle_reasons]
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    change = "cool that GPU (fans, air, power limit; nvidia-smi -q -d PERFORMANCE,TEMPERATURE), or leave it out of the cluster"
+    if one.since_start:
+        return Cause(
+            "thermal throttling",
+            f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}",
+            change,
+            Effect(work_ms=part * e.typical.step_ms),
+        )
+    fastest, last, steps = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1], e.steps_per_epoch or 1
+    return Cause(
         "thermal drift",
-        f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the "
-        f"clock of {hot.name} fell from {cool.clock_mhz:,.0f} to {hot.clock_mhz:,.0f} MHz{heat}",
-        "cool that GPU (fans, air, power limit), or leave it out of the cluster",
-        gain_pct(last.step_ms, fastest.step_ms),
+        f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the clock "
+        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.clock_mhz:,.0f} MHz{heat}{why}",
+        change,
+        Effect(work_ms=part * e.typical.step_ms),
     )
 
 
-def fell(before: GpuUse, after: GpuUse) -> bool:
-    """Whether a GPU's clock is lower than before, and the GPU hot."""
-    hot = bool(after.throttle_reasons & HOT) or (after.temperature_c or 0) >= HOT_C
-    return hot and before.clock_mhz is not None and after.clock_mhz is not None and after.clock_mhz < FALL * before.clock_mhz
+class Growth(NamedTuple):
+    """How a part of the steps grew, from the fastest third of the epochs to the last third."""
+
+    fast_ms: float
+    late_ms: float
+    more_ms: float
+    """What it takes longer in the last third than in the fastest, had the GPUs had the same clocks."""
+    phase: str
+    """The one that grew most, "" where the records do not tell."""
 
 
-def evaluation(e: Evidence) -> Finding | None:
-    """Evaluations that take longer than the student's forward on their images, as training measured it.
+def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Sequence[float] | None = None) -> Growth | None:
+    """How `of` the epochs grew, of which clocks have cost the parts `lost`. None: by no more than epochs differ, or not 5%."""
+    if len(epochs) < FEWEST_EPOCHS:
+        return None
+    lost = lost or [0.0] * len(epochs)
+    fair_ms = [of(epoch) * (1 - part) for epoch, part in zip(epochs, lost, strict=True)]
+    order = sorted(range(len(epochs)), key=lambda number: fair_ms[number])
+    fast, late = [epochs[number] for number in order[: third(epochs)]], latest(epochs)
+    fast_ms, late_ms = median(sorted(fair_ms)[: len(fast)]), median(latest(fair_ms))
+    differences = [abs(after - before) for before, after in pairwise(fair_ms)]
+    if late_ms - fast_ms < max(SURE * median(differences), LEAST_PCT / 100 * median(epoch.step_ms for epoch in late)):
+        return None
 
-    Of an epoch of steps·T + eval, the evaluation could take images/workers · student/b.
+    def phase_ms(some: Sequence[EpochUse], name: str) -> float:
+        return fmean(epoch.phases_ms.get(name, 0.0) for epoch in some)
+
+    phase = max(late[-1].phases_ms, key=lambda name: phase_ms(late, name) - phase_ms(fast, name), default="")
+    more_ms = fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))
+    return Growth(median(map(of, fast)), median(map(of, late)), max(0.0, more_ms), phase)
+
+
+def computing_ms(epoch: EpochUse) -> float:
+    """A step but for its waits for images: what grows behind a loader, or a copy to the GPU, that is slower still."""
+    copied_ms = epoch.phases_ms.get("h2d", 0.0) if epoch.gpus else 0.0
+    return epoch.step_ms - data_ms(epoch) - copied_ms
+
+
+def data_ms(epoch: EpochUse) -> float:
+    """A step's data phase."""
+    return epoch.phases_ms.get("data", 0.0)
+
+
+def third(epochs: Sequence[Any]) -> int:
+    """How many epochs are a third of them; one at least."""
+    return max(1, len(epochs) // 3)
+
+
+def latest(epochs: Sequence[Item]) -> Sequence[Item]:
+    """The last third."""
+    return epochs[-third(epochs) :]
+
+
+def as_it_is_now(e: Evidence) -> Evidence:
+    """A run whose steps have grown, by more than epochs differ: with the phases of the last third of its epochs.
+
+    Those are known of one rank; the others' are taken to have grown alike.
     """
-    if not e.epochs or not e.steps_per_epoch:
+    if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
+        return e
+
+    def ratio(of: Callable[[EpochUse], float]) -> float:
+        whole = fmean(of(epoch) for epoch in e.epochs)
+        return fmean(of(epoch) for epoch in latest(e.epochs)) / whole if whole else 1.0
+
+    def of_phase(name: str) -> Callable[[EpochUse], float]:
+        return lambda epoch: epoch.phases_ms.get(name, 0.0)
+
+    step, exposed_ms = ratio(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
+    times = {phase: ratio(of_phase(phase)) for phase in PHASES}
+
+    def grown(rank: RankTimes) -> RankTimes:
+        phases = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in times.items()}
+        wait_ms, late_ms = rank.allreduce_wait_ms, rank.loader_wait_ms
+        if wait_ms is not None:  # for other ranks; the network is as it was
+            wait_ms = exposed_ms + max(0.0, wait_ms - exposed_ms) * times["backward"]
+        return replace(
+            rank,
+            **phases,
+            step_ms=rank.step_ms * step,
+            allreduce_wait_ms=wait_ms,
+            loader_wait_ms=late_ms * times["data"] if late_ms is not None else None,
+        )
+
+    clock = replace(e.clock, train_s=e.clock.train_s * step) if e.clock is not None else None
+    return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
+
+
+def slowdown(e: Evidence) -> Cause | None:
+    """What steps compute, or their wait for images, grew in the course of the run by more than the clocks did: T' = T - that.
+
+    Nothing of it can be mended in the experiment; it is named with what to look at. The growth has to stand out of what epochs
+    differ by, and to be there in the last third of them.
+    """
+    one = fallen(e)
+    lost = clocks_lost(e, one) if one is not None and not one.since_start else None
+    computing, loading = growth(e.epochs, computing_ms, lost), growth(e.epochs, data_ms)
+    grown, steps = computing or loading, e.steps_per_epoch or 1
+    if grown is None:
+        return None
+    part_ms = grown.more_ms / fmean(epoch.step_ms for epoch in latest(e.epochs)) * e.typical.step_ms
+    clocks = f"; lower clocks cost {100 * lost[-1]:.0f}% of a step, the rest has another cause" if lost and lost[-1] else ""
+    most = f", most of it in {grown.phase}" if grown.phase else ""
+    where = "who else uses these GPUs (nvidia-smi)" if e.on_gpu else "who else uses these cores (top)"
+    return Cause(
+        "slowdown",
+        f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} to "
+        f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: another job on the node, perhaps; the records do not tell",
+        f"see to {where if computing else 'the disk, the network and the cores that the loader shares'} while it goes on, then "
+        "measure again",
+        Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
+    )
+
+
+def evaluation(e: Evidence) -> Cause | None:
+    """Evaluations that take much of an epoch: with one in k epochs, k the least for which they take 5%, they cost 1/k."""
+    if not e.eval_s or not e.steps_per_epoch:
         return None
     step = e.typical
-    eval_s = sum(epoch.eval_s for epoch in e.epochs) / len(e.epochs)
+    steps_s = e.steps_per_epoch * step.step_ms / 1e3
     could_s = e.val_images / e.num_workers * step.student_ms / e.rank_batch / 1e3
-    epoch_s = e.steps_per_epoch * step.step_ms / 1e3 + eval_s
-    return Finding(
+    every = max(2, math.ceil(e.eval_s / (LEAST_PCT / 100 * steps_s)))
+    if e.num_epochs is not None:
+        every = min(every, max(1, e.num_epochs // e.evaluate_every))
+    threads = 2 * max(1, e.loader_workers)
+    loading = (
+        "" if could_s > 0.5 * e.eval_s else f", or load its images faster: --set data.loader_workers={threads}, or distill pack"
+    )
+    return Cause(
         "evaluation",
-        f"evaluating {e.val_images:,.0f} images takes {eval_s:.1f} s of an epoch's {epoch_s:.1f} s; the student's forward on "
-        f"them takes {could_s:.1f} s, the rest is loading",
-        f"--set data.loader_workers={2 * max(1, e.loader_workers)}, or pack the images (distill pack --max-side)",
-        gain_pct(epoch_s, epoch_s - (eval_s - could_s)),
+        f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s beside the {steps_s:.1f} s of an epoch's steps; the "
+        f"student's forward on them takes {could_s:.1f} s",
+        f"--set train.evaluate_every={every * e.evaluate_every}{loading}",
+        Effect(outside_ms=1e3 * e.eval_s / e.steps_per_epoch * (1 - 1 / every)),
+    )
+
+
+def checkpoints(e: Evidence) -> Cause | None:
+    """Checkpoints are written while nothing is trained."""
+    if e.clock is None or not e.clock.train_s:
+        return None
+    return Cause(
+        "checkpoints",
+        f"checkpoints take {e.clock.checkpoint_s:.1f} of {e.clock.wall_s:.1f} s",
+        "--set train.checkpoint_every to more steps, where an epoch has several, or a runs' folder on a faster disk",
+        Effect(outside_ms=e.typical.step_ms * e.clock.checkpoint_s / e.clock.train_s),
+    )
+
+
+def between_epochs(e: Evidence) -> Cause | None:
+    """Reports and checks at the end of an epoch."""
+    if e.clock is None or not e.clock.train_s:
+        return None
+    return Cause(
+        "between epochs",
+        f"what lies between steps, evaluations and checkpoints takes {e.clock.other_s:.1f} of {e.clock.wall_s:.1f} s",
+        "epochs as short as these pay for their beginning and end: fewer workers, or more steps an epoch (a smaller batch)",
+        Effect(outside_ms=e.typical.step_ms * e.clock.other_s / e.clock.train_s),
     )

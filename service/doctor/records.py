@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from service.doctor.evidence import EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
+from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.experiment import Experiment, Resolved
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, StageDir, final_names, read_lines
+from trainables.phases import PHASES
+from trainables.rundir import RunDir, StageDir, read_lines
 
 Metrics = Mapping[str, float]
+_LOADER = ("image_ms", "read_wait_ms", "cpu_ms", "core_wait_ms", "threads")
+_CLOCK = ("train_s", "eval_s", "checkpoint_s", "other_s")
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,21 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> 
         names = ("student", *reversed(resolved.experiment.preparation))
         cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
     if not cases:
-        raise ExperimentError(
-            f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
-        )
+        raise ExperimentError(_nothing_timed(run_dir, result))
     return cases
+
+
+def _nothing_timed(run_dir: RunDir, result: Mapping[str, Any]) -> str:
+    """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
+    parts = result.get("trials" if result["kind"] == "sweep" else "stages", [])
+    over = [part for part in parts if part["status"] not in ("running", "pending", "untested")]
+    if not over:
+        return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
+    counts = Counter(part["status"] for part in over)
+    counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    what = "trials" if result["kind"] == "sweep" else "stages"
+    reason = next((f"; the first reason: {part['reason']}" for part in over if part.get("reason")), "")
+    return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
 
 
 def _trial(resolved: Resolved, run_dir: RunDir, row: Mapping[str, Any]) -> Case:
@@ -59,8 +74,7 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: Mapping[str, Any], n
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
     lines, metrics = read_lines(stage.metrics), _summary(stage)
-    last: Metrics = next((line["metrics"] for line in reversed(lines) if "train/phase/step_ms" in line["metrics"]), {})
-    metrics = metrics or {name.removeprefix("train/"): value for name, value in last.items()}
+    metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
     if "phase/step_ms" not in metrics:
         return None
     evidence = evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
@@ -74,6 +88,11 @@ def _summary(stage: StageDir) -> dict[str, float]:
         return {}
 
 
+def plain(metrics: Metrics) -> dict[str, float]:
+    """A line's metrics by the names that a summary has: those of log lines begin with `train/`, those of epochs with `epoch/`."""
+    return {name.removeprefix("epoch/").removeprefix("train/"): value for name, value in metrics.items()}
+
+
 def evidence_of(
     experiment: Experiment, metrics: Metrics, lines: Iterable[Mapping[str, Any]] = (), loader_workers: int | str = 1
 ) -> Evidence:
@@ -81,6 +100,7 @@ def evidence_of(
     lines = list(lines)
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
+    samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
     nodes = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
     return Evidence(
         global_batch=experiment.data.global_batch_size,
@@ -88,62 +108,79 @@ def evidence_of(
         loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
         accumulate=experiment.optim.accumulate,
         precision=experiment.precision,
+        exposed_ms=metrics.get("phase/allreduce_ms"),
         decodes_on_device=experiment.data.decodes_on_device,
-        loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in ("image_ms", "read_ms", "cpu_ms", "threads")})
-        if "loader/image_ms" in metrics else None,
+        prefetch_batches=experiment.data.prefetch_batches,
+        loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+        if all(f"loader/{name}" in metrics for name in _LOADER) else None,
+        copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
         further_image_ms=metrics.get("further_image_ms"),
-        nodes=tuple(NodeUse(metrics.get(f"node{n}/cpu_pct"), metrics.get(f"node{n}/disk_read_mib_per_s")) for n in nodes),
+        nodes=tuple(
+            NodeUse(*(metrics.get(f"node{n}/{name}") for name in ("cpu_pct", "disk_read_mib_per_s", "swap_in_mib_per_s")))
+            for n in nodes
+        ),
         gpus=_gpus(metrics),
         peak_memory_mib=metrics.get("peak_memory_mib"),
         gpu_memory_mib=metrics.get("gpu_memory_mib"),
         steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
+        train_images=int(samples) if samples else None,
+        num_epochs=int(start["epochs"]) if "epochs" in start else None,
+        evaluate_every=getattr(experiment.train, "evaluate_every", 1),
+        compiled=experiment.train.compile,
+        clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
         val_images=evaluated[-1] if evaluated else 0.0,
-        epochs=_epochs(lines),
+        epochs=epochs,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
     )  # fmt: skip
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
     """Each rank's times; where they are not recorded, the means for every one."""
-    names = [field.name for field in fields(RankTimes) if not field.name.startswith("allreduce")]
 
-    def times(prefix: str) -> RankTimes:
-        return RankTimes(
-            **{name: metrics.get(f"{prefix}/{name}", 0.0) for name in names},
-            allreduce_wait_ms=metrics.get(f"{prefix}/allreduce_wait_ms"),
-            allreduce_wait_p50_ms=metrics.get(f"{prefix}/allreduce_wait_p50_ms"),
-            allreduce_wait_error_ms=metrics.get(f"{prefix}/allreduce_wait_error_ms"),
-        )
+    def times(name_of: Callable[[str], str]) -> RankTimes:
+        """A phase that nothing is recorded of took no time; what has a default may be unknown."""
+        known = {field.name: metrics.get(name_of(field.name)) for field in fields(RankTimes)}
+        needed = {field.name: 0.0 for field in fields(RankTimes) if field.default is MISSING}
+        return RankTimes(**needed | {name: value for name, value in known.items() if value is not None})
 
     if "rank0/step_ms" in metrics:
-        return tuple(times(f"rank{rank}") for rank in range(num_workers) if f"rank{rank}/step_ms" in metrics)
-    return (times("phase"),) * num_workers
+        ranks = [rank for rank in range(num_workers) if f"rank{rank}/step_ms" in metrics]
+        return tuple(times(f"rank{rank}/{{}}".format) for rank in ranks)
+    return (times(lambda name: name.replace("_", "/", 1) if name.startswith("loader_") else f"phase/{name}"),) * num_workers
 
 
 def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
     names = {m[0] for name in metrics if (m := re.match(r"node\d+/gpu\d+(?=/)", name))}
     return tuple(
         GpuUse(
-            name, metrics.get(f"{name}/util_pct"), metrics.get(f"{name}/temperature_c"), metrics.get(f"{name}/sm_clock_mhz"),
-            int(metrics.get(f"{name}/throttle_reasons", 0)),
+            name,
+            util_pct=metrics.get(f"{name}/util_pct"),
+            temperature_c=metrics.get(f"{name}/temperature_c"),
+            clock_mhz=metrics.get(f"{name}/sm_clock_mhz"),
+            clock_limit_mhz=metrics.get(f"{name}/sm_clock_limit_mhz"),
+            throttle_reasons=int(metrics.get(f"{name}/throttle_reasons", 0)),
+            throttled_pct=metrics.get(f"{name}/throttled_pct"),
         )
         for name in sorted(names)
-    )  # fmt: skip
+    )
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
-    """The epochs that ended, each with the mean of its steps as its log lines have it."""
+    """The epochs that ended, each with the mean of its steps and their phases as its log lines have it."""
     found, before = list[EpochUse](), 0
-    total_ms, count = 0.0, 0
+    total_ms, count = dict.fromkeys((*PHASES, "step"), 0.0), 0
     for line in lines:
-        metrics, step = line["metrics"], int(line["step"])
+        metrics, step = plain(line["metrics"]), int(line["step"])
         if line["kind"] == "step":
-            if "train/phase/step_ms" in metrics and step > before:
-                total_ms += metrics["train/phase/step_ms"] * (step - before)
+            if "phase/step_ms" in metrics and step > before:
+                for phase in total_ms:
+                    total_ms[phase] += metrics.get(f"phase/{phase}_ms", 0.0) * (step - before)
                 count += step - before
             before = step
         elif line["kind"] == "epoch" and count:
-            found.append(EpochUse(total_ms / count, metrics.get("epoch/eval_s", 0.0), _gpus(final_names(metrics))))
-            total_ms, count = 0.0, 0
+            means_ms = {phase: total / count for phase, total in total_ms.items()}
+            step_ms = means_ms.pop("step")
+            found.append(EpochUse(step_ms, metrics.get("eval_s", 0.0), _gpus(metrics), means_ms))
+            total_ms, count = dict.fromkeys(total_ms, 0.0), 0
     return tuple(found)

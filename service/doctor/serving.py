@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 
-from service.doctor.evidence import Evidence, Finding, gain_pct
+from service.doctor.evidence import Cause, Effect, Evidence
 
 
 def hiding(teacher_ms: float, rest_ms: float, workers: int) -> int:
@@ -61,7 +61,7 @@ def advice(e: Evidence) -> str:
     )
 
 
-def service_waits(e: Evidence) -> Finding | None:
+def service_waits(e: Evidence) -> Cause | None:
     """Steps that wait for `teacher.service`: it is busy all the time, and m actors need m·T for what a step asks of them.
 
     Without the wait w a step takes s = T - w, which m' = ⌈m·T/s⌉ actors would allow: T' = max(s, m·T/m'). Nothing where none is.
@@ -72,10 +72,10 @@ def service_waits(e: Evidence) -> Finding | None:
     rest_ms = max(step.step_ms - step.teacher_ms, 1e-9)
     work_ms = e.teacher_actors * step.step_ms
     actors = hiding(work_ms, rest_ms, 1)
-    return Finding(
+    return Cause(
         "service-bound",
         f"a step waits {step.teacher_ms:.1f} of its {step.step_ms:.1f} ms for the teacher's service",
         f"--set teacher.service={actors}; or, where images repeat or runs follow, keep the answers (--set teacher.cache=FOLDER "
         "in its place)",
-        gain_pct(step.step_ms, served_ms(work_ms, rest_ms, 1, actors)),
+        Effect(work_ms=step.step_ms - served_ms(work_ms, rest_ms, 1, actors)),
     )

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from service.doctor.evidence import LEAST_PCT, Evidence, Finding
+from service.doctor.feeding import SWAPS_MIB_PER_S, swap_mib_per_s
 from service.doctor.records import Case
 from service.doctor.rules import findings
 from trainables.phases import PHASES
@@ -30,6 +31,12 @@ def tell(cases: Sequence[Case]) -> list[str]:
 
 def headline(finding: Finding) -> str:
     """Cause, gain and sentence."""
+    if finding.after is not None:
+        return f"then {finding.cause}, both together {finding.gain_pct:.0f}% to gain: {finding.sentence}"
+    if " and " in finding.cause:
+        return (
+            f"{finding.cause}, {finding.gain_pct:.0f}% to gain by both together, by one alone next to nothing: {finding.sentence}"
+        )
     return f"{finding.cause}, {finding.gain_pct:.0f}% to gain: {finding.sentence}"
 
 
@@ -56,11 +63,20 @@ def notes(e: Evidence) -> list[str]:
     if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
         share = 100 * step.teacher_ms / step.step_ms
         said.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
-    if e.epochs and e.steps_per_epoch:
-        eval_s = sum(epoch.eval_s for epoch in e.epochs) / len(e.epochs)
-        share = 100 * eval_s / (eval_s + e.steps_per_epoch * step.step_ms / 1e3)
-        if share > LEAST_PCT:
-            said.append(f"evaluations take {share:.0f}% of the time")
+    if e.clock is not None and e.clock.wall_s > 0:
+        parts = {
+            "steps": e.clock.train_s,
+            "evaluation": e.clock.eval_s,
+            "checkpoints": e.clock.checkpoint_s,
+            "the rest": e.clock.other_s,
+        }
+        shares = ", ".join(f"{name} {100 * part_s / e.clock.wall_s:.0f}%" for name, part_s in parts.items())
+        said.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
+    elif e.eval_s and e.steps_per_epoch:
+        share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
+        said.append(f"evaluations take {share:.0f}% of the time")
+    if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
+        said.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
         said.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
     return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class Bench:
             "train.telemetry_every_s=0.2", "tracking.enabled=false",
         ]  # fmt: skip
 
-    def run(self, num_workers: int, batch: int, fault: str | None = None, extra_s: float = 0.0, sets: Sequence[str] = ()) -> Case:
-        """`batch` images a worker; the fault adds `extra_s` to a step."""
+    def run(self, num_workers: int, batch: int, faults: Mapping[str, float] | None = None, sets: Sequence[str] = ()) -> Case:
+        """`batch` images a worker; each fault adds so many seconds to a step, if it is one that is put in from outside."""
         self._serial += 1
         overrides = [*self._base, f"scale.num_workers={num_workers}", f"data.global_batch_size={batch * num_workers}", *sets]
         resolved = load("digits", overrides)
@@ -57,7 +57,7 @@ class Bench:
         run_dir.root.mkdir()
         begin(resolved, "train", run_dir, self._folder)
         config = resolved.experiment.stage("student", run_dir.stage("student").root, {})
-        self._ranks.run(num_workers, train_rank, config, fault, extra_s)
+        self._ranks.run(num_workers, train_rank, config, dict(faults or {}))
         summary = json.loads(run_dir.stage("student").result.read_text())
         result = json.loads(run_dir.result.read_text())
         stage = {"stage": "student", "model": config.model, "status": "ok", "reason": "", "restarts": 0, "checkpoint": None}
@@ -69,10 +69,10 @@ class Bench:
 
     def ms_per_image(self, case: Case) -> float:
         """As a user would measure it: wall time over images."""
-        return case.evidence.typical.step_ms / case.evidence.global_batch
+        return (case.evidence.typical.step_ms + case.evidence.outside_ms) / case.evidence.global_batch
 
 
-def train_rank(group: Group, config: TrainConfig, fault: str | None, extra_s: float) -> None:
+def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
     """What `trainables.worker.train_loop_per_worker` does, without Ray."""
     from trainables.worker import NodeTelemetry
 
@@ -86,10 +86,11 @@ def train_rank(group: Group, config: TrainConfig, fault: str | None, extra_s: fl
                 file.write(json.dumps({**line, "metrics": metrics}) + "\n")
 
     with NodeTelemetry(config, group) as telemetry, contextlib.closing(build(config, group, report, telemetry.snapshot)) as job:
-        undo = FAULTS[fault](job, extra_s) if fault else (lambda: None)
+        undone = [FAULTS[fault](job, extra_s) for fault, extra_s in faults.items() if fault in FAULTS]
         try:
             summary = loop.run(job)
         finally:
-            undo()
+            for undo in undone:
+                undo()
     if group.is_main:
         write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": summary, "history": []})

@@ -11,7 +11,7 @@ import torch
 from trainables import telemetry
 from trainables.telemetry import GPU_FIELDS, Telemetry, decode_throttle, read_gpus, visible_gpus
 
-NODE = {"cpu_pct", "memory_mib", "disk_read_mib_per_s"}
+NODE = {"cpu_pct", "memory_mib", "disk_read_mib_per_s"} | ({"swap_in_mib_per_s"} if psutil.swap_memory().total else set())
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -88,7 +88,7 @@ def test_a_field_that_a_device_does_not_support_is_left_out(monkeypatch: pytest.
     for field in GPU_FIELDS:
         monkeypatch.setitem(GPU_FIELDS, field, unsupported if field in ("util_pct", "power_w") else lambda gpu: 7)
     found = dict(read_gpus(["a MIG slice"]))
-    assert set(found) == {f"gpu0/{field}" for field in GPU_FIELDS} - {"gpu0/util_pct", "gpu0/power_w"}
+    assert set(found) == {f"gpu0/{field}" for field in (*GPU_FIELDS, "throttled_pct")} - {"gpu0/util_pct", "gpu0/power_w"}
 
 
 def test_a_run_shorter_than_the_interval_still_has_a_sample() -> None:
@@ -142,6 +142,32 @@ def test_disk_reads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = wait_for_sample(sampler)
     sampler.stop()
     assert 1 < found["disk_read_mib_per_s"] <= 10
+
+
+def test_what_comes_back_from_swap_space_is_a_rate_and_absent_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = psutil.swap_memory()
+    monkeypatch.setattr(psutil, "swap_memory", lambda: swap._replace(total=0))
+    assert "swap_in_mib_per_s" not in dict(telemetry._Node().read())
+    read = iter((0, 50 * 2**20))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: swap._replace(total=2**30, sin=next(read, 50 * 2**20)))
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
+    node = telemetry._Node()
+    node._before = {"swap_in": 0.0}
+    time.sleep(0.1)
+    assert 100 < dict(node.read())["swap_in_mib_per_s"] <= 500
+
+
+def test_the_share_of_the_time_in_which_heat_or_power_supply_lowered_a_clock_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cap (0x4) is the usual state of a GPU that works."""
+    sampler = Telemetry(every_s=60)
+    for bits in (0x4, 0x24, 0x0, 0x80):
+        for field in GPU_FIELDS:
+            monkeypatch.setitem(GPU_FIELDS, field, lambda gpu, bits=bits: bits)
+        sampler._window.add(dict(read_gpus(["a GPU"])))
+    found = sampler.snapshot()
+    assert found["gpu0/throttled_pct"] == 50
+    assert found["gpu0/throttle_reasons"] == 0xA4
+    assert "gpu0/throttled_max_pct" not in found
 
 
 def test_sampling_costs_under_a_hundredth_of_a_core() -> None:

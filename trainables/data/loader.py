@@ -197,11 +197,12 @@ class Loader:
                 waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
                 parts = [outcome(part) for part in pending[0].parts]
                 now_s = time.perf_counter()
+                wait_s = now_s - asked_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
                 if self._auto and given_s is not None:
-                    decode_s, wait_s = sum(part.took_s for part in parts), now_s - asked_s if waits else 0.0
+                    decode_s = sum(part.took_s for part in parts)
                     self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
-                self.costs.add(len(ready.labels_B), parts)
+                self.costs.add(len(ready.labels_B), parts, wait_s)
                 given_s = now_s
                 pending.popleft()
                 yield ready

@@ -6,7 +6,7 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -35,8 +35,15 @@ class DeviceBatch(NamedTuple):
             torch.cuda.current_stream(self.images_BCHW.device).wait_event(self.copied)
 
 
-def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch: int = 0) -> Generator[DeviceBatch, None, None]:
+def on_device(
+    batches: Generator[Batch, None, None],
+    device: torch.device,
+    epoch: int = 0,
+    copied: Callable[[float], None] = lambda seconds: None,
+) -> Generator[DeviceBatch, None, None]:
     """The loader's batches on `device`; closing this closes `batches`. On the CPU they pass through as they are.
+
+    `copied` is called with the seconds that each copy has taken on the device, its decoding there included.
 
     On a GPU, batch k+1 is copied on a stream of its own while the step on batch k runs: it is taken from the loader before k
     is given out, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
@@ -49,7 +56,7 @@ def on_device(batches: Generator[Batch, None, None], device: torch.device, epoch
     on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
     """
     with contextlib.closing(batches):
-        yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch)
+        yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch, copied)
 
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
@@ -79,6 +86,7 @@ class _Coming(NamedTuple):
     """A batch whose copy has begun."""
 
     batch: DeviceBatch
+    began: torch.cuda.Event
     copied: torch.cuda.Event
     undecoded: Undecoded | None
     decoded: Future[dict[int, str]] | None
@@ -90,7 +98,9 @@ class _Coming(NamedTuple):
         return _without(self.decoded.result(), self.batch, self.undecoded)
 
 
-def _copy_ahead(batches: Generator[Batch, None, None], device: torch.device, epoch: int) -> Generator[DeviceBatch, None, None]:
+def _copy_ahead(
+    batches: Generator[Batch, None, None], device: torch.device, epoch: int, copied: Callable[[float], None]
+) -> Generator[DeviceBatch, None, None]:
     stream = torch.cuda.Stream(device)
     coming: _Coming | None = None
     try:
@@ -102,6 +112,7 @@ def _copy_ahead(batches: Generator[Batch, None, None], device: torch.device, epo
                 if coming and ready:
                     yield ready
                     coming.copied.synchronize()  # type: ignore[no-untyped-call]
+                    copied(coming.began.elapsed_time(coming.copied) / 1e3)  # type: ignore[no-untyped-call]
                 coming = following
             if coming:
                 yield coming.arrive()
@@ -120,12 +131,15 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
     tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.indices_B)]
     images_BCHW, labels_B, indices_B = tensors
     undecoded = batch.undecoded
+    began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
+        began.record(stream)
         if undecoded is None or len(undecoded.regions) < len(images_BCHW):
             images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
         labels_B.copy_(batch.labels_B, non_blocking=True)
         indices_B.copy_(batch.indices_B, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the CPU belongs to the loader's threads
+    # It sleeps who waits for it: the CPU belongs to the loader's threads.
+    copied = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     decoded = None
     if undecoded is None:
         copied.record(stream)
@@ -133,7 +147,7 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
     known_B = batch.indices_B.clone()  # the loader's memory is used again
     ready = DeviceBatch(images_BCHW, labels_B, indices_B, known_B, epoch, batch.position, copied)
-    return _Coming(ready, copied, undecoded, decoded)
+    return _Coming(ready, began, copied, undecoded, decoded)
 
 
 def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:

@@ -16,7 +16,6 @@ Shapes: B batch, C channels, H W positions.
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Positive
-from trainables.errors import ExperimentError
+from trainables.errors import ExperimentError, near
 from trainables.methods.contract import Method, Samples, Seen, Setting
 from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
@@ -93,8 +92,8 @@ def _check_frozen(names: tuple[str, ...], student: nn.Module) -> None:
     modules = {name: module for name, module in student.named_modules() if name}
     for name in names:
         if name not in modules:
-            near = difflib.get_close_matches(name, modules, n=1)
-            instead = f"did you mean {near[0]}?" if near else f"it has {', '.join(dict(student.named_children()))}"
+            similar = near(name, modules)
+            instead = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(dict(student.named_children()))}"
             raise ExperimentError(f"distill.options.ab.init_frozen: the student has no module {name!r}; {instead}")
     frozen = {parameter for name in names for parameter in modules[name].parameters()}
     if names and frozen.issuperset(body_parameters(student)):

@@ -87,6 +87,17 @@ def test_every_step_sees_its_own_batch_however_far_the_thread_is_ahead(pin_memor
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_seconds_of_each_copy_are_told_without_the_wait_for_the_step_before() -> None:
+    seconds: list[float] = []
+    for batch in on_device(ThriftyLoader((256, 128, 128, 3), True).batches(), torch.device("cuda"), copied=seconds.append):
+        batch.wait()
+        torch.cuda._sleep(30_000_000)  # a step of more than 10 ms
+    assert len(seconds) == NUM_BATCHES - 1  # the last one is waited for on the device alone
+    assert all(0 < took < 0.01 for took in seconds[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_step_that_takes_longer_than_a_copy_does_not_wait_for_it() -> None:
     device = torch.device("cuda")
     loader = ThriftyLoader((256, 224, 224, 3), pin_memory=True)
