@@ -175,7 +175,8 @@ def test_a_sweep_that_has_ended_without_a_timed_step_is_told_what_became_of_it(
         row | {"id": "000", "status": "failed", "reason": "loss is not finite"},
         row | {"id": "001", "status": "oom", "reason": "…"},
     ]
-    write_json(sweep.result, json.loads(sweep.result.read_text()) | {"trials": rows, "status": "failed"})
+    about = {"trials": rows, "status": "failed", "space": {}, "metric": "images_per_s", "mode": "max", "best": None}
+    write_json(sweep.result, json.loads(sweep.result.read_text()) | about)
     code, out, err = run(capsys, "doctor", sweep.root)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "no step was timed in its trials (1 failed, 1 oom); the first reason: loss is not finite; see distill report" in err
