@@ -116,16 +116,15 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
 
 
 def normalize_by_batch(frozen: nn.Module, group: Group, key: str) -> None:
-    """Let the batch norms of a model that is not trained go by the batch of all ranks; its running statistics stay as they are.
+    """Let the batch norms of a model that is not trained go by the batch of all ranks while they are in training mode.
 
-    `key` asked for it.
+    Its running statistics stay as they are. `key` asked for it.
 
     Raises:
         ModelError: see `convert`.
     """
     for module in convert(frozen, group, key, "running").modules():
         if isinstance(module, GlobalBatchNorm):
-            module.train()
             module.momentum = 0.0
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainables.data.loader import Batch
-from trainables.global_batch_norm import takes_none
+from trainables.global_batch_norm import GlobalBatchNorm
 from trainables.methods.contract import Seen
 from trainables.methods.pupil import Reader
 from trainables.models.forward import logits_and_aux
@@ -59,11 +59,13 @@ class Teacher:
         """`gradient`: the answers keep the graph that leads to them, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
-        self._by_batch = takes_none(model)
+        self._by_batch = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
         """See `Answers`: it answers whatever images it is shown."""
-        if self._by_batch:  # which a blank image of a rank without samples is no part of
+        for norm in self._by_batch:  # images that are no samples are no batch either, and a rank may show some on its own
+            norm.train(asked is not None)
+        if self._by_batch:  # a blank image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
         if self._gradient:  # the graph begins somewhere: its parameters are frozen
             images_BCHW = images_BCHW.detach().requires_grad_()

@@ -25,8 +25,10 @@ from trainables.distributed import Group
 from trainables.errors import ExperimentError
 from trainables.loop import train_epoch
 from trainables.models.registry import build_model
+from trainables.one_image import image_costs
 from trainables.rank_pool import Ranks
 from trainables.step import train_step
+from trainables.teacher import Asked
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
@@ -164,11 +166,21 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
     plain: Any = build_model("wrn_16_2", num_classes=10, image_size=8, seed=11).double().train(norm == "batch")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
         teacher: Any = job.learner.teacher
-        found = teacher(drawn(16), 16)[method]
+        found = teacher(drawn(16), 16, Asked(torch.arange(16), 0))[method]
         expected = [*wrn_preacts(plain, drawn(16)), plain(drawn(16))]
         for ours, theirs in zip([*found.features[:3], found.logits_BK], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert not any(mean.any() for name, mean in teacher.model.state_dict().items() if name.endswith("running_mean"))
+
+
+def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        return not group.is_main or image_costs(job.learner, 8)["one_image_ms"] > 0
+
+
+def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: Ranks, tmp_path: Path) -> None:
+    settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
+    assert ranks.run(2, costs_on_the_main_rank_alone, settings) == [True, True]
 
 
 def answered(group: Group, settings: TrainConfig) -> Tensor:
@@ -176,7 +188,7 @@ def answered(group: Group, settings: TrainConfig) -> Tensor:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job, torch.no_grad():
         teacher: Any = job.learner.teacher
         images, rows = (drawn(7), 7) if group.is_main else (torch.zeros(2, 3, 8, 8, dtype=torch.float64), 0)
-        (found,) = teacher(images, rows).values()
+        (found,) = teacher(images, rows, Asked(torch.arange(rows), 0)).values()
         logits: Tensor = found.logits_BK
         return logits
 
