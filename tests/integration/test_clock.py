@@ -88,3 +88,27 @@ def test_a_rank_0_that_dies_between_a_checkpoint_and_its_record_loses_no_record(
     with closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
         steps = [step for (step,) in store.execute("SELECT step FROM metrics WHERE key = 'student/val/top1_pct' ORDER BY step")]
     assert steps == [record["step"] for record in records(run, "epoch")]
+
+
+@pytest.mark.slow
+def test_asha_stops_a_trial_at_an_evaluated_epoch_before_it_has_run_ahead(distill: Distill) -> None:
+    run = distill.runs / "asha"
+    sweep = [
+        "sweep.policy=asha",
+        "sweep.metric=top1_pct",
+        "sweep.num_samples=4",
+        "sweep.grace_epochs=2",
+        "sweep.reduction_factor=2",
+    ]
+    space = 'sweep.space={"optim.lr": [0.05, 0.000001]}'
+    epochs = ["optim.epochs=30", "train.evaluate_every=2"]
+    distill.run("sweep", distill.experiment, "--out", run, *options(*sweep, space, *epochs))
+    rows = result(run)["trials"]
+    assert {row["status"] for row in rows} == {"ok", "stopped"}
+    for row in rows:
+        found = [record["metrics"] for record in records(run / "trials" / row["id"], "epoch")]
+        assert ["val/top1_pct" in epoch for epoch in found] == [number % 2 == 0 for number in range(1, len(found) + 1)]
+        if row["status"] == "stopped":
+            assert len(found) < 30
+            assert row["metrics"]["wall_s"] == pytest.approx(sum(epoch["epoch/wall_s"] for epoch in found))
+            assert row["metrics"]["top1_pct"] == [epoch["val/top1_pct"] for epoch in found if "val/top1_pct" in epoch][-1]
