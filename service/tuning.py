@@ -30,7 +30,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     from ray import tune
 
     if sweep.policy == "asha":
-        assignments = {trial: replace(work, config=judged(work.config)) for trial, work in assignments.items()}
+        assignments = {trial: replace(work, config=reporting_each_epoch(work.config)) for trial, work in assignments.items()}
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
     trainable = tune.with_resources(function, LEADER)
     # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
@@ -63,7 +63,7 @@ def stopper(sweep: SweepConfig) -> ASHAScheduler:
     )  # fmt: skip
 
 
-def judged(config: TrainConfig) -> TrainConfig:
+def reporting_each_epoch(config: TrainConfig) -> TrainConfig:
     """A trial that waits at each epoch until Ray has its report: it must not run ahead of what may end it."""
     return config.model_copy(update={"report_each_epoch": True})
 

@@ -52,7 +52,7 @@ def run(job: Job) -> dict[str, float]:
         several = "losses have optimizers of their own"
         why = several if job.learner.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, why)
-    while progress.epoch < num_epochs(job) and not progress.reached and not is_late(job):
+    while progress.epoch < num_epochs(job) and not progress.reached and not is_time_up(job):
         with job.clock.part("train"):
             train_epoch(job)
         finish_epoch(job)
@@ -64,7 +64,7 @@ def num_epochs(job: Job) -> int:
     return job.learner.init_epochs + job.config.optim.epochs
 
 
-def is_late(job: Job) -> bool:
+def is_time_up(job: Job) -> bool:
     """Whether the time for the training is up before its last epoch; the same on every rank."""
     until_s = job.config.train.until_s
     # Each rank has a clock of its own: rank 0 decides.
@@ -74,7 +74,7 @@ def is_late(job: Job) -> bool:
 def is_evaluated(job: Job, epoch: int) -> bool:
     """Whether a job is evaluated after `epoch` epochs: after every so many of its training, and always after the last one."""
     due = (epoch - job.learner.init_epochs) % job.config.train.evaluate_every == 0
-    return due or epoch == num_epochs(job) or is_late(job)
+    return due or epoch == num_epochs(job) or is_time_up(job)
 
 
 def run_timing(job: Job) -> dict[str, float]:
@@ -295,7 +295,7 @@ def finish_epoch(job: Job) -> None:
             checkpoint.save(job.stage.best, job.state, group)
         checkpoint.save(job.stage.last, job.state, group)
     if group.is_main:
-        say_epoch(job, val, best)
+        log_epoch(job, val, best)
     for name, seconds in epoch_clock(job).items():  # what a checkpoint cannot know of itself
         row[name] += seconds
         record[name] += seconds
@@ -320,7 +320,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
     return val
 
 
-def say_epoch(job: Job, val: dict[str, float], best: bool) -> None:
+def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     """An epoch's line in the log."""
     progress, config = job.state.progress, job.config
     result = "not evaluated"

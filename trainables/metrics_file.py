@@ -53,8 +53,16 @@ class MetricsFile:
             return
         self._started |= kind == "start"
         self._recorded.add((kind, step))
-        self._lines.put({"kind": kind, "stage": self._stage, "step": step, "epoch": epoch,
-                         "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})  # fmt: skip
+        self._lines.put(
+            {
+                "kind": kind,
+                "stage": self._stage,
+                "step": step,
+                "epoch": epoch,
+                "time_ms": time.time_ns() // 1_000_000,
+                "metrics": metrics,
+            }
+        )
 
     def _check(self) -> None:
         if self._failure is not None:

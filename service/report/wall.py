@@ -11,24 +11,33 @@ from service.report.marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILI
 from service.report.records import Row
 
 COLOURS = {
-    "start": GREY, "training": BLUE, "evaluation": GREEN, "checkpoints": ORANGE, "other": PURPLE, "end": SKY,
+    "start": GREY,
+    "training": BLUE,
+    "evaluation": GREEN,
+    "checkpoints": ORANGE,
+    "other": PURPLE,
+    "end": SKY,
     "interruptions": VERMILION,
-}  # fmt: skip
+}
 
 
 def parts(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
 
-    `start` is up to the loop's first step, `end` from its last record on. `interruptions` is what the driver waited beyond all
+    `start` is until the loop begins, `end` from its last record on. `interruptions` is what the driver waited beyond all
     that: restarts, and work that a death took with it.
     """
     m = entry["metrics"]
     if "wall_s" not in m:
         return {}
     found = {
-        "start": entry.get("start_s") or 0.0, "training": m["train_s"], "evaluation": m["eval_s"],
-        "checkpoints": m["checkpoint_s"], "other": m["other_s"], "end": entry.get("end_s") or 0.0,
-    }  # fmt: skip
+        "start": entry.get("start_s") or 0.0,
+        "training": m["train_s"],
+        "evaluation": m["eval_s"],
+        "checkpoints": m["checkpoint_s"],
+        "other": m["other_s"],
+        "end": entry.get("end_s") or 0.0,
+    }
     return found | {"interruptions": max(0.0, entry.get("seconds", 0.0) - sum(found.values()))}
 
 
@@ -62,10 +71,22 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
     for part, colour in COLOURS.items():
         seconds = [found[part] for _, _, found in known]
         if any(one >= 0.001 for one in seconds):
-            tips = [hover(label, f"{part}: {names.short(one)} s, {one / sum(found.values()):.0%}")
-                    for one, (label, _, found) in zip(seconds, known, strict=True)]  # fmt: skip
-            traces.append({"type": "bar", "orientation": "h", "name": part, "x": seconds, "y": labels, "hovertext": tips,
-                           "hoverinfo": "text", "marker": {"color": colour}})  # fmt: skip
+            tips = [
+                hover(label, f"{part}: {names.short(one)} s, {one / sum(found.values()):.0%}")
+                for one, (label, _, found) in zip(seconds, known, strict=True)
+            ]
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": part,
+                    "x": seconds,
+                    "y": labels,
+                    "hovertext": tips,
+                    "hoverinfo": "text",
+                    "marker": {"color": colour},
+                }
+            )
     words = list(filter(None, [sentence(known[main][1])]))
     if "seconds" in run:
         outside_s = run["seconds"] - sum(sum(found.values()) for _, _, found in known)
@@ -73,11 +94,17 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
             f"The run took {names.short(run['seconds'])} s; {names.short(max(0.0, outside_s))} s of them lie outside its stages, "
             "where Ray starts and records are written."
         )
-    table = [[label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
-             for label, _, found in known]  # fmt: skip
+    table = [
+        [label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
+        for label, _, found in known
+    ]
     return Figure(
-        "wall", "Where the wall time goes",
-        " ".join(["Seconds of each stage, from the launch of its workers to its result.", *words]), traces,
+        "wall",
+        "Where the wall time goes",
+        " ".join(["Seconds of each stage, from the launch of its workers to its result.", *words]),
+        traces,
         {"xaxis": {"title": {"text": "s"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
-        ["what", *(f"{part} s" for part in COLOURS), "together s"], table, height=160 + 60 * len(known),
-    )  # fmt: skip
+        ["what", *(f"{part} s" for part in COLOURS), "together s"],
+        table,
+        height=160 + 60 * len(known),
+    )

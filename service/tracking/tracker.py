@@ -109,6 +109,8 @@ def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> li
 def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:
     """MLflow's compare page (its parallel-coordinates plot first) of those runs of `keys` that its store has; "" for none.
 
+    The plot opens on the metric that the first of the runs was first given, see `sender.OPENS_ON`, and on parameters that differ.
+
     `base`: the address of a server, or of the UI that `ui_command` opens.
     """
     spool = Spool(run_dir)

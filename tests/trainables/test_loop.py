@@ -72,8 +72,8 @@ def test_time_before_a_death_counts_once_it_is_in_a_checkpoint(ranks: Ranks, tmp
 
 def evaluated(calls: list[tuple[str, int, dict[str, float]]]) -> list[int]:
     """The epochs that have a validation accuracy on record."""
-    return [number for number, (*_, metrics) in enumerate((call for call in calls if call[0] == "epoch"), start=1)
-            if "val/top1_pct" in metrics]  # fmt: skip
+    epochs = [metrics for kind, _, metrics in calls if kind == "epoch"]
+    return [number for number, metrics in enumerate(epochs, start=1) if "val/top1_pct" in metrics]
 
 
 @pytest.mark.parametrize(("every", "epochs"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4, 6]), (9, [6])])

@@ -58,8 +58,10 @@ def test_no_name_comes_twice_at_a_step(tmp_path: Path) -> None:
     lines = read_lines(StageDir(tmp_path).metrics)
     assert {line["kind"] for line in lines} == {"start", "step", "epoch", "summary"}
     assert set(pairs(lines).values()) == {1}
-    prefixes = {kind: {name.partition("/")[0] for line in lines if line["kind"] == kind for name in line["metrics"]}
-                for kind in ("step", "epoch")}  # fmt: skip
+    prefixes = {
+        kind: {name.partition("/")[0] for line in lines if line["kind"] == kind for name in line["metrics"]}
+        for kind in ("step", "epoch")
+    }
     assert prefixes == {"step": {"train"}, "epoch": {"val", "epoch"}}
 
 
@@ -88,8 +90,11 @@ def test_a_job_that_repeats_steps_records_them_once(tmp_path: Path) -> None:
                 file.add("step", step, 0.5, {"train/loss": loss})
     kinds = [(line["kind"], line["step"], line["metrics"]) for line in read_lines(path)]
     assert kinds == [
-        ("start", 0, {"epochs": 2}), ("step", 1, {"train/loss": 0.5}), ("step", 2, {"train/loss": 0.5}), ("resume", 0, {}),
-    ]  # fmt: skip
+        ("start", 0, {"epochs": 2}),
+        ("step", 1, {"train/loss": 0.5}),
+        ("step", 2, {"train/loss": 0.5}),
+        ("resume", 0, {}),
+    ]
 
 
 @pytest.mark.parametrize("kind", [TypeError, FileExistsError])

@@ -108,8 +108,8 @@ def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, ep
         step |= {"train/phase/data_ms": 1.0, "train/phase/data_min_ms": 0.5, "train/phase/data_max_ms": 9.0}
         lines.append(line("step", 10 * epoch, epoch, begin - 600, step))
         val = {"val/top1_pct": top1, "val/loss": 2.1 / epoch}
-        own = {"train/loss": 2 / epoch, "train_s": m["epoch_s"] * (1 + 0.02 * epoch), "eval_s": 0.3, "checkpoint_s": 0.15,
-               "other_s": 0.05} | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)  # fmt: skip
+        own = {"train/loss": 2 / epoch} | hardware(gpu, row["scale"]["scale.num_workers"], 2.0 * epoch)
+        own |= {"train_s": m["epoch_s"] * (1 + 0.02 * epoch), "eval_s": 0.3, "checkpoint_s": 0.15, "other_s": 0.05}
         for part in PARTS:
             m[f"{part}_s"] = m.get(f"{part}_s", 0.0) + own[f"{part}_s"]
         own["wall_s"] = sum(own[f"{part}_s"] for part in PARTS)

@@ -10,16 +10,29 @@ from service.report.wall import figure, of_trials, parts, sentence
 
 
 def entry(seconds: float, **changed: Any) -> dict[str, Any]:
-    metrics = {"train_s": 60.0, "eval_s": 10.0, "checkpoint_s": 4.0, "other_s": 2.0, "wall_s": 76.0, "epoch_s": 5.5,
-               "epoch_wall_s": 7.6}  # fmt: skip
+    metrics = {
+        "train_s": 60.0,
+        "eval_s": 10.0,
+        "checkpoint_s": 4.0,
+        "other_s": 2.0,
+        "wall_s": 76.0,
+        "epoch_s": 5.5,
+        "epoch_wall_s": 7.6,
+    }
     return {"seconds": seconds, "start_s": 12.0, "end_s": 1.0, "metrics": metrics, **changed}
 
 
 def test_parts_are_the_drivers_clock() -> None:
     undisturbed = parts(entry(89.0))
     assert undisturbed == {
-        "start": 12.0, "training": 60.0, "evaluation": 10.0, "checkpoints": 4.0, "other": 2.0, "end": 1.0, "interruptions": 0.0,
-    }  # fmt: skip
+        "start": 12.0,
+        "training": 60.0,
+        "evaluation": 10.0,
+        "checkpoints": 4.0,
+        "other": 2.0,
+        "end": 1.0,
+        "interruptions": 0.0,
+    }
     assert parts(entry(104.0))["interruptions"] == pytest.approx(15.0)
     assert parts(entry(30.0))["interruptions"] == 0.0  # a resumed stage: its clock knows more than this driver
     assert parts({"metrics": {"steps": 3.0}, "seconds": 9.0}) == {}
