@@ -18,6 +18,7 @@ from service.tracking.spool import Spool
 from tests.integration.conftest import Command, Distill, records, result, title, wait_until
 from tests.trainables.jobs import equal, train
 from trainables import checkpoint
+from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.rank_pool import Ranks
 from trainables.rundir import RunDir
 
@@ -145,3 +146,11 @@ def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed
     assert last.endswith(f"continue with `distill resume {run}`")
     assert "Traceback" not in command.output
     assert result(run)["status"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_worker_that_ray_kills_for_the_nodes_memory_is_out_of_memory_and_not_begun_again(distill: Distill) -> None:
+    greedy = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
+    said = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)
+    assert said.splitlines()[-1] == f"error: {NODE_OUT_OF_MEMORY}"
+    assert "restart" not in said

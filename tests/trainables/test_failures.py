@@ -200,3 +200,22 @@ def test_words_that_do_not_name_memory_are_explained() -> None:
 
 def test_code_that_calls_exit_is_told() -> None:
     assert str(failure_of(SystemExit(0), 1)) == "code of the experiment called sys.exit(0)"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_that_is_full_is_out_of_memory_also_where_cudnn_searches() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        torch.empty(1 << 50, device="cuda")
+    assert kind_of(raised.value) == "out_of_memory"
+    free, _ = torch.cuda.mem_get_info()
+    filled = torch.empty(max(free - (64 << 20), 0), dtype=torch.uint8, device="cuda")
+    torch.backends.cudnn.benchmark = True
+    try:
+        with pytest.raises(RuntimeError) as searched:
+            torch.nn.functional.conv2d(torch.ones(256, 64, 224, 224, device="cuda"), torch.ones(64, 64, 3, 3, device="cuda"))
+        assert kind_of(searched.value) == "out_of_memory"
+    finally:
+        torch.backends.cudnn.benchmark = False
+        del filled
+        torch.cuda.empty_cache()

@@ -132,6 +132,17 @@ def test_no_layer_waits_for_the_device_in_its_forward_or_backward_pass(ranks: Ra
         torch.ones(1).item()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_no_layer_waits_on_a_gpu() -> None:
+    norm, maps = GlobalBatchNorm2d(3, Group()).cuda(), torch.ones(4, 3, 5, 5, device="cuda").requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm(maps).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_on_one_rank_it_is_torchs_batch_norm() -> None:
     ours, torchs = GlobalBatchNorm2d(3, Group()).double(), nn.BatchNorm2d(3).double()
     for _ in range(2):
