@@ -381,8 +381,8 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
 
 @cli.command()
 @click.argument("model")
-@click.option("--image-size", type=click.IntRange(min=1), help="Pixels a side; default: 32 for our models, 224 for the others.")
-@click.option("--num-classes", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--image-size", type=click.IntRange(1, 4096), help="Pixels a side; default: 32 for our models, 224 for the others.")
+@click.option("--num-classes", type=click.IntRange(1, 10**7), default=10, show_default=True)
 @click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
 def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> None:
     """Points of a model that a distillation method can read: their names and shapes."""
@@ -414,7 +414,7 @@ def list_methods(name: str | None) -> None:
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="One of the method's options; may be repeated.")
 @click.option("--student", default="resnet8", show_default=True)
 @click.option("--teacher", default="resnet14", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=1), default=16, show_default=True, help="Pixels a side.")
+@click.option("--image-size", type=click.IntRange(1, 4096), default=16, show_default=True, help="Pixels a side.")
 def check_method(name: str, options: tuple[str, ...], student: str, teacher: str, image_size: int) -> None:
     """Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS.
 
@@ -481,9 +481,11 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
+    from service.places import check_places
     from service.tracking import NO_TELEMETRY, ui_command
     from trainables.errors import ClusterError
 
+    check_places(root, None)
     try:  # MLflow itself would try for ever, and its address show what another server has
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

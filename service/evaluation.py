@@ -19,9 +19,9 @@ from service.plan import absolute
 from service.progress import Display, wait_for
 from service.trees import put
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
 from trainables.failures import WorkersFailedError
-from trainables.models.header import locate
+from trainables.models.header import locate, read_header
 from trainables.rundir import RunDir
 
 CHANGEABLE = ("data", "scale", "precision")
@@ -46,7 +46,11 @@ def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateC
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
-    return fitted(locate(str(checkpoint)) or checkpoint, tree)
+    path = locate(str(checkpoint)) or checkpoint
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+    read_header(path)
+    return fitted(path, tree)
 
 
 def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:

@@ -341,7 +341,7 @@ def _text_of(file: str, where: str) -> str:
             raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
         similar = near(Path(file).stem, recipes())
         hint = f"did you mean {similar[0]}?" if similar else f"recipes: {', '.join(recipes())}"
-        raise ExperimentError(f"{where}: neither a recipe nor a file; {hint}")
+        raise ExperimentError(f"{where or repr(file)}: neither a recipe nor a file; {hint}")
     try:
         if os.path.getsize(file) > MAX_FILE_BYTES:
             raise ExperimentError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB, as no experiment is: give a YAML file")

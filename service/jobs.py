@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import secrets
@@ -61,7 +62,8 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
             raise ExperimentError(
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
             )
-        resolved = load(command[1])  # refuses a wrong experiment here, not minutes later in a log
+        resolved = load(command[1])
+        load(command[1], _checkable(command))  # refuses a wrong experiment here, not minutes later in a log
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
             teacher = resolved.experiment.teacher
@@ -79,6 +81,13 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         else:
             arguments[1] = command[1]
     return arguments
+
+
+def _checkable(command: Sequence[str]) -> list[str]:
+    """The `--set` of a command, but for those of methods: their files may lie on the cluster alone."""
+    after = [text for option, text in itertools.pairwise(command) if option == "--set"]
+    joined = [word.removeprefix("--set=") for word in command if word.startswith("--set=")]
+    return [text for text in (*after, *joined) if not text.startswith("distill.")]
 
 
 def _from_here(path: str) -> str:

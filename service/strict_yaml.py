@@ -13,9 +13,10 @@ MAX_DEPTH = 50
 MAX_REPEATED = 10_000
 """Most values that a document's aliases may stand for beyond those that are written: nine lines can mean billions."""
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, and on, off, yes and no for booleans; YAML 1.2 and every user
-# take the former for numbers and the latter for text (which a section's boolean still takes for what it means).
+# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight and 1:30 for 90;
+# YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_INTEGER = re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _TAG = "tag:yaml.org,2002:"
 
@@ -47,6 +48,13 @@ class _Loader(yaml.SafeLoader):
             _check_size(node)
         return node
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = node.value.replace("_", "")
+        return int(text, 16 if "x" in text else 10)
+
+
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
+
 
 class _Dumper(yaml.SafeDumper):
     pass
@@ -54,10 +62,11 @@ class _Dumper(yaml.SafeDumper):
 
 for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true" is written in quotes
     _side.yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in resolvers if tag != f"{_TAG}bool"]
+        first: [(tag, form) for tag, form in resolvers if tag not in (f"{_TAG}bool", f"{_TAG}int")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     _side.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+0123456789"))
+    _side.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
     _side.add_implicit_resolver(f"{_TAG}bool", _BOOLEAN, list("tTfF"))
 
 

@@ -294,6 +294,29 @@ def test_a_folder_for_logits_that_cannot_be_written_is_refused_before_a_teacher_
         assert refuse("sweep", "digits", *accuracy) == message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", ""], "'': neither a recipe nor a file"),
+        (["evaluate", "nothing", "--data", "digits"], "no checkpoint at nothing: give a .safetensors file"),
+        (["evaluate", "{0}/text", "--data", "digits"], "{0}/text is not a whole safetensors file"),
+        (["methods", "{0}/raises.py:M"], "raises.py:M cannot be loaded (ValueError: two lines)"),
+        (["ui", "--runs", "{0}/text/runs"], "--runs {0}/text/runs cannot be written: {0}/text is not a folder"),
+        (["train", "digits", "--set", "data.path=http://127.0.0.1:9/x"], "there is no such file, or no server answers"),
+    ],
+)
+def test_what_ordinary_users_mistake_is_one_line(arguments: list[str], words: str, refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("text")
+    (tmp_path / "raises.py").write_text("raise ValueError('two\\nlines')\n")
+    assert words.format(tmp_path) in refuse(*(argument.format(tmp_path) for argument in arguments))
+
+
+@pytest.mark.parametrize("option", [("--image-size", "99999999"), ("--num-classes", "999999999999")])
+def test_models_of_sizes_that_nobody_has_are_refused(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("taps", "resnet8", *option) == 2
+    assert f"{option[1]} is not in the range" in capsys.readouterr().err
+
+
 def test_what_a_command_line_quotes_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     long = "k" * 100_000
     for arguments in (["train", "digits", f"--{long}"], [long], ["ui", "--port", long], ["train", long], ["report", long]):
@@ -385,7 +408,7 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
     assert "its class 0 is '0', the data's is 'c0'" in refuse("evaluate", whole, "--data", names)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(whole.read_bytes()[:-9])
-    assert "is damaged" in refuse("evaluate", cut, "--data", "digits")
+    assert "is not a whole safetensors file" in refuse("evaluate", cut, "--data", "digits")
     for override, words in (
         ("data.batch_size=3", "data.batch_size: no such key; did you mean data.global_batch_size?"),
         ("scale.num_workers=0", "scale.num_workers: must be at least 1, not 0"),

@@ -33,6 +33,14 @@ def test_what_is_no_command_of_ours_is_refused_with_those_that_are(tmp_path: Pat
         package(["ui"], tmp_path)
 
 
+def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
+    for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
+        with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):
+            package(["train", "digits", "--set", "seed=1", *wrong], tmp_path)
+    there = ["train", "digits", "--set", "distill.method=/cluster/own.py:Own", "--set", "optim.lr=0.1"]
+    assert package(there, tmp_path) == there
+
+
 def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = "data: {path: digits, image_size: 8}"

@@ -115,7 +115,8 @@ def load(name: str) -> type[Method]:
     try:
         found = pkgutil.resolve_name(*places.values()) if file is None else getattr(_module(file.resolve()), key_of(name))
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        raise ExperimentError(f"distill.method: {name} cannot be loaded ({type(error).__name__}: {error})") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error
     if not (inspect.isclass(found) and issubclass(found, Method)):
         raise ExperimentError(
             f"distill.method: {name} is no method: write a class that inherits from trainables.methods.contract.Method"

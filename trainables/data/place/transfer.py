@@ -118,6 +118,8 @@ def patiently(
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if isinstance(error, OSError) and error.errno and error.strerror:
                 reason = error.strerror
+            elif isinstance(error, FileNotFoundError):  # over HTTP its text is the address, also where no server answers
+                reason = "there is no such file, or no server answers"
             if place.is_lasting(error) or now - failed_at >= place.patience_s:
                 tried = f" for {now - failed_at:.0f} s" if now > failed_at else ""
                 raise DataError(f"data.path: {place.where(name)} cannot be read{tried}: {reason}") from None
