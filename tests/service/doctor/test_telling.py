@@ -85,7 +85,7 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
 def renamed(kind: str, metrics: dict[str, float]) -> dict[str, float]:
     """The names of a line's numbers with the prefix of their kind."""
     prefix = {"step": "train/", "epoch": "epoch/"}.get(kind, "")
-    return {name if name.startswith("val/") else prefix + name: value for name, value in metrics.items()}
+    return {name if name.startswith(("val/", prefix)) else prefix + name: value for name, value in metrics.items()}
 
 
 def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
