@@ -19,7 +19,7 @@ from service.plan import absolute
 from service.progress import Display, wait_for
 from service.trees import put
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.failures import WorkersFailedError
 from trainables.models.header import locate, read_header
 from trainables.rundir import RunDir

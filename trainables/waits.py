@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 import torch
@@ -67,11 +67,12 @@ class AllreduceWait:
 
 
 def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
-    """What the all-reduce itself keeps all ranks waiting: the mean over steps of the least wait of any, from each rank's
-    `by_step`. None without a step that all have sampled.
+    """What the all-reduce itself keeps all ranks waiting: the least wait of any in the median step, from each rank's `by_step`.
+
+    A mean would have the steps in which another program delayed all ranks. None without a step that all have sampled.
     """
     steps = set.intersection(*(set(waits) for waits in by_rank)) if by_rank else set()
-    return fmean(min(waits[step] for waits in by_rank) for step in steps) if steps else None
+    return median(min(waits[step] for waits in by_rank) for step in steps) if steps else None
 
 
 def standard_error(values: Sequence[float]) -> float:

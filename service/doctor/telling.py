@@ -74,7 +74,8 @@ def notes(e: Evidence) -> list[str]:
         said.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
     elif e.eval_s and e.steps_per_epoch:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
-        said.append(f"evaluations take {share:.0f}% of the time")
+        if share > LEAST_PCT:
+            said.append(f"evaluations take {share:.0f}% of the time")
     if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
         said.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:

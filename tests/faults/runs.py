@@ -40,6 +40,7 @@ class Bench:
 
     def __init__(self, ranks: Ranks, folder: Path, steps: int = 20) -> None:
         self._ranks, self._folder, self._serial = ranks, folder, 0
+        self._digits_teacher = write_teacher(folder / "digits_teacher.safetensors", "mlp_small", 10, 8)
         self._base = [
             f"data.path={make_data(folder / 'images')}", f"data.image_size={SIZE}", "data.augment=pad_crop_flip",
             "data.loader_workers=1", "student.model=resnet8", "teacher.model=mlp_small",
@@ -49,9 +50,17 @@ class Bench:
         ]  # fmt: skip
 
     def run(self, num_workers: int, batch: int, faults: Mapping[str, float] | None = None, sets: Sequence[str] = ()) -> Case:
-        """`batch` images a worker; each fault adds so many seconds to a step, if it is one that is put in from outside."""
+        """`batch` images a worker; each fault adds so many seconds to a step, if it is one that is put in from outside.
+
+        `sets` may name `{digits_teacher}`, a teacher of the ten digits.
+        """
         self._serial += 1
-        overrides = [*self._base, f"scale.num_workers={num_workers}", f"data.global_batch_size={batch * num_workers}", *sets]
+        overrides = [
+            *self._base,
+            f"scale.num_workers={num_workers}",
+            f"data.global_batch_size={batch * num_workers}",
+            *(one.format(digits_teacher=self._digits_teacher) for one in sets),
+        ]
         resolved = load("digits", overrides)
         run_dir = RunDir(self._folder / f"run{self._serial}")
         run_dir.root.mkdir()

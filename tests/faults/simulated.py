@@ -279,7 +279,7 @@ def _summary(p: Pipeline, whole: list[Sums]) -> dict[str, float]:
         f"phase/{name}": float(np.mean([rank[name] for rank in ranks])) for name in ranks[0] if not name.startswith("loader")
     }
     if p.workers > 1:
-        found["phase/allreduce_ms"] = float(np.mean(np.min([one.waits_ms for one in whole], axis=0)))
+        found["phase/allreduce_ms"] = float(np.median(np.min([one.waits_ms for one in whole], axis=0)))
         found |= {f"rank{r}/{name}": value for r, rank in enumerate(ranks) for name, value in rank.items()}
     image_ms = sum(one.took_ms for one in whole) / sum(one.steps * p.batch for one in whole)
     nominal_ms = p.read_image_ms * (1 + 50 * p.tail) + p.decode_image_ms + p.lock_image_ms

@@ -148,7 +148,17 @@ HEALTHY: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "two loader threads": (1, BATCH, ("data.loader_workers=2",)),
     "a larger batch": (1, 2 * BATCH, ()),
     "micro-batches": (1, BATCH, ("optim.accumulate=2",)),
-    "digits in memory": (1, BATCH, ("data.path=digits", "data.image_size=8", "data.augment=none", "student.model=resnet20")),
+    "digits in memory": (
+        1,
+        BATCH,
+        (
+            "data.path=digits",
+            "data.image_size=8",
+            "data.augment=none",
+            "student.model=resnet20",
+            "teacher.weights={digits_teacher}",
+        ),
+    ),
     "synthetic images": (1, BATCH, ("data.path=synthetic", "data.synthetic_images=1920", "data.synthetic_classes=4")),
     "synthetic images, two workers": (
         2,
