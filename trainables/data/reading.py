@@ -34,12 +34,22 @@ class Part(NamedTuple):
     core_wait_s: float = 0.0  # of took_s ready to run, while other threads had the cores; 0 where the system does not tell
 
 
+class _SchedulerStatistics(FileIO):
+    """Linux's scheduler statistics of the thread that opens it, whoever reads them; closed when that thread is gone."""
+
+    def __init__(self) -> None:
+        super().__init__("/proc/thread-self/schedstat")
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class _CoreWait(threading.local):
     """How long the calling thread has waited for a free core since it began, from Linux's scheduler statistics."""
 
     def __init__(self) -> None:
         try:
-            self._file: FileIO | None = FileIO("/proc/thread-self/schedstat")  # of the thread that opens it, whoever reads
+            self._file: _SchedulerStatistics | None = _SchedulerStatistics()
         except OSError:
             self._file = None
 

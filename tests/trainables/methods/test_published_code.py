@@ -138,7 +138,7 @@ def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp
 def test_after_the_warm_up_the_rate_is_the_trainings(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
     settings = settings.model_copy(update={"optim": settings.optim.model_copy(update={"schedule": "constant"})})
-    rates = [metrics["lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
+    rates = [metrics["train/lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
     assert [rate for rate, _ in itertools.groupby(rates)] == [0.003, LR]
 
 
