@@ -63,6 +63,8 @@ class Verdict:
     def named(self) -> bool:
         """Whether the first finding is what gains most alone, or both together where neither alone gains."""
         most = max(gain for causes, gain in self.gains_pct.items() if len(causes) == 1)
+        if not self.found:
+            return max(self.gains_pct.values()) < LEAST_PCT + TIE_PCT
         if " and " in self.first:
             return frozenset(self.first.split(" and ")) == self.causes and most < LEAST_PCT + TIE_PCT
         return self.first in self.causes and self.measured_pct >= most - TIE_PCT
