@@ -193,7 +193,7 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
 @pytest.mark.timeout(600)
 def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(distill: Distill) -> None:
     run = distill.runs / "killed-race"
-    keys = ("sweep.metric=time_to_accuracy", "sweep.target_pct=80", "optim.epochs=60", "optim.lr=0.002", "tracking.enabled=true")
+    keys = ("sweep.metric=time_to_accuracy", "sweep.target_pct=80", "optim.epochs=60", "optim.lr=0.001", "tracking.enabled=true")
     space = "sweep.space={scale.num_workers: [1], data.global_batch_size: [16, 32, 64], data.loader_workers: [1]}"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
 
@@ -223,8 +223,8 @@ def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(dis
     assert {row["status"] for row in found["trials"]} <= {"ok", "stopped", "untested"}
     raced = next(row for row in found["trials"] if row["id"] == trial.root.name)
     assert raced["status"] == "ok"
-    before = sum(record["metrics"]["epoch/train_s"] for record in records(trial.root, "epoch")[:done])
-    assert raced["metrics"]["time_to_accuracy_s"] > before
+    before_s = sum(record["metrics"]["epoch/train_s"] for record in records(trial.root, "epoch")[:done])
+    assert raced["metrics"]["time_to_accuracy_s"] >= before_s
     assert found["best"]["metrics"]["top1_pct"] >= 80
     assert found["search"]["why"] in said
     assert not leftovers(run)
