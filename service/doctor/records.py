@@ -126,7 +126,7 @@ def evidence_of(
         steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
-        evaluate_every=getattr(experiment.train, "evaluate_every", 1),
+        evaluate_every=experiment.train.evaluate_every,
         compiled=experiment.train.compile,
         clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
         val_images=evaluated[-1] if evaluated else 0.0,
