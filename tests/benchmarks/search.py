@@ -105,9 +105,9 @@ def search(
     return guided, session, thinking_s
 
 
-def search_one(seed: int, metric: str, peers: tuple[str, ...]) -> Row:
+def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None) -> Row:
     """Ours, then the peers with the same GPU-seconds."""
-    cluster = Cluster(seed)
+    cluster = Cluster(seed, tenant=tenant)
     guided, session, thinking_s = search(cluster, metric)
     return Row(
         seed=seed,
@@ -131,11 +131,12 @@ def search_all(
     peers: tuple[str, ...],
     say: Callable[[Row], None] = lambda row: None,
     processes: int = PROCESSES,
+    tenant: bool | None = None,
 ) -> list[Row]:
-    """A row a seed, in order; the same for the same seeds but for the times."""
+    """A row a seed, in order; the same for the same seeds but for the times. `tenant`: in all clusters, or in none."""
     rows = []
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for row in pool.map(functools.partial(search_one, metric=metric, peers=peers), seeds):
+        for row in pool.map(functools.partial(search_one, metric=metric, peers=peers, tenant=tenant), seeds):
             say(row)
             rows.append(row)
     return rows
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 100), metavar=("FIRST", "END"))
     parser.add_argument("--metric", choices=(*METRICS, FRONT), default="images_per_s")
     parser.add_argument("--alone", action="store_true", help="without the peers")
+    parser.add_argument("--tenant", choices=("yes", "no"), help="in all clusters, or in none (default: in half of them)")
     parser.add_argument("--processes", type=int, default=PROCESSES, metavar="N")
     parser.add_argument("--trace", type=int, metavar="SEED", help="one search, a line a probe")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -264,7 +266,8 @@ def main() -> None:
         trace(args.trace, args.metric)
         return
     peers = () if args.alone or args.metric == FRONT else installed_peers()
-    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes)
+    tenant = None if args.tenant is None else args.tenant == "yes"
+    rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant)
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.simulation.cluster import Cluster, Point, as_figure
-from tests.benchmarks.simulation.session import STEPS, Probe, Session
+from tests.benchmarks.simulation.session import Probe, Session
 
 ETA, RUNGS = 3, (20, 60, 180)
 """Of ASHA and BOHB: a third goes on to three times as many steps."""

@@ -27,7 +27,7 @@ from tests.benchmarks.simulation.parts import (
 
 KINDS = ("decode", "storage", "compute", "network", "memory")
 MIN_POINTS, MAX_POINTS = 320, 700
-NUM_KERNELS = 12
+NUM_KERNELS = 8
 FAILURES = 0.03
 EXTRAS: dict[str, dict[str, dict[str, float]]] = {
     # What a value changes of a point's `Setting`.
@@ -127,7 +127,7 @@ def _plant(rng: np.random.Generator, kind: str, nodes: int, gpus: int) -> Plant:
     loader = Loader(
         decode_s=decode_s,
         decode_cv=rng.uniform(0.3, 0.9),
-        lock_share=float(rng.choice([0.0, rng.uniform(0.0, 0.04)])),
+        lock_share=float(rng.choice([0.0, rng.uniform(0.0, 0.08)])),
         chunk=int(rng.choice([1, 4, 8, 16])),
         whole_batches=bool(rng.random() < 0.2),
         prefetch=int(rng.choice([2, 2, 3, 4])),
@@ -137,7 +137,7 @@ def _plant(rng: np.random.Generator, kind: str, nodes: int, gpus: int) -> Plant:
     fixed_mib = rng.uniform(1200, 3500)
     # The batch that fills a GPU: small where memory is what binds.
     full = _log(rng, 24, 96) if kind == "memory" else _log(rng, 128, 1000)
-    across_nodes = _log(rng, 3e8, 2.5e9) if kind == "network" else _log(rng, 3e9, 2.5e10)
+    across_nodes = _log(rng, 3e8, 2.5e9) if kind == "network" else _log(rng, 1e9, 2.5e10)
     inside = _log(rng, 1.5e9, 6e9) if kind == "network" or rng.random() < 0.4 else _log(rng, 8e9, 1.2e11)
     sockets = 2 if gpus >= 4 and rng.random() < 0.6 else 1
     network = Network(
@@ -188,25 +188,25 @@ def _gpu(rng: np.random.Generator, student_image_s: float) -> Gpu:
         teacher=_kernels(rng, student_image_s * rng.uniform(1.0, 3.5), multiprocessors),
         augment_image_s=_log(rng, 2e-6, 3e-5),
         optimizer_s=_log(rng, 1e-3, 8e-3),
-        odd_batch_loss=float(rng.choice([0.0, rng.uniform(0.03, 0.2)])),
-        algorithm_spread=rng.uniform(0.0, 0.03),
+        odd_batch_loss=float(rng.choice([0.0, rng.uniform(0.05, 0.25)])),
+        algorithm_spread=rng.uniform(0.0, 0.05),
         seed=int(rng.integers(2**31)),
     )
 
 
 def _kernels(rng: np.random.Generator, image_s: float, multiprocessors: int) -> Kernels:
     """Kernels that take `image_s` an image together in a large batch: some cover the GPU with few images, some do not."""
-    share_K = rng.dirichlet(np.full(NUM_KERNELS, 1.5))
+    share_K = rng.dirichlet(np.full(NUM_KERNELS, 0.8))
     counts_K = rng.integers(2, 14, NUM_KERNELS).astype(float)
-    tiles_K: Floats = np.exp(rng.uniform(np.log(0.5), np.log(20.0), NUM_KERNELS))
+    tiles_K: Floats = np.exp(rng.uniform(np.log(0.2), np.log(8.0), NUM_KERNELS))
     return Kernels(counts_K, tiles_K, image_s * share_K * multiprocessors / (counts_K * tiles_K))
 
 
 def _heat(rng: np.random.Generator, nodes: int, gpus: int) -> Heat:
-    """In half of the clusters GPUs throttle, some of them more: those at the top of the rack."""
+    """In six of ten clusters GPUs throttle, some of them more: those at the top of the rack."""
     throttle_NG = np.zeros((nodes, gpus))
-    if rng.random() < 0.5:
-        throttle_NG = rng.uniform(0.02, 0.15) * rng.uniform(0.3, 1.7, (nodes, gpus))
+    if rng.random() < 0.6:
+        throttle_NG = rng.uniform(0.03, 0.25) * rng.uniform(0.3, 1.7, (nodes, gpus))
     return Heat(throttle_NG, threshold=rng.uniform(0.3, 0.7), constant_s=_log(rng, 60.0, 400.0))
 
 
@@ -217,9 +217,9 @@ def _jitter(rng: np.random.Generator, nodes: int, gpus: int) -> Jitter:
     elif rng.random() < 0.1:
         lasting_NG[int(rng.integers(nodes))] *= rng.uniform(1.05, 1.3)
     return Jitter(
-        step_noise=rng.uniform(0.02, 0.08),
+        step_noise=_log(rng, 0.02, 0.15),
         rank_noise=rng.uniform(0.005, 0.03),
-        spike_rate=float(rng.choice([0.0, _log(rng, 1e-4, 2e-3)])),
+        spike_rate=float(rng.choice([0.0, _log(rng, 2e-4, 4e-3)])),
         spike=rng.uniform(0.2, 1.0),
         read_noise=rng.uniform(0.05, 0.3),
         link_noise=rng.uniform(0.05, 0.25),
