@@ -228,18 +228,18 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     ]  # fmt: skip
 
 
-def trace(seed: int, metric: str) -> None:
+def trace(seed: int, metric: str, tenant: bool | None) -> None:
     """A line a probe: when, where, what it brought beside the truth, and who else was there."""
-    cluster = Cluster(seed)
+    cluster = Cluster(seed, tenant=tenant)
     print(f"{cluster.kind}, {cluster.plant.nodes} nodes × {cluster.plant.gpus_per_node} GPUs, {cluster.plant.cpu}")
     print("     clock_s  lean grids  tenant  status  steps  measured_s  truth_s  regret, %  point")
 
     def report(session: Session, point: Point, probe: Probe) -> None:
-        there = cluster.tenant is not None and cluster.tenant.is_there(session.clock_s)
+        there = "there" if cluster.tenant is not None and cluster.tenant.is_there(session.clock_s) else ""
+        regret_pct, values = 100 * cluster.regret(point, metric), ", ".join(str(value) for value in point.values())
         print(
-            f"{session.num_probes:4} {session.clock_s:7.0f}  {session.lean_grids:10.3f}  {'there' if there else '':6}  {probe.status:6}"
-            f"  {len(probe.steps_s):5}  {probe.step_s:10.4f}  {cluster.truth(point):7.4f}  {100 * cluster.regret(point, metric):9.2f}"
-            f"  {', '.join(str(value) for value in point.values())}",
+            f"{session.num_probes:4} {session.clock_s:7.0f}  {session.lean_grids:10.3f}  {there:6}  {probe.status:6}  "
+            f"{len(probe.steps_s):5}  {probe.step_s:10.4f}  {cluster.truth(point):7.4f}  {regret_pct:9.2f}  {values}",
             flush=True,
         )
 
@@ -262,11 +262,11 @@ def main() -> None:
     parser.add_argument("--trace", type=int, metavar="SEED", help="one search, a line a probe")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    tenant = None if args.tenant is None else args.tenant == "yes"
     if args.trace is not None:
-        trace(args.trace, args.metric)
+        trace(args.trace, args.metric, tenant)
         return
     peers = () if args.alone or args.metric == FRONT else installed_peers()
-    tenant = None if args.tenant is None else args.tenant == "yes"
     rows = search_all(range(*args.seeds), args.metric, peers, say, args.processes, tenant)
     print(summary(rows))
     if args.json:

@@ -20,7 +20,7 @@ from tests.benchmarks.simulation.parts import Floats, Load, Setting, Tenant
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
 
 Point = Mapping[str, Any]
-TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 150, 600, 60
+TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 150, 1200, 60
 MIN_FEASIBLE = 40
 CONTENDERS = 0.06
 """Points whose shorter truth is within this of the best's are compared by a longer one."""

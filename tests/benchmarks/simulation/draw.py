@@ -206,8 +206,8 @@ def _heat(rng: np.random.Generator, nodes: int, gpus: int) -> Heat:
     """In six of ten clusters GPUs throttle, some of them more: those at the top of the rack."""
     throttle_NG = np.zeros((nodes, gpus))
     if rng.random() < 0.6:
-        throttle_NG = rng.uniform(0.03, 0.25) * rng.uniform(0.3, 1.7, (nodes, gpus))
-    return Heat(throttle_NG, threshold=rng.uniform(0.3, 0.7), constant_s=_log(rng, 60.0, 400.0))
+        throttle_NG = rng.uniform(0.02, 0.12) * rng.uniform(0.3, 1.7, (nodes, gpus))
+    return Heat(throttle_NG, threshold=rng.uniform(0.3, 0.7), constant_s=_log(rng, 30.0, 200.0))
 
 
 def _jitter(rng: np.random.Generator, nodes: int, gpus: int) -> Jitter:
@@ -241,6 +241,8 @@ def _space(rng: np.random.Generator, kind: str, plant: Plant) -> dict[str, list[
         highest = total * fills * (_log(rng, 0.8, 2.5) if kind == "memory" else _log(rng, 0.3, 1.1))
     else:
         highest = max(total * min(_log(rng, 6, 96), fills), 48.0)
+    if rng.random() < 0.15:  # somebody has tried out what just fits
+        highest = total * fills * rng.uniform(0.96, 1.0)
     num_batches = int(rng.integers(5, 15))
     if rng.random() < 0.4:  # powers of two, as most people write them
         top = int(math.log2(highest))
