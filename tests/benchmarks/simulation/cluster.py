@@ -20,9 +20,9 @@ from tests.benchmarks.simulation.parts import Floats, Load, Setting, Tenant
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
 
 Point = Mapping[str, Any]
-TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 150, 1200, 60
+TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 120, 800, 60
 MIN_FEASIBLE = 40
-CONTENDERS = 0.06
+CONTENDERS = 0.04
 """Points whose shorter truth is within this of the best's are compared by a longer one."""
 METRICS = ("images_per_s", "epoch_s", "gpu_s_per_epoch")
 LEAN_STEPS, WARM_UP_STEPS = 40, 5
@@ -114,8 +114,8 @@ class Cluster:
 
         One start for each num_workers; of each point its set-up, the warm-up and 40 steps.
         """
-        starts_gpu_s = self.plant.start_s * sum({point["scale.num_workers"] for point in self._runs})
-        return starts_gpu_s + sum(point["scale.num_workers"] * self._lean_s(point) for point in self._runs)
+        starts_gpu_s = self.plant.start_s * sum({int(point["scale.num_workers"]) for point in self._runs})
+        return starts_gpu_s + sum(int(point["scale.num_workers"]) * self._lean_s(point) for point in self._runs)
 
     @cached_property
     def lean_grid_s(self) -> float:
@@ -173,7 +173,7 @@ class Cluster:
 
     def regret(self, point: Point | None, metric: str = "images_per_s") -> float:
         """Share that the best point is better by; 1 for none."""
-        best = max(self.figure(other, metric) for other in self.points)
+        best = self._best[metric]
         if point is None or not np.isfinite(self.truth(point)):
             return 1.0
         figure = self.figure(point, metric)
@@ -189,7 +189,8 @@ class Cluster:
 
         found = [point for point in found if np.isfinite(self.truth(point))]
         least = (min((seconds(other, p["scale.num_workers"]) for other in found), default=np.inf) for p in self._runs)
-        return max(1.0 - seconds(p, p["scale.num_workers"]) / time_s for p, time_s in zip(self._runs, least, strict=True))
+        behind = [1.0 - seconds(p, p["scale.num_workers"]) / time_s for p, time_s in zip(self._runs, least, strict=True)]
+        return float(max(behind))
 
     @staticmethod
     def key(point: Point) -> tuple[Any, ...]:
@@ -199,6 +200,10 @@ class Cluster:
     def _runs(self) -> list[Point]:
         return [point for point in self.points if self.status(point) == "ok"]
 
+    @cached_property
+    def _best(self) -> dict[str, float]:
+        return {metric: max(self.figure(point, metric) for point in self._runs) for metric in METRICS}
+
     def _lean_s(self, point: Point) -> float:
         return self.plant.setup_s + (WARM_UP_STEPS + LEAN_STEPS) * self.truth(point)
 
@@ -207,16 +212,17 @@ class Cluster:
         """Of every point; those near the top longer."""
         truths = {self.key(point): np.inf for point in self.points}
         truths |= self._long_runs(self._runs, TRUTH_STEPS)
+        near: list[Point] = []
         for metric in ("images_per_s", "gpu_s_per_epoch"):
-            figures = {self.key(p): as_figure(p, truths[self.key(p)], self.plant.num_images, metric) for p in self._runs}
-            best = max(figures.values())
-            near = [p for p in self._runs if figures[self.key(p)] > best - CONTENDERS * abs(best)]
-            truths |= self._long_runs(near, LONG_TRUTH_STEPS)
+            figures = [as_figure(p, truths[self.key(p)], self.plant.num_images, metric) for p in self._runs]
+            least = max(figures) - CONTENDERS * abs(max(figures))
+            near += [p for p, figure in zip(self._runs, figures, strict=True) if figure > least and p not in near]
+        truths |= self._long_runs(near, LONG_TRUTH_STEPS)
         return truths
 
     def _long_runs(self, points: list[Point], steps: int) -> dict[tuple[Any, ...], float]:
         luck = Luck.draw(self.plant, SETTLE_STEPS + steps, np.random.default_rng([self.seed, 6]))
-        found = {}
+        found: dict[tuple[Any, ...], float] = {}
         for group in _groups(points):
             run = simulate(self.plant, [self.setting(point) for point in group], luck)
             means_P = run.steps_s_TP[SETTLE_STEPS:].mean(0)

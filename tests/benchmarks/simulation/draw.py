@@ -79,7 +79,8 @@ def draw_tenant(seed: int, plant: Plant, whole_s: float) -> tuple[Load, tuple[tu
         return None
     visited_N = rng.random(plant.nodes) < rng.uniform(0.3, 1.0)
     visited_N[int(rng.integers(plant.nodes))] = True
-    busy_N = visited_N * plant.cpu.threads * (rng.uniform(0.2, 0.8) if rng.random() < 0.7 else 0.05)
+    busy = plant.cpu.threads * (rng.uniform(0.2, 0.8) if rng.random() < 0.7 else 0.05)
+    busy_N: Floats = np.where(visited_N, busy, 0.0)
     gpu_NG = np.ones((plant.nodes, plant.gpus_per_node))
     if rng.random() < 0.3:
         gpu_NG[int(rng.choice(np.flatnonzero(visited_N))), int(rng.integers(plant.gpus_per_node))] = rng.uniform(1.15, 1.6)

@@ -92,7 +92,10 @@ def simulate(
     gpus, nodes = min(num_ranks, plant.gpus_per_node), -(-num_ranks // plant.gpus_per_node)
     here_NG = np.arange(nodes * gpus).reshape(nodes, gpus) < num_ranks
     absent_NG = np.where(here_NG, 0.0, -np.inf)
-    num_steps, num_points = len(luck.work_TNG), len(settings)
+    work_TNG, speed_TNG, chance_TNG, stall_s_TNG = (
+        noise_TNG[:, :nodes, :gpus] for noise_TNG in (luck.work_TNG, luck.speed_TNG, luck.chance_TNG, luck.stall_s_TNG)
+    )
+    num_steps, num_points = len(work_TNG), len(settings)
     cpu, loader, storage, network = plant.cpu, plant.loader, plant.storage, plant.network
 
     batch_P = per_point(settings, lambda s: s.batch)
@@ -123,6 +126,7 @@ def simulate(
     busy_PNG = np.broadcast_to(here_NG, (num_points, nodes, gpus)).astype(float)
     warmth_PNG = np.ones_like(busy_PNG) if warmth_NG is None else np.broadcast_to(warmth_NG[:nodes, :gpus], busy_PNG.shape)
     mains_N = here_NG.sum(-1) * cpu.rank_load
+    decoding_P = decode_s_P / (decode_s_P + storage.latency_s)
     alone = plant.alone
     wait_TP, step_TP, speed_TP = (np.empty((num_steps, num_points)) for _ in range(3))
     warmth_TPNG: list[Floats] = []
@@ -131,7 +135,6 @@ def simulate(
         others = alone if load is None else load(float(over_P[0, 0, 0]))
         # What a batch takes: threads share the cores, and readers the storage, as far as both are at work.
         at_work_PNG = busy_PNG * threads_P
-        decoding_P = decode_s_P / (decode_s_P + storage.latency_s)
         running_PN1 = ((at_work_PNG * decoding_P).sum(-1) + mains_N + others.busy_N[:nodes])[..., None]
         stretch_PN1 = cpu.stretch(running_PN1)
         decoding_s_PN1 = decode_s_P * stretch_PN1 * cpu.remote(running_PN1) * lock_P
@@ -144,10 +147,10 @@ def simulate(
         )
         if loader.whole_batches:  # of its rank's share each worker has a part
             share_PN1 = share_PN1 * threads_P
-        work_PNG = np.clip(1.0 + spread_P * luck.work_TNG[t, :nodes, :gpus], 0.3, 1.9)
+        work_PNG = np.clip(1.0 + spread_P * work_TNG[t], 0.3, 1.9)
         own_s_PNG = work_PNG * batch_P * (storage.latency_s + decoding_s_PN1) / together_P
         make_s_PNG = np.maximum(own_s_PNG, bytes_P * share_PN1)
-        stall_PNG = np.where(luck.chance_TNG[t, :nodes, :gpus] < stalls_P, luck.stall_s_TNG[t, :nodes, :gpus], 0.0)
+        stall_PNG = np.where(chance_TNG[t] < stalls_P, stall_s_TNG[t], 0.0)
         # The queue.
         if one_at_once:
             free_PNG = np.maximum(made_HPNG[(t - 1) % depth], taken_HPNG[(t - loader.prefetch) % depth])
@@ -161,7 +164,7 @@ def simulate(
         taken_HPNG[t % depth] = taken_PNG
         # The GPU; where it waits for the CPU's launches, it does so for longer on busy cores.
         slow_PN1 = stretch_PN1 - 1.0
-        speed_PNG = luck.speed_TNG[t, :nodes, :gpus] * plant.heat.slowdown(warmth_PNG) * others.gpu_NG[:nodes, :gpus]
+        speed_PNG = speed_TNG[t] * plant.heat.slowdown(warmth_PNG) * others.gpu_NG[:nodes, :gpus]
         computed_PNG = copy_s_PNG + (before_P + launch_before_P * slow_PN1) * speed_PNG
         backward_PNG = (backward_P + launch_backward_P * slow_PN1) * speed_PNG
         # The all-reduce. When buckets are of one size, max over i of (all have bucket i) + (the rest's time) is convex in i:
@@ -215,4 +218,5 @@ def _copy_times(plant: Plant, batch_P: Floats, here_NG: np.ndarray) -> Floats:
     gpus = here_NG.shape[1]
     far_G = np.arange(gpus) * cpu.sockets // plant.gpus_per_node > 0
     speed_NG = np.minimum(copying.gpu_bytes_per_s, copying.node_bytes_per_s / here_NG.sum(-1, keepdims=True))
-    return copying.exposed * batch_P * copying.image_bytes * np.where(far_G, 1.0 + cpu.remote_loss, 1.0) / speed_NG
+    seconds_PNG = copying.exposed * batch_P * copying.image_bytes * np.where(far_G, 1.0 + cpu.remote_loss, 1.0) / speed_NG
+    return np.asarray(seconds_PNG)
