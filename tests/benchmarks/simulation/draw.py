@@ -79,13 +79,14 @@ def draw_tenant(seed: int, plant: Plant, whole_s: float) -> tuple[Load, tuple[tu
         return None
     visited_N = rng.random(plant.nodes) < rng.uniform(0.3, 1.0)
     visited_N[int(rng.integers(plant.nodes))] = True
-    busy = plant.cpu.threads * (rng.uniform(0.2, 0.8) if rng.random() < 0.7 else 0.05)
+    busy = plant.cpu.threads * (rng.uniform(0.3, 1.0) if rng.random() < 0.8 else 0.05)
     busy_N: Floats = np.where(visited_N, busy, 0.0)
     gpu_NG = np.ones((plant.nodes, plant.gpus_per_node))
-    if rng.random() < 0.3:
-        gpu_NG[int(rng.choice(np.flatnonzero(visited_N))), int(rng.integers(plant.gpus_per_node))] = rng.uniform(1.15, 1.6)
-    storage = rng.uniform(0.25, 0.8) if rng.random() < 0.7 else 1.0
-    links = rng.uniform(0.3, 0.8) if rng.random() < 0.7 else 1.0
+    if rng.random() < 0.5:
+        shared_NG = visited_N[:, None] & (rng.random(gpu_NG.shape) < 0.5)
+        gpu_NG[shared_NG] = rng.uniform(1.15, 1.8)
+    storage = rng.uniform(0.15, 0.7) if rng.random() < 0.8 else 1.0
+    links = rng.uniform(0.2, 0.7) if rng.random() < 0.8 else 1.0
     times, at_s = [], whole_s * _log(rng, 0.004, 0.06)
     for _ in range(6):
         stays_s = whole_s * _log(rng, 0.01, 0.1)

@@ -29,6 +29,8 @@ class Probe:
     peak_memory_mib: float | None = None
     start_s: float | None = None
     """Of the worker group; None where it was there already."""
+    seconds: float = 0.0
+    """Wall time, start and set-up included."""
 
     @property
     def step_s(self) -> float:
@@ -61,13 +63,13 @@ class Session:
         plant, status, num_workers = self.cluster.plant, self.cluster.status(point), point["scale.num_workers"]
         if status == "infeasible":
             return Probe(point, status)
-        start_s = plant.start_s if num_workers != self.group else None
+        start_s, began_s = plant.start_s if num_workers != self.group else None, self.clock_s
         self.group, self.num_probes = num_workers, self.num_probes + 1
         self._pass(num_workers, (start_s or 0.0) + plant.setup_s)
         if status == "oom":
             self.group = 0  # a group that ran out of memory is not used again
             self._pass(num_workers, OOM_S)
-            return Probe(point, status, start_s=start_s)
+            return Probe(point, status, start_s=start_s, seconds=self.clock_s - began_s)
         fails = self._rng.random() < plant.failures
         measured = self.cluster.measure(point, steps, self._rng, WARM_UP_STEPS, self._warmth_NG, self._load())
         assert not isinstance(measured, str)
@@ -79,9 +81,9 @@ class Session:
         self._warmth_NG[: warmth_NG.shape[0], : warmth_NG.shape[1]] = warmth_NG
         if fails:
             self.group = 0
-            return Probe(point, "failed", start_s=start_s)
+            return Probe(point, "failed", start_s=start_s, seconds=self.clock_s - began_s)
         phases_s = {phase: float(seconds[:num].mean()) for phase, seconds in measured.phases_s.items()}
-        return Probe(point, "ok", steps_s, phases_s, measured.peak_memory_mib, start_s)
+        return Probe(point, "ok", steps_s, phases_s, measured.peak_memory_mib, start_s, self.clock_s - began_s)
 
     def _load(self) -> Callable[[float], Load] | None:
         tenant, began_s, alone = self.cluster.tenant, self.clock_s, self.cluster.plant.alone
