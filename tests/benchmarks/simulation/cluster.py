@@ -184,7 +184,7 @@ class Cluster:
 
         def seconds(point: Point, num_workers: int) -> float:
             """Of an image, or where a point has more than `num_workers` of what they would have to take to cost as little."""
-            behind = max(1.0, point["scale.num_workers"] / num_workers)
+            behind = max(1.0, float(point["scale.num_workers"]) / num_workers)
             return self.truth(point) / float(point["data.global_batch_size"]) * behind
 
         found = [point for point in found if np.isfinite(self.truth(point))]
