@@ -24,6 +24,8 @@ PATIENCE = 200
 """Proposals in a row that cost nothing, after which a searcher has nothing more to propose."""
 FINAL_SHARE, FINALISTS = 0.85, 2
 """Hill climbing: where this share of the budget is spent, the best points are measured once more."""
+CLIMBED = ("data.global_batch_size", "data.loader_workers", "any other", "scale.num_workers")
+"""Hill climbing: the axes in their order."""
 ROUND = 12
 """Random: so many points are drawn at a time and tried in the order of their num_workers, which shares their starts."""
 Search = Callable[[Cluster, float, int, str], Point | None]
@@ -77,9 +79,9 @@ class Account:
 
 
 def hill_climbing(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
-    """From the middle of every axis, one axis at a time while that helps, until nothing does; then anew from elsewhere.
+    """From the middle, one axis at a time while that helps, until nothing does; then anew from elsewhere.
 
-    A point that fails without being out of memory is tried once more; the two best are measured again before the choice.
+    It begins with all GPUs (with the fewest where cost is what counts), and turns to what needs a new start last. A point that fails without being out of memory is tried once more; the two best are measured again before the choice.
     """
     account, axes = Account(cluster, budget_gpu_s, seed, metric), Axes(cluster.points)
     rng = np.random.default_rng([cluster.seed, seed, 2])
@@ -93,16 +95,18 @@ def hill_climbing(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str)
         return -np.inf if found is None else found
 
     retried: set[int] = set()
-    sizes = [len(values) for values in axes.values.values()]
+    names, sizes = list(axes.values), [len(values) for values in axes.values.values()]
+    in_turn = sorted(range(len(names)), key=lambda axis: CLIMBED.index(names[axis]) if names[axis] in CLIMBED else 2)
     start = [size // 2 for size in sizes]
+    start[names.index("scale.num_workers")] = 0 if metric == "gpu_s_per_epoch" else sizes[names.index("scale.num_workers")] - 1
     while account.open and account.spent < FINAL_SHARE:
         ranks, best = start, figure(start)
         improved = True
         while improved:
             improved = False
-            for axis, size in enumerate(sizes):
+            for axis in in_turn:
                 for way in (1, -1):
-                    while 0 <= ranks[axis] + way < size and account.open and account.spent < FINAL_SHARE:
+                    while 0 <= ranks[axis] + way < sizes[axis] and account.open and account.spent < FINAL_SHARE:
                         tried = [*ranks[:axis], ranks[axis] + way, *ranks[axis + 1 :]]
                         if (found := figure(tried)) <= best:
                             break
