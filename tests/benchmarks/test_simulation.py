@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.benchmarks.peers.searchers import PEERS
+from tests.benchmarks.peers.searchers import NEEDS, PEERS
 from tests.benchmarks.search import search
 from tests.benchmarks.simulation.cluster import BRIM, LEAN_STEPS, METRICS, WARM_UP_STEPS, Cluster, Measured
 from tests.benchmarks.simulation.draw import MAX_POINTS, MIN_POINTS, Drawn, draw_tenant
@@ -440,8 +440,10 @@ def test_some_probes_fail_for_no_cause_of_their_own_and_end_their_group() -> Non
     assert min(fine.values()) >= 8
 
 
-@pytest.mark.parametrize("name", ["hill climbing", "random", "ASHA"])
+@pytest.mark.parametrize("name", PEERS)
 def test_a_peer_spends_its_budget_and_finds_the_best_with_enough_of_it(name: str) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     cluster = Cluster(2, tenant=False)
     found = [cluster.regret(PEERS[name](cluster, share * cluster.lean_grid_gpu_s, 1, "images_per_s")) for share in (0.02, 4.0)]
     assert found[1] <= min(found[0], 0.05)

@@ -81,7 +81,8 @@ class Account:
 def hill_climbing(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
     """From the middle, one axis at a time while that helps, until nothing does; then anew from elsewhere.
 
-    It begins with all GPUs (with the fewest where cost is what counts), and turns to what needs a new start last. A point that fails without being out of memory is tried once more; the two best are measured again before the choice.
+    It begins with all GPUs (with the fewest where cost is what counts), and turns to what needs a new start last. A point that
+    fails without being out of memory is tried once more; the two best are measured again before the choice.
     """
     account, axes = Account(cluster, budget_gpu_s, seed, metric), Axes(cluster.points)
     rng = np.random.default_rng([cluster.seed, seed, 2])
