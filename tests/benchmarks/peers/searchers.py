@@ -1,7 +1,8 @@
-"""The searchers that see a black box: random, Optuna's TPE, ASHA's rule, BOHB. Each spends a given number of GPU-seconds.
+"""The searchers that see a black box: hill climbing as an engineer does it, Optuna's TPE, random, ASHA's rule, BOHB.
 
-All are given what favours them: an order of the values where there is one, points that cannot run for nothing, the last probe
-although it goes over the budget, no second measurement of a point that is proposed again.
+Each spends a given number of GPU-seconds, a probe being the product's own: its warm-up, 60 steps. All are given what favours
+them: an order of the values where there is one, points that cannot be planned for nothing, the last probe although it goes over
+the budget, and no second measurement where one proposes a point again without a wish to know it better.
 """
 
 from __future__ import annotations
@@ -15,77 +16,129 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.simulation.cluster import Cluster, Point, as_figure
-from tests.benchmarks.simulation.session import GRID_STEPS, GRID_WARM_UP, WARM_UP, Probe, Session
+from tests.benchmarks.simulation.session import Probe, Session
 
-SHORT_STEPS = 30
-ETA, RUNGS = 3, (25, 75, 225)
+ETA, RUNGS = 3, (20, 60, 180)
 """Of ASHA and BOHB: a third goes on to three times as many steps."""
 PATIENCE = 200
-"""Proposals in a row that cost nothing, after which a searcher has nothing more to say."""
+"""Proposals in a row that cost nothing, after which a searcher has nothing more to propose."""
+FINAL_SHARE, FINALISTS = 0.85, 2
+"""Hill climbing: where this share of the budget is spent, the best points are measured once more."""
+CLIMBED = ("data.global_batch_size", "data.loader_workers", "any other", "scale.num_workers")
+"""Hill climbing: the axes in their order."""
+ROUND = 12
+"""Random: so many points are drawn at a time and tried in the order of their num_workers, which shares their starts."""
 Search = Callable[[Cluster, float, int, str], Point | None]
 
 
 class Account:
-    """What was seen, in the metric's own sense (the larger the better), and what may still be spent."""
+    """What was measured, in the metric's own sense (the larger the better), and what may still be spent."""
 
     def __init__(self, cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> None:
         self.session, self._budget_gpu_s, self._metric = Session(cluster, seed), budget_gpu_s, metric
         self._num_images = cluster.plant.num_images
         self.figures: dict[int, float] = {}
+        self._measured: dict[int, list[float]] = {}
         self._idle = 0
 
     @property
     def open(self) -> bool:
-        return self.session.gpu_s < self._budget_gpu_s and self._idle < PATIENCE
+        return self.spent < 1.0 and self._idle < PATIENCE
 
-    def measure(self, index: int, steps: int, warm_up: int) -> float | None:
-        """The figure of a point, measured unless it is known; None where it does not run."""
-        if index in self.figures:
+    @property
+    def spent(self) -> float:
+        """Share of the budget."""
+        return self.session.gpu_s / self._budget_gpu_s if self._budget_gpu_s else 1.0
+
+    def measure(self, index: int, again: bool = False) -> float | None:
+        """The figure of a point, measured unless it is known (or `again`: the mean of all); None where it does not run."""
+        if index in self.figures and not again:
             self._idle += 1
             return self.figures[index] if np.isfinite(self.figures[index]) else None
-        probe = self.session.probe(self.session.cluster.points[index], steps, warm_up)
+        probe = self.session.probe(self.session.cluster.points[index])
         self._idle = self._idle + 1 if probe.status == "infeasible" else 0
-        self.figures[index] = self.figure(probe)
+        if probe.status == "ok":
+            self._measured.setdefault(index, []).append(self.figure(probe))
+        self.figures[index] = float(np.mean(self._measured[index])) if index in self._measured else -np.inf
         return self.figures[index] if probe.status == "ok" else None
 
     def figure(self, probe: Probe) -> float:
-        return (
-            as_figure(probe.point, float(probe.steps_s.mean()), self._num_images, self._metric) if len(probe.steps_s) else -np.inf
-        )
+        return as_figure(probe.point, probe.step_s, self._num_images, self._metric) if len(probe.steps_s) else -np.inf
 
     def worse_than_all(self) -> float:
         """A figure for a point that does not run: 0 images a second, or twice the highest cost."""
         lowest = min((figure for figure in self.figures.values() if np.isfinite(figure)), default=0.0)
         return lowest - abs(lowest)
 
+    def ranked(self) -> list[int]:
+        """The points that ran, the best first."""
+        return sorted((i for i in self.figures if np.isfinite(self.figures[i])), key=lambda i: -self.figures[i])
+
     def best(self) -> Point | None:
-        index = max(self.figures, key=lambda i: self.figures[i], default=None)
-        return None if index is None or self.figures[index] == -np.inf else self.session.cluster.points[index]
+        return next((self.session.cluster.points[index] for index in self.ranked()), None)
 
 
-def random(steps: int, warm_up: int) -> Search:
+def hill_climbing(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
+    """From the middle, one axis at a time while that helps, until nothing does; then anew from elsewhere.
+
+    It begins with all GPUs (with the fewest where cost is what counts), and turns to what needs a new start last. A point that
+    fails without being out of memory is tried once more; the two best are measured again before the choice.
+    """
+    account, axes = Account(cluster, budget_gpu_s, seed, metric), Axes(cluster.points)
+    rng = np.random.default_rng([cluster.seed, seed, 2])
+
+    def figure(ranks: list[int]) -> float:
+        index = axes.index(ranks)
+        found = account.measure(index)
+        if found is None and cluster.status(cluster.points[index]) == "ok" and account.open and index not in retried:
+            retried.add(index)
+            found = account.measure(index, again=True)
+        return -np.inf if found is None else found
+
+    retried: set[int] = set()
+    names, sizes = list(axes.values), [len(values) for values in axes.values.values()]
+    in_turn = sorted(range(len(names)), key=lambda axis: CLIMBED.index(names[axis]) if names[axis] in CLIMBED else 2)
+    start = [size // 2 for size in sizes]
+    start[names.index("scale.num_workers")] = 0 if metric == "gpu_s_per_epoch" else sizes[names.index("scale.num_workers")] - 1
+    while account.open and account.spent < FINAL_SHARE:
+        ranks, best = start, figure(start)
+        improved = True
+        while improved:
+            improved = False
+            for axis in in_turn:
+                for way in (1, -1):
+                    while 0 <= ranks[axis] + way < sizes[axis] and account.open and account.spent < FINAL_SHARE:
+                        tried = [*ranks[:axis], ranks[axis] + way, *ranks[axis + 1 :]]
+                        if (found := figure(tried)) <= best:
+                            break
+                        ranks, best, improved = tried, found, True
+        start = [int(rng.integers(size)) for size in sizes]
+    for index in account.ranked()[:FINALISTS]:
+        if account.open:
+            account.measure(index, again=True)
+    return account.best()
+
+
+def random(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
     """Points in any order, none of them twice."""
-
-    def search(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
-        account = Account(cluster, budget_gpu_s, seed, metric)
-        for index in np.random.default_rng([cluster.seed, seed]).permutation(len(cluster.points)):
-            if not account.open:
-                break
-            account.measure(int(index), steps, warm_up)
-        return account.best()
-
-    return search
+    account = Account(cluster, budget_gpu_s, seed, metric)
+    order = np.random.default_rng([cluster.seed, seed]).permutation(len(cluster.points)).tolist()
+    for first in range(0, len(order), ROUND):
+        for index in sorted(order[first : first + ROUND], key=lambda i: cluster.points[i]["scale.num_workers"]):
+            if account.open:
+                account.measure(index)
+    return account.best()
 
 
-def tpe(steps: int, warm_up: int) -> Search:
-    """Optuna's TPE, multivariate."""
+def tpe(startup_trials: int) -> Search:
+    """Optuna's TPE, multivariate, after so many random trials."""
 
     def search(cluster: Cluster, budget_gpu_s: float, seed: int, metric: str) -> Point | None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(seed=cluster.seed * 101 + seed, multivariate=True)
+        sampler = optuna.samplers.TPESampler(seed=cluster.seed * 101 + seed, multivariate=True, n_startup_trials=startup_trials)
         study = optuna.create_study(direction="maximize", sampler=sampler)
         account, axes = Account(cluster, budget_gpu_s, seed, metric), Axes(cluster.points)
         while account.open:
@@ -96,8 +149,12 @@ def tpe(steps: int, warm_up: int) -> Search:
                 else values.index(trial.suggest_categorical(key, values))
                 for key, values in axes.values.items()
             ]
-            figure = account.measure(axes.index(ranks), steps, warm_up)
-            study.tell(trial, account.worse_than_all() if figure is None else figure)  # a failed trial would teach TPE nothing
+            index = axes.index(ranks)
+            figure = account.measure(index)
+            if figure is None and cluster.status(cluster.points[index]) == "ok":
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)  # by no fault of the point: it teaches nothing
+            else:
+                study.tell(trial, account.worse_than_all() if figure is None else figure)
         return account.best()
 
     return search
@@ -154,7 +211,7 @@ def _halving(
     steps_s: dict[int, list[float]] = {}
     rungs: list[dict[int, float]] = [{} for _ in RUNGS]
     idle = 0
-    while account.session.gpu_s < budget_gpu_s and idle < PATIENCE:
+    while account.spent < 1.0 and idle < PATIENCE:
         rung, index = next(
             ((r + 1, i) for r in reversed(range(len(RUNGS) - 1)) if (i := _promoted(rungs[r], rungs[r + 1])) is not None), (0, -1)
         )
@@ -197,12 +254,12 @@ class Axes:
 
 
 PEERS: dict[str, Search] = {
-    "random": random(GRID_STEPS, GRID_WARM_UP),
-    "random, short probes": random(SHORT_STEPS, WARM_UP),
-    "TPE": tpe(GRID_STEPS, GRID_WARM_UP),
-    "TPE, short probes": tpe(SHORT_STEPS, WARM_UP),
+    "hill climbing": hill_climbing,
+    "TPE, 4 start-up trials": tpe(4),
+    "TPE": tpe(10),
+    "random": random,
     "ASHA": asha,
     "BOHB": bohb,
 }
-NEEDS = {"TPE": "optuna", "TPE, short probes": "optuna", "BOHB": "hpbandster"}
+NEEDS = {"TPE, 4 start-up trials": "optuna", "TPE": "optuna", "BOHB": "hpbandster"}
 """What a peer comes with, where it is not written here."""

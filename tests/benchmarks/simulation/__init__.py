@@ -1,1 +1,1 @@
-"""Clusters that do not exist: a step of data-parallel training, simulated, to search over without a GPU."""
+"""Clusters that do not exist: a step of data-parallel training, played through by its parts, to search over without a GPU."""
