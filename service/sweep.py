@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from service import cluster as clusters
@@ -22,7 +23,7 @@ from service.trial import Assignment, Outcome, need
 from service.trials import Trial, finished_trainings, plan_trials, recall, refuse, training_of
 from service.tuning import guide_trials, sharing_starts, tune_trials
 from trainables.errors import TrainingError
-from trainables.rundir import RunDir, final_names, headline, read_lines, write_atomic, write_json
+from trainables.rundir import RunDir, StageDir, final_names, headline, read_lines, write_atomic, write_json
 
 Taught = tuple[str | None, tuple[str, ...]]
 """Where the teacher's weights are, and the names of the actors of `teacher.service`."""
@@ -47,7 +48,7 @@ def sweep(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             refuse(trials, capacity)
         refuse_misfits(trials)
         pending = [trial for trial in trials if trial.outcome is None]
-        if pending or resolved.experiment.sweep.races:
+        if pending or resolved.experiment.sweep.policy == "guided":
             experiments = [resolved.experiment, *(trial.resolved.experiment for trial in pending if trial.resolved)]
             most = max(Plan.on(experiment, capacity).need().total_cpus for experiment in experiments)
             with clusters.connect(most, run_dir.root, resolved.experiment.written_cache("sweep")) as cluster:
@@ -64,12 +65,12 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     config = base.experiment.sweep
     now.save(
         use_gpu=plan.use_gpu, space=config.axes, metric=config.metric, mode=config.mode, policy=config.policy,
-        tolerance=config.tolerance, timing_steps=config.timing_steps,
+        tolerance=config.tolerance, timing_steps=config.timing_steps, warmup_steps=base.experiment.train.warmup_steps,
         hardware=cluster.hardware(plan.use_gpu, base.experiment.scale.cpus_per_worker),
     )  # fmt: skip
     pending = [trial for trial in trials if trial.outcome is None]
     now.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
-    if not pending and not config.races:
+    if not pending and config.policy != "guided":
         return
     timing = config.timing_steps is not None and not config.races
     weights = untrained_teacher(now) if timing else prepare(now, fitting(plan, cluster))
@@ -84,43 +85,43 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
 
 
 def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: Cluster, taught: Taught) -> None:
-    """Hand the pending ones of the trials to Ray Tune and record each as it ends."""
+    """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
     config = now.experiment.sweep
     guided = config.policy == "guided" and not any(trial.probe for trial in pending)
     assignments: dict[str, Assignment] = {}
     needs = []
-    for trial in pending:
-        if trial.resolved is None:
+    for trial in [trial for trial in trials if not trial.probe] if guided else pending:
+        if trial.resolved is None or (trial.outcome is not None and trial.outcome.status == "infeasible"):
             continue
         mine = Plan.on(trial.resolved.experiment, cluster)
         trial_dir = now.run_dir.trial(trial.id)
-        if guided:  # what a kill left of a probe is of no use, and would look as if the point had been begun again
-            shutil.rmtree(trial_dir.stage("student").root, ignore_errors=True)
-        write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
+        if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
+            shutil.rmtree(trial_dir.measurement(trial.num_measurements).root, ignore_errors=True)
+        if trial.outcome is None:
+            write_atomic(trial_dir.experiment, trial.resolved.to_yaml().encode())
         assignments[trial.id] = mine.assign("student", trial_dir, {"run": now.run_dir.root.name, "trial": trial.id}, *taught)
         needs.append(mine.need())
     report(now, trials)
     if not assignments:
         return
-    known = {trial.id for trial in trials if trial.outcome is not None}
-    begun: set[str] = set()
+    begun: set[StageDir] = set()
+    results = {trial.id: now.run_dir.trial(trial.id).result for trial in trials}
+    recalled = {trial.id: changed_ns(results[trial.id]) for trial in trials}
 
     def tick() -> None:
         start_tracking(now)
         for trial in trials:
-            if trial.id in known:
-                continue
-            stage = now.run_dir.trial(trial.id).stage("student")
-            if stage.root.exists() and trial.id not in begun:
-                begun.add(trial.id)
-                begin_record(now, trial)
+            stage = now.run_dir.trial(trial.id).measurement(trial.num_measurements)
+            if stage.root.exists() and stage not in begun:
+                begun.add(stage)
+                begin_record(now, trial, stage)
                 now.display.follow(trial.id, stage)
-            if now.run_dir.trial(trial.id).result.exists():
+            if (changed := changed_ns(results[trial.id])) != recalled[trial.id]:
                 recall([trial], now.run_dir)
-                known.add(trial.id)
+                recalled[trial.id] = changed
                 end_trial(now, trial)
                 report(now, trials)
-        now.display.trials(len(known), len(trials))
+        now.display.trials(sum(trial.outcome is not None for trial in trials), len(trials))
 
     search = partial(tune_trials, config)
     if guided:
@@ -134,13 +135,21 @@ def carry_on(now: Session, trials: list[Trial], pending: list[Trial], cluster: C
     now.wait_for(lambda: search(assignments, now.run_dir, at_once), tick)
     tick()
     for trial in [] if guided else pending:  # a guided search has written how each point ended that it began
-        if trial.id not in known:
-            if trial.id not in begun:
+        if trial.outcome is None:
+            if now.run_dir.trial(trial.id).measurement(0) not in begun:
                 begin_record(now, trial)
             trial.outcome = unfinished(now, trial)
             write_json(now.run_dir.trial(trial.id).result, asdict(trial.outcome))
             end_trial(now, trial)
     report(now, trials)
+
+
+def changed_ns(path: Path) -> int:
+    """When a file was last written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def race_trials(now: Session, trials: list[Trial], cluster: Cluster, taught: Taught) -> None:
@@ -213,8 +222,11 @@ def unfinished(now: Session, trial: Trial) -> Outcome:
     return Outcome("failed", "the trial's process died: see the logs under " + str(now.run_dir.trial(trial.id).root))
 
 
-def begin_record(now: Session, trial: Trial) -> None:
-    """A child run in MLflow that follows the trial's numbers; a point that is wrong in itself has its own values alone."""
+def begin_record(now: Session, trial: Trial, stage: StageDir | None = None) -> None:
+    """A child run in MLflow that follows the trial's numbers; a point that is wrong in itself has its own values alone.
+
+    `stage`: the measurement that has begun; without one, the first.
+    """
     if now.tracker:
         key = f"trial/{trial.id}"
         whole = flatten(trial.resolved.experiment.model_dump(mode="json")) if trial.resolved else {}
@@ -223,7 +235,7 @@ def begin_record(now: Session, trial: Trial) -> None:
             key, f"{now.run_dir.root.name}/{trial.id}", parent_key=now.key, params=params, tags={"raydistill.kind": "trial"}
         )
         if not is_timing(now, trial):
-            follow(now, trial)
+            follow(now, trial, stage or now.run_dir.trial(trial.id).measurement(0))
 
 
 def is_timing(now: Session, trial: Trial) -> bool:
@@ -231,10 +243,10 @@ def is_timing(now: Session, trial: Trial) -> bool:
     return now.experiment.sweep.timing_steps is not None and trial.probe is None
 
 
-def follow(now: Session, trial: Trial) -> None:
-    """Send the trial's log lines to MLflow."""
+def follow(now: Session, trial: Trial, stage: StageDir) -> None:
+    """Send the log lines of one of the trial's measurements to MLflow."""
     if now.tracker:
-        now.tracker.follow(f"trial/{trial.id}", now.run_dir.trial(trial.id).stage("student").metrics, "student/")
+        now.tracker.follow(f"trial/{trial.id}", stage.metrics, f"{stage.root.name}/")
 
 
 def end_trial(now: Session, trial: Trial) -> None:
@@ -243,8 +255,9 @@ def end_trial(now: Session, trial: Trial) -> None:
     outcome = trial.outcome or Outcome("failed")
     m = outcome.metrics
     numbers = f"{m['images_per_s']:.1f} images/s, {m['epoch_s']:.2f} s an epoch" if "epoch_s" in m else outcome.reason
+    again = f", measured {trial.num_measurements} times" if trial.num_measurements > 1 else ""
     point = ", ".join(f"{key}={value}" for key, value in trial.params.items())
-    now.display.say(f"trial {trial.id} ({point}): {outcome.status}  {numbers}")
+    now.display.say(f"trial {trial.id} ({point}): {outcome.status}  {numbers}{again}")
     if now.tracker:
         key = f"trial/{trial.id}"
         row = trial.row(now.resolved, now.experiment.sweep.timing_steps is not None)
@@ -255,12 +268,14 @@ def end_trial(now: Session, trial: Trial) -> None:
                 "reason": outcome.reason,
                 "trial_kind": row["kind"],
                 "oversubscribed": str(trial.oversubscribed),
+                "measurements": str(trial.num_measurements),
             },
         )
         if m:
             now.tracker.metrics(key, int(m.get("steps", 0)), m, written_ms(now.run_dir.trial(trial.id).result))
         if is_timing(now, trial):  # behind its final numbers: MLflow's compare page opens on what a run was first given
-            follow(now, trial)
+            for number in range(trial.num_measurements):
+                follow(now, trial, now.run_dir.trial(trial.id).measurement(number))
         if (written := now.run_dir.trial(trial.id).experiment).exists():
             now.tracker.artifact(key, written)
         now.tracker.end_run(key, "FINISHED" if outcome.status in ("ok", "stopped") else "FAILED")

@@ -40,6 +40,8 @@ class Outcome:
     """From the loop's last record to the outcome; None where it is not known."""
     ended_s: float = 0.0
     """Unix time."""
+    measurements: list[dict[str, Any]] = field(default_factory=list)
+    """Of a point that was measured several times: the outcome of each, in order; see `service.measuring`."""
 
 
 @dataclass(frozen=True)

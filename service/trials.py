@@ -41,8 +41,15 @@ class Trial:
             "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
             "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
             "metrics": outcome.metrics, "steps_s": outcome.steps_s, "seconds": outcome.seconds, "start_s": outcome.start_s,
-            "end_s": outcome.end_s, "ended_s": outcome.ended_s, **({"probe": self.probe} if self.probe else {}),
+            "end_s": outcome.end_s, "ended_s": outcome.ended_s,
+            **({"measurements": outcome.measurements} if outcome.measurements else {}),
+            **({"probe": self.probe} if self.probe else {}),
         }  # fmt: skip
+
+    @property
+    def num_measurements(self) -> int:
+        """How often the point was measured."""
+        return 0 if self.outcome is None else len(self.outcome.measurements) or 1
 
     def judged(self, outcome: Outcome) -> Outcome:
         """A training that ended without the accuracy that it was to reach is no complete one."""

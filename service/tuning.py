@@ -86,6 +86,7 @@ def guide_trials(result: Mapping[str, Any], assignments: Mapping[str, Assignment
     from service.search.searcher import GuidedSearcher
     from service.search.visits import Visits
 
+    # A visit for as long as the guide has one: points may be measured again, so that nobody knows how many these are.
     # Beside the driver: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     guide = ray.remote(Visits).options(num_cpus=0, scheduling_strategy=here).remote(result, assignments, str(run_dir.root))
@@ -93,7 +94,7 @@ def guide_trials(result: Mapping[str, Any], assignments: Mapping[str, Assignment
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(guide), num_samples=len(assignments), max_concurrent_trials=at_once,
+            search_alg=GuidedSearcher(guide), num_samples=-1, max_concurrent_trials=at_once,
             trial_dirname_creator=lambda trial: f"visit-{trial.config['visit']}",
         ),
         run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=str(run_dir.tune), verbose=0),

@@ -186,5 +186,9 @@ class RunDir:
     def stage(self, name: str) -> StageDir:
         return StageDir(self.root / name)
 
+    def measurement(self, number: int) -> StageDir:
+        """A measurement of a trial, counted from 0: a timing run of its student."""
+        return self.stage("student" if number == 0 else f"student-{number + 1}")
+
     def trial(self, trial_id: str) -> RunDir:
         return RunDir(self.trials / trial_id)

@@ -149,6 +149,7 @@ def trials(records: Records) -> Table | None:
         epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
         cost = gpu_s_per_epoch(row)
         status = row["status"] + (" oversubscribed" if row.get("oversubscribed") else "")
+        status += f" measured {len(row['measurements'])} times" if row.get("measurements") else ""
         rows.append([
             row["id"], status, *(str(value(row, key)) for key in (*SCALE, *extras)),
             names.number(m.get("step_s"), 4), data_s[0], f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",

@@ -45,6 +45,7 @@ def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) 
         notes = [
             trial["status"],
             "oversubscribed" if trial.get("oversubscribed") else "",
+            f"measured {len(again)} times" if (again := trial.get("measurements")) else "",
             "← best" if trial["id"] == best else "",
         ]
         table.add_row(

@@ -1,22 +1,25 @@
-"""Which points are left alone for what others of them met: no place on the cluster, or a failure of unknown cause.
+"""Which points are left alone for what others of them met: no room on the cluster, or a failure of unknown cause.
+
+Failures also come by chance (a node that hiccups): one says little, and a point that failed once may be tried once more.
 
 Shapes: M points.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from service.search.points import AXES, Flags, Layout, Observation, Point
 
-FAILURES = 2  # that a value is blamed for, nothing having run with it
-RAN = ("ok", "oom")  # an OOM too had its place, and its code ran
+FAILURES = 2  # of a point until it is given up; of different points with one value, nothing having run with it
+RAN = ("ok", "oom")  # an OOM too had its room, and its code ran
 
 
 def values(points: Sequence[Point]) -> list[Flags]:
-    """For each value of each extra key, which points have it; without those that all have, which tell nothing."""
+    """For each value of each extra key, which points have it; without those that all have, which say nothing."""
     having: dict[tuple[str, str], Flags] = {}
     for row, point in enumerate(points):
         for key, value in point.items():
@@ -25,53 +28,56 @@ def values(points: Sequence[Point]) -> list[Flags]:
     return [having_M for having_M in having.values() if not having_M.all()]
 
 
-def placeless(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
-    """Points that need at least as many workers and as many loader workers as one that had no place on the cluster.
+def unschedulable(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
+    """Points that need at least as many workers and as many loader workers as one that had no room on the cluster.
 
-    One that ran later though it needs as much says that the place has come back.
+    One that ran later though it needs as much says that the room has come back.
     """
-    placeless_M = np.zeros(len(layout.workers_M), dtype=bool)
-    for place, (row, seen) in enumerate(told):
+    without_room_M = np.zeros(len(layout.workers_M), dtype=bool)
+    for turn, (row, seen) in enumerate(told):
         if seen.status == "infeasible":
             as_much_M = (layout.workers_M >= layout.workers_M[row]) & (layout.threads_M >= layout.threads_M[row])
-            if not as_much_M[[later for later, other in told[place:] if other.status in RAN]].any():
-                placeless_M |= as_much_M
-    return placeless_M
+            if not as_much_M[[later for later, other in told[turn:] if other.status in RAN]].any():
+                without_room_M |= as_much_M
+    return without_room_M
 
 
 def lost(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
     """Points that may have run once but most likely cannot now.
 
-    Where a point has no place although one that needs as much ran before, nodes have gone, and with them their workers,
+    Where a point has no room although one that needs as much ran before, nodes have gone, and with them their workers,
     however few loader workers they have.
     """
-    lost_M = placeless(layout, told)
-    for place, (row, seen) in enumerate(told):
+    lost_M = unschedulable(layout, told)
+    for turn, (row, seen) in enumerate(told):
         if seen.status == "infeasible":
             more_M = layout.workers_M >= layout.workers_M[row]
             as_much_M = more_M & (layout.threads_M >= layout.threads_M[row])
-            before, after = ([at for at, other in part if other.status in RAN] for part in (told[:place], told[place:]))
+            before, after = ([at for at, other in part if other.status in RAN] for part in (told[:turn], told[turn:]))
             if as_much_M[before].any() and not more_M[after].any():
                 lost_M |= more_M
     return lost_M
 
 
-def blamed(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Observation]]) -> Flags:
-    """Points with what failed twice and never worked: one of `values`, or a number of workers and all above it.
+def failing(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Observation]]) -> Flags:
+    """Points that failed twice and never worked, and all that have in common what several of those that failed have.
 
+    That is one of `values`, or a number of workers and all above it, with which two points failed and none ever worked.
     Points that failed may have several things in common. As long as another one explains the same failures, only what has
     both is left alone.
     """
-    failed = [row for row, seen in told if seen.status == "failed"]
+    counts = Counter(row for row, seen in told if seen.status == "failed")
     worked = [row for row, seen in told if seen.status in RAN]
-    tried, counts = np.unique(layout.workers_M[failed], return_counts=True)
-    crowds = [layout.workers_M >= workers for workers in tried[counts >= FAILURES]]
+    failed = [row for row in counts if row not in worked]
+    tried, points = np.unique(layout.workers_M[failed], return_counts=True)
+    crowds = [layout.workers_M >= workers for workers in tried[points >= FAILURES]]
     guilty: list[tuple[frozenset[int], Flags]] = []
     for having_M in (*values, *crowds):
         failures = frozenset(row for row in failed if having_M[row])
         if len(failures) >= FAILURES and not having_M[worked].any():
             guilty.append((failures, having_M))
-    blamed_M = np.zeros(len(layout.workers_M), dtype=bool)
+    failing_M = np.zeros(len(layout.workers_M), dtype=bool)
+    failing_M[[row for row in failed if counts[row] >= FAILURES]] = True
     for failures, _ in guilty:
-        blamed_M |= np.all(np.stack([having_M for others, having_M in guilty if failures <= others]), axis=0)
-    return blamed_M
+        failing_M |= np.all(np.stack([having_M for others, having_M in guilty if failures <= others]), axis=0)
+    return failing_M

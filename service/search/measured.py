@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,6 +61,18 @@ class Measured:
             np.concatenate([self.errors_3M, errors], axis=1),
             np.concatenate([self.noise_M, np.full(count, UNKNOWN_NOISE / 2)]),
             self.slow,
+        )
+
+    def without(self, change_M: Array, doubt_M: Array | float = 0.0) -> Measured:
+        """These, had the cluster always been in its usual state; `change_M` is what its state at the time has added.
+
+        `doubt_M`: the standard deviation of that.
+        """
+        return replace(
+            self,
+            logs_3M=self.logs_3M - change_M,
+            errors_3M=np.hypot(self.errors_3M, doubt_M),
+            noise_M=np.hypot(self.noise_M, doubt_M),
         )
 
     def residuals(self, logs: Array) -> Array:

@@ -39,7 +39,8 @@ class Observation:
     phases_s: Mapping[str, float] = field(default_factory=dict)  # mean seconds a step; see trainables.phases
     peak_memory_mib: float | None = None  # of the worst rank
     gpu_memory_mib: float | None = None  # what a GPU has
-    start_s: float | None = None  # of the group of workers; None where it was shared with the probe before, or is unknown
+    start_s: float | None = None  # of the group of workers; 0 where it was shared with the probe before, None where unknown
+    seconds: float | None = None  # wall time of the probe, its group's start included; None where unknown
 
 
 def identity(point: Point) -> tuple[tuple[str, str], ...]:

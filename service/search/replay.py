@@ -16,10 +16,12 @@ from service.search.config import TIME
 from service.search.guided import METRICS, Guided
 from service.search.points import GLOBAL_BATCH, NUM_WORKERS, Hardware, Observation, identity
 from service.search.race import Race
-from service.search.rows import point_of, probes, searched
+from service.search.rows import measurements, point_of, probes, searched
 from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.phases import PHASES
 
+WARMUP_STEPS = 5
+"""Of records that do not say."""
 TOLD = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
 
@@ -29,11 +31,11 @@ def observation(row: Mapping[str, Any]) -> Observation:
 
     Of a trial without the times of its steps its mean counts as one step: little is known of how far that is off.
     """
-    m, start_s = row["metrics"], row.get("start_s")
+    m, start_s, seconds = row["metrics"], row.get("start_s"), row.get("seconds")
     if row["status"] == "oom" and row["reason"] != NODE_OUT_OF_MEMORY:  # a node's memory has more users than a batch
-        return Observation("oom", start_s=start_s)
+        return Observation("oom", start_s=start_s, seconds=seconds)
     if row["status"] != "ok" or "step_s" not in m:
-        return Observation("failed", start_s=start_s)
+        return Observation("failed", start_s=start_s, seconds=seconds)
     return Observation(
         "ok",
         steps_s=row.get("steps_s") or [m["step_s"]],
@@ -41,6 +43,7 @@ def observation(row: Mapping[str, Any]) -> Observation:
         peak_memory_mib=m.get("peak_memory_mib"),
         gpu_memory_mib=m.get("gpu_memory_mib"),
         start_s=start_s,
+        seconds=seconds,
     )
 
 
@@ -60,11 +63,13 @@ def replay(result: Mapping[str, Any]) -> Guided:
         metric=result["metric"] if result["metric"] in METRICS else "images_per_s",
         tolerance=result.get("tolerance", 0.03),
         max_steps=result.get("timing_steps") or 60,
+        warmup_steps=result.get("warmup_steps", WARMUP_STEPS),
         factor=Learning.of(result.get("noise_scales", ())).factor if result["metric"] == TIME else lambda point: 1.0,
     )
-    for row in sorted(probes(result["trials"]), key=lambda row: row.get("ended_s", 0.0)):
-        if row["status"] in TOLD:
-            planner.tell(points[row["id"]], observation(row))
+    ended = [(points[row["id"]], one) for row in probes(result["trials"]) if row["id"] in points for one in measurements(row)]
+    for point, one in sorted(ended, key=lambda pair: pair[1].get("ended_s", 0.0)):
+        if one["status"] in TOLD:
+            planner.tell(point, observation(one))
     return planner
 
 
@@ -100,7 +105,7 @@ def race(result: Mapping[str, Any], planner: Guided) -> tuple[Race, list[str]]:
     rows = result["trials"]
     ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
     broken = {row["id"] for row in probes(rows) if row["status"] in ("oom", "failed")}
-    fits_M = planner.memory.fits(planner.kind_M, planner.layout.batch_M)
+    fits_M = planner.chances() > 0.5
     known = [
         (ids[identity(seen.point)], seen)
         for seen, fits in zip(planner.forecasts(), fits_M, strict=True)

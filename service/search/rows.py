@@ -18,6 +18,13 @@ def searched(rows: Sequence[Mapping[str, Any]]) -> dict[str, Point]:
     return {row["id"]: point_of(row) for row in probes(rows) if row["status"] != "infeasible"}
 
 
+def measurements(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Each measurement of a row's point, in order, as a row has the only one; none where it has not ended."""
+    if row["status"] in ("pending", "untested"):
+        return []
+    return list(row.get("measurements") or [row])
+
+
 def probes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows of the points themselves, without the trainings to a target that followed some of them."""
     return [row for row in rows if "probe" not in row]

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from service.measuring import combined, outcome_of
 from service.search.points import NUM_WORKERS, identity
 from service.search.replay import observation, replay
-from service.search.rows import searched
+from service.search.rows import measurements, searched
 from service.trial import Assignment, Outcome, accounted, complete
-from trainables.rundir import RunDir, StageDir, write_json
+from trainables.rundir import RunDir, write_json
 
 
 class Visits:
     """The points of a sweep that are left, and the groups of workers that are under way."""
 
     def __init__(self, result: Mapping[str, Any], assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
-        """`result` is the sweep's `result.json` as it stands; `assignments` are those of its points that are left, by trial."""
+        """`result` is the sweep's `result.json` as it stands; `assignments` are those of its points, by trial."""
         self._planner = replay(result)
         self._points = searched(result["trials"])
         self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
         self._assignments = dict(assignments)
+        self._measured = {row["id"]: [outcome_of(one) for one in measurements(row)] for row in result["trials"]}
+        self._under_way: dict[str, Assignment] = {}  # by trial
         self._run_dir = RunDir(Path(sweep_dir))
         self._at: dict[str, str] = {}  # visit → the trial that it is at
         self._began_s: dict[str, float] = {}  # of a trial, unix
@@ -48,12 +51,11 @@ class Visits:
 
     def enter(self, visit: str) -> Assignment:
         """The workers are about to start: what they are to do first."""
-        self._began_s[self._at[visit]] = time.time()
-        return self._assignments[self._at[visit]]
+        return self._start(self._at[visit])
 
     def current(self, visit: str) -> Assignment | None:
         """What the visit is at; None: it is over."""
-        return self._assignments[self._at[visit]] if visit in self._at else None
+        return self._under_way.get(self._at[visit]) if visit in self._at else None
 
     def enough(self, visit: str, steps_s: Sequence[float]) -> bool:
         """Whether the point under way is known well enough."""
@@ -71,9 +73,8 @@ class Visits:
             self._kept.append(trial)
             return None
         self._at[visit] = trial
-        self._began_s[trial] = time.time()
         self._shares.add(trial)
-        return self._assignments[trial].config.model_dump(mode="json")
+        return self._start(trial).config.model_dump(mode="json")
 
     def leave(self, visit: str, outcome: Outcome) -> None:
         """The group is gone: `outcome` is that of the point that it was at, if it was still at one."""
@@ -81,13 +82,24 @@ class Visits:
             self._end(self._at[visit], outcome)
             del self._at[visit]
 
+    def _start(self, trial: str) -> Assignment:
+        """The next measurement of a trial, in a folder of its own: those before it stand, whatever becomes of it."""
+        stage = self._run_dir.trial(trial).measurement(len(self._measured[trial]))
+        work = self._assignments[trial]
+        self._under_way[trial] = replace(work, config=work.config.model_copy(update={"output_dir": str(stage.root)}))
+        self._began_s[trial] = time.time()
+        return self._under_way[trial]
+
     def _ask(self, workers: float | None) -> str | None:
         point = self._planner.ask(workers)
         return None if point is None else self._ids[identity(point)]
 
     def _end(self, trial: str, outcome: Outcome) -> None:
-        stage = StageDir(Path(self._assignments[trial].config.output_dir))
+        stage = self._run_dir.trial(trial).measurement(len(self._measured[trial]))
         shares = trial in self._shares and not outcome.restarts
-        whole = asdict(accounted(outcome, stage, self._began_s.get(trial, time.time()), shares))
-        write_json(self._run_dir.trial(trial).result, whole)
-        self._planner.tell(self._points[trial], observation(whole))
+        one = accounted(outcome, stage, self._began_s.pop(trial, time.time()), shares)
+        self._measured[trial].append(one)
+        self._under_way.pop(trial, None)
+        self._shares.discard(trial)
+        write_json(self._run_dir.trial(trial).result, asdict(combined(self._measured[trial])))
+        self._planner.tell(self._points[trial], observation(asdict(one)))

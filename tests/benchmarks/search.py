@@ -98,7 +98,8 @@ def search(
             probe.phases_s,
             probe.peak_memory_mib,
             plant.memory.gpu_mib if probe.status == "ok" else None,
-            probe.start_s,
+            probe.start_s or 0.0,
+            probe.seconds,
         )
         guided.tell(point, brought)
         thinking_s.append(time.perf_counter() - began)

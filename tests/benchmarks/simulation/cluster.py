@@ -20,9 +20,9 @@ from tests.benchmarks.simulation.parts import Floats, Load, Setting, Tenant
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
 
 Point = Mapping[str, Any]
-TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 120, 800, 60
+TRUTH_STEPS, LONG_TRUTH_STEPS, SETTLE_STEPS = 300, 2400, 60
 MIN_FEASIBLE = 40
-CONTENDERS = 0.04
+CONTENDERS = 0.08
 """Points whose shorter truth is within this of the best's are compared by a longer one."""
 METRICS = ("images_per_s", "epoch_s", "gpu_s_per_epoch")
 LEAN_STEPS, WARM_UP_STEPS = 40, 5

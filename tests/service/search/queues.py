@@ -89,8 +89,9 @@ class Queues:
 
     def search(self, search: Guided, seed: int = 0, at_most: int = 200) -> list[tuple[Mapping[str, Any], Observation]]:
         """Probe what the search asks for, to its end."""
-        rng, seen = np.random.default_rng(seed), []
-        while (at := search.ask()) is not None:
+        rng, seen, group = np.random.default_rng(seed), [], None
+        while (at := search.ask(group)) is not None:
+            group = float(at["scale.num_workers"])
             seen.append((at, self.probe(at, search, rng)))
             search.tell(*seen[-1])
             assert len(seen) <= at_most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.search.broken import blamed, lost, placeless, values
+from service.search.broken import failing, lost, unschedulable, values
 from service.search.points import Hardware, Layout, Observation
 from tests.service.search.queues import grid, point
 
@@ -23,12 +23,12 @@ def told(*pairs: tuple[int, str]) -> list[tuple[int, Observation]]:
     return [(row, Observation(status)) for row, status in pairs]  # type: ignore[arg-type]
 
 
-def without_place(*pairs: tuple[int, str]) -> set[tuple[int, int]]:
-    return {(p["scale.num_workers"], p["data.loader_workers"]) for p in chosen(placeless(LAYOUT, told(*pairs)))}
+def without_room(*pairs: tuple[int, str]) -> set[tuple[int, int]]:
+    return {(p["scale.num_workers"], p["data.loader_workers"]) for p in chosen(unschedulable(LAYOUT, told(*pairs)))}
 
 
 def left_alone(*pairs: tuple[int, str]) -> list[Mapping[str, Any]]:
-    return chosen(blamed(LAYOUT, values(POINTS), told(*pairs)))
+    return chosen(failing(LAYOUT, values(POINTS), told(*pairs)))
 
 
 def chosen(flags: Sequence[bool]) -> list[Mapping[str, Any]]:
@@ -36,26 +36,26 @@ def chosen(flags: Sequence[bool]) -> list[Mapping[str, Any]]:
 
 
 def test_a_point_without_a_place_speaks_for_those_that_need_as_much_of_both() -> None:
-    assert without_place() == set()
-    assert without_place((at(4, 4), "infeasible")) == {(4, 4), (4, 8), (8, 4), (8, 8)}
-    both = without_place((at(4, 4), "infeasible"), (at(2, 8), "infeasible"))
+    assert without_room() == set()
+    assert without_room((at(4, 4), "infeasible")) == {(4, 4), (4, 8), (8, 4), (8, 8)}
+    both = without_room((at(4, 4), "infeasible"), (at(2, 8), "infeasible"))
     assert both == {(2, 8), (4, 4), (4, 8), (8, 4), (8, 8)}
 
 
 def test_many_workers_with_few_loader_workers_stay_open_whatever_their_crowded_neighbours_met() -> None:
-    assert (8, 1) not in without_place((at(4, 4), "infeasible"), (at(8, 8), "infeasible"), (at(8, 4), "infeasible"))
+    assert (8, 1) not in without_room((at(4, 4), "infeasible"), (at(8, 8), "infeasible"), (at(8, 4), "infeasible"))
 
 
 def test_a_cluster_that_grew_back_has_its_places_again() -> None:
     lost = [(at(8, 4), "ok"), (at(4, 1), "infeasible")]  # it ran before the cluster shrank: that says nothing now
-    assert (8, 4) in without_place(*lost)
-    assert without_place(*lost, (at(8, 1), "ok")) == set()
-    assert without_place(*lost, (at(2, 8), "ok")) == without_place(*lost)
+    assert (8, 4) in without_room(*lost)
+    assert without_room(*lost, (at(8, 1), "ok")) == set()
+    assert without_room(*lost, (at(2, 8), "ok")) == without_room(*lost)
 
 
 def test_what_ran_on_a_larger_cluster_is_lost_with_its_nodes() -> None:
     assert chosen(lost(LAYOUT, told((at(8, 4), "ok"), (at(4, 8), "infeasible")))) == chosen(
-        placeless(LAYOUT, told((at(4, 8), "infeasible")))
+        unschedulable(LAYOUT, told((at(4, 8), "infeasible")))
     )  # no point with as many loader workers ever ran: maybe no node has so many CPUs
     shrunk = (at(8, 4), "ok"), (at(4, 4), "infeasible")
     assert {p["scale.num_workers"] for p in chosen(lost(LAYOUT, told(*shrunk)))} == {4, 8}
@@ -92,3 +92,13 @@ def test_workers_that_failed_twice_are_left_alone_with_all_above_them() -> None:
     found = left_alone((at(4, 8, "gpu"), "failed"), (at(4, 1, "pillow"), "failed"), (at(2, 1), "oom"))
     assert {p["scale.num_workers"] for p in found} == {4, 8}
     assert left_alone((at(4, 8, "gpu"), "failed"), (at(4, 1, "pillow"), "failed"), (at(8, 1), "ok")) == []
+
+
+def test_a_point_that_failed_may_be_tried_once_more_and_its_second_failure_says_nothing_of_others() -> None:
+    assert left_alone((at(8, 8, "gpu"), "failed")) == []
+    assert left_alone((at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "failed")) == [POINTS[at(8, 8, "gpu")]]
+    assert left_alone((at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "ok")) == []
+
+
+def test_a_point_that_ran_on_its_second_try_blames_nothing() -> None:
+    assert left_alone((at(4, 8, "gpu"), "failed"), (at(4, 8, "gpu"), "ok"), (at(8, 1, "gpu"), "failed")) == []

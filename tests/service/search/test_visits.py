@@ -20,16 +20,15 @@ ROOM = Cluster((Node("a", 32, 0),))
 
 
 def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]]) -> dict[str, Assignment]:
-    """What is left of the sweep: an assignment a point; fills `rows` with those that have no result yet."""
+    """An assignment a point of the sweep; fills `rows` with them as they stand."""
     left = {}
     for number, trial in enumerate(plan_trials(load("digits", [SPACE, "sweep.policy=guided"]))):
         assert trial.resolved is not None
         path = run_dir.trial(trial.id).result
         rows[trial.id] = row(number, trial.params, "pending")
         if path.exists():
-            rows[trial.id] |= {key: value for key, value in json.loads(path.read_text()).items() if key != "reason"}
-        else:
-            left[trial.id] = Plan.on(trial.resolved.experiment, ROOM).assign("student", run_dir.trial(trial.id), {})
+            rows[trial.id] |= json.loads(path.read_text())
+        left[trial.id] = Plan.on(trial.resolved.experiment, ROOM).assign("student", run_dir.trial(trial.id), {})
     return left
 
 
@@ -66,17 +65,60 @@ def test_a_group_of_workers_goes_on_to_points_with_as_many_workers_and_then_make
     done = drive(visits)
     assert all(len({point[AXES[0]] for point in visit}) == 1 for visit in done)
     measured = [point for visit in done for point in visit]
-    assert len(done) < len(measured) < 24
-    assert len({tuple(point.values()) for point in measured}) == len(measured)
+    assert len(done) < len({tuple(point.values()) for point in measured}) < 24
     assert visits.is_idle()
 
 
 def test_each_point_has_a_result_and_only_the_first_of_a_visit_a_start(tmp_path: Path) -> None:
     done = drive(begun(tmp_path))
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("trials/*/result.json"))]
-    assert len(results) == sum(map(len, done))
-    assert all(one["status"] == "ok" and len(one["steps_s"]) == 12 and one["ended_s"] > 0 for one in results)
-    assert sum(one["start_s"] == 0.0 for one in results) == len(results) - len(done)
+    assert len(results) == len({tuple(point.values()) for visit in done for point in visit})
+    each = [one for whole in results for one in whole["measurements"] or [whole]]
+    assert len(each) == sum(map(len, done))
+    assert all(one["status"] == "ok" and len(one["steps_s"]) == 12 and one["ended_s"] > 0 for one in each)
+    assert sum(one["start_s"] == 0.0 for one in each) == len(each) - len(done)
+
+
+def trial_at(work: Assignment) -> str:
+    return Path(work.config.output_dir).parent.name
+
+
+def test_a_point_that_is_measured_again_has_each_measurement_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    visits, done, number = begun(tmp_path), list[tuple[str, str]](), 0
+    while visits.begin(name := f"v{number}") is not None:
+        number += 1
+        work: Assignment | None = visits.enter(name)
+        while work is not None:
+            done.append((trial_at(work), Path(work.config.output_dir).name))
+            visits.following(name, stage(scale(work.config.model_dump(mode="json"))))
+            work = visits.current(name)
+    assert len(set(done)) == len(done)
+    again = {trial: [folder for one, folder in done if one == trial] for trial, _ in done}
+    twice = next(trial for trial, folders in again.items() if len(folders) > 1)
+    written = json.loads(RunDir(tmp_path).trial(twice).result.read_text())
+    assert again[twice][:2] == ["student", "student-2"]
+    assert len(written["measurements"]) == len(again[twice])
+    assert len(written["steps_s"]) == 12 * len(again[twice])
+    assert written["seconds"] == sum(one["seconds"] for one in written["measurements"])
+
+
+def test_a_measurement_that_fails_leaves_those_before_it_as_they_were(tmp_path: Path) -> None:
+    visits, number = begun(tmp_path), 0
+    while visits.begin(name := f"v{number}") is not None:
+        number += 1
+        work: Assignment | None = visits.enter(name)
+        while work is not None:
+            path = RunDir(tmp_path).trial(trial_at(work)).result
+            if path.exists():
+                earlier = json.loads(path.read_text())
+                visits.leave(name, Outcome("failed", "its reason"))
+                now = json.loads(path.read_text())
+                assert (now["status"], now["reason"], now["metrics"]) == ("ok", "", earlier["metrics"])
+                assert [one["status"] for one in now["measurements"]] == ["ok", "failed"]
+                return
+            visits.following(name, stage(scale(work.config.model_dump(mode="json"))))
+            work = visits.current(name)
+    raise AssertionError("no point was measured again")
 
 
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
@@ -85,14 +127,12 @@ def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -
     before = len(list((tmp_path / "killed").glob("trials/*/result.json")))
     after = [point for visit in drive(begun(tmp_path / "killed")) for point in visit]
     assert before == 3
-    assert set(map(tuple, (point.values() for point in after))).isdisjoint(
-        map(tuple, (point.values() for point in whole[:before]))
-    )
+    assert after[0] not in whole[:before]  # what was finished is not begun with again
     assert after[-1] in whole
-    assert abs(before + len(after) - len(whole)) <= 2  # the group that died had its start paid, the new one has not
+    assert abs(before + len(after) - len(whole)) <= 3  # the group that died had its start paid, the new one has not
 
 
-def test_a_point_that_fails_ends_its_visit_and_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_a_point_that_fails_ends_its_visit_and_another_is_asked_for_next(tmp_path: Path) -> None:
     visits = begun(tmp_path)
     first = visits.begin("a")
     assert first is not None

@@ -1,0 +1,71 @@
+"""What probes cost, and what measuring every point once would: in GPU-seconds, from the durations that probes brought.
+
+Shapes: M points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from service.search.points import Array, Layout, Observation
+
+GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
+OOM_S = 5.0  # until a batch that does not fit says so
+
+
+@dataclass
+class Costs:
+    """A probe is the start of its workers, where they are not there yet, its setup (data, models), its warm-up and its steps."""
+
+    warmup_steps: int
+    max_steps: int
+    usual_start_s: float
+    spent_gpu_s: float = 0.0
+    again_gpu_s: float = 0.0  # of that, on points that were measured before
+    starts_s: list[float] = field(default_factory=list)
+    setups_s: list[float] = field(default_factory=list)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that a new group of workers takes to start."""
+        return float(np.median(self.starts_s)) if self.starts_s else self.usual_start_s
+
+    @property
+    def setup_s(self) -> float:
+        """Seconds of a probe before its first step, with workers that are there."""
+        return float(np.median(self.setups_s)) if self.setups_s else 0.0
+
+    def tell(self, workers: float, seen: Observation, same_group: bool, again: bool) -> None:
+        """Take up what a probe took; where it does not say, what such a probe usually takes."""
+        if seen.status == "infeasible":
+            return
+        if seen.start_s:
+            self.starts_s.append(seen.start_s)
+        start_s = seen.start_s if seen.start_s is not None else 0.0 if same_group else self.start_s
+        steps_s = float(np.sum(seen.steps_s))
+        warmup_s = self.warmup_steps * steps_s / len(seen.steps_s) if len(seen.steps_s) else 0.0
+        if seen.seconds is not None and seen.status == "ok":
+            self.setups_s.append(max(seen.seconds - start_s - warmup_s - steps_s, 0.0))
+        rest_s = warmup_s + steps_s if seen.status == "ok" else OOM_S
+        gpu_s = workers * (seen.seconds if seen.seconds is not None else start_s + self.setup_s + rest_s)
+        self.spent_gpu_s += gpu_s
+        self.again_gpu_s += gpu_s if again else 0.0
+
+    def probe_M(self, layout: Layout, step_s_M: Array, chance_M: Array, steps: float, group: float | None) -> Array:
+        """Of a probe of so many steps at each point, which runs with the given chance and otherwise ends its group of workers."""
+        start_M = np.where(layout.workers_M == group, 0.0, self.start_s)
+        ran_M = self.setup_s + (self.warmup_steps + steps) * step_s_M
+        return np.asarray(
+            layout.workers_M * (start_M + chance_M * ran_M + (1 - chance_M) * (self.setup_s + OOM_S + self.start_s))
+        )
+
+    def starts(self, layout: Layout) -> float:
+        """Of one start for each number of workers."""
+        return float(np.unique(layout.workers_M).sum()) * self.start_s
+
+    def grid(self, layout: Layout, step_s_M: Array, chance_M: Array) -> float:
+        """Of measuring every point once and briefly, those with as many workers one after the other on one start."""
+        steps = self.warmup_steps + min(GRID_STEPS, self.max_steps)
+        return self.starts(layout) + float((chance_M * layout.workers_M * (self.setup_s + steps * step_s_M)).sum())
