@@ -9,6 +9,7 @@ from typing import Any
 from service.report import names
 from service.report.marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
 from service.report.records import Row
+from trainables.wall_clock import PARTS
 
 COLOURS = {
     "start": GREY,
@@ -20,6 +21,8 @@ COLOURS = {
     "interruptions": VERMILION,
 }
 
+TOTALS = {*(f"{part}_s" for part in PARTS), "wall_s"}
+
 
 def parts(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
@@ -28,7 +31,7 @@ def parts(entry: Mapping[str, Any]) -> dict[str, float]:
     that: restarts, and work that a death took with it.
     """
     m = entry["metrics"]
-    if "wall_s" not in m:
+    if not m.keys() >= TOTALS:
         return {}
     found = {
         "start": entry.get("start_s") or 0.0,
