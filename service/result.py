@@ -83,6 +83,13 @@ class Stage(Part):
     end_s: float | None = None
 
 
+class StageTimes(Part):
+    """What a stage took in all sessions of its run that ended by themselves."""
+
+    seconds: float
+    start_s: float | None
+
+
 class Search(Part):
     """How a guided search ended."""
 
@@ -105,6 +112,7 @@ class Result(Part):
     use_gpu: bool | None = None
     num_workers: int | None = None
     stages: list[Stage] = []
+    stage_times: dict[str, StageTimes] = {}
     trials: list[Trial] | None = None
     best: Trial | None = None
     space: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
 
 
 def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:
-    """The parts of each stage or trial; of a run whose `seconds` are known, also what lies outside its stages.
+    """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
 
     `main`: the entry on whose epochs the caption has a sentence.
     """
@@ -91,10 +91,10 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
                 }
             )
     words = list(filter(None, [sentence(known[main][1])]))
-    if "seconds" in run:
-        outside_s = run["seconds"] - sum(sum(found.values()) for _, _, found in known)
+    outside_s = run.get("seconds", 0.0) - sum(sum(found.values()) for _, _, found in known)
+    if run.get("status") != "running" and outside_s >= 0:  # otherwise a session was killed before it could write its time down
         words.append(
-            f"The run took {names.short(run['seconds'])} s; {names.short(max(0.0, outside_s))} s of them lie outside its stages, "
+            f"The run took {names.short(run['seconds'])} s; {names.short(outside_s)} s of them lie outside its stages, "
             "where Ray starts and records are written."
         )
     table = [
