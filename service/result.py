@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from service.mistakes import expected, shown
@@ -20,8 +29,16 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class Scale(Part):
-    """What a trial ran on."""
+class WrittenScale(Part):
+    """The scale of a trial that cannot run: whatever the space has."""
+
+    num_workers: Any = Field(alias=NUM_WORKERS)
+    global_batch_size: Any = Field(alias=GLOBAL_BATCH)
+    loader_workers: Any = Field(alias=LOADER_WORKERS)
+
+
+class Scale(WrittenScale):
+    """What a trial runs on."""
 
     num_workers: int = Field(alias=NUM_WORKERS)
     global_batch_size: int = Field(alias=GLOBAL_BATCH)
@@ -41,8 +58,16 @@ class Trial(Part):
     steps_s: list[float] = []
     seconds: float = 0.0
     start_s: float | None = None
+    end_s: float | None = None
     ended_s: float = 0.0
     probe: str | None = None
+
+    @field_validator("scale", mode="wrap")
+    @classmethod
+    def _scale_of_an_infeasible_trial_is_as_written(
+        cls, scale: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        return WrittenScale.model_validate(scale) if info.data.get("status") == "infeasible" else check(scale)
 
 
 class Stage(Part):
@@ -53,6 +78,16 @@ class Stage(Part):
     status: str
     reason: str = ""
     metrics: dict[str, float]
+    seconds: float = 0.0
+    start_s: float | None = None
+    end_s: float | None = None
+
+
+class StageTimes(Part):
+    """What a stage took in all sessions of its run that ended by themselves."""
+
+    seconds: float
+    start_s: float | None
 
 
 class Search(Part):
@@ -71,14 +106,17 @@ class Result(Part):
     runs_root: str
     started: str = ""
     finished: str = ""
+    seconds: float = 0.0
     reason: str | None = None
     sources: dict[str, str] = {}
     use_gpu: bool | None = None
     num_workers: int | None = None
     stages: list[Stage] = []
+    stage_times: dict[str, StageTimes] = {}
     trials: list[Trial] | None = None
     best: Trial | None = None
-    space: dict[str, list[Any]] = {}
+    space: dict[str, Any] = {}
+    """Lists, ranges and distributions, as `service.search.space` has them."""
     metric: str = ""
     mode: str = ""
     tolerance: float = 0.0

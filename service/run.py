@@ -7,7 +7,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,14 +45,17 @@ class Session:
     key: str
     """The MLflow run of this run or sweep, as the tracker knows it."""
     sending: bool = False
+    earlier_s: float = 0.0
+    """What earlier sessions of this run took."""
+    began_s: float = field(default_factory=time.perf_counter)
 
     @property
     def experiment(self) -> Experiment:
         return self.resolved.experiment
 
     def save(self, **changes: Any) -> None:
-        """Update `result.json`, atomically."""
-        self.result.update(changes)
+        """Update `result.json`, atomically, with the seconds so far: a session that is killed loses only those since."""
+        self.result.update(changes, seconds=self.earlier_s + time.perf_counter() - self.began_s)
         write_json(self.run_dir.result, self.result)
 
     def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
@@ -70,11 +73,7 @@ def session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
 def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
     result = json.loads(run_dir.result.read_text())
     experiment, kind = resolved.experiment, result["kind"]
-    before_s, began = result.get("seconds", 0.0), time.perf_counter()
-
-    def seconds() -> float:
-        return float(before_s + time.perf_counter() - began)
-
+    began_s = time.perf_counter()
     tracker = None
     uri = experiment.tracking.uri or default_uri(Path(result["runs_root"]))
     if experiment.tracking.enabled:
@@ -82,7 +81,7 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=describe(kind))
         tracker.artifact(kind, run_dir.experiment)
     with Display() as display:
-        now = Session(resolved, run_dir, display, tracker, result, kind)
+        now = Session(resolved, run_dir, display, tracker, result, kind, earlier_s=result.get("seconds", 0.0), began_s=began_s)
         now.save(
             status="running", reason="", mlflow={"uri": uri, "experiment": experiment.tracking.experiment} if tracker else None
         )
@@ -92,10 +91,10 @@ def _session(resolved: Resolved, run_dir: RunDir) -> Iterator[Session]:
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | clusters.RayLostError)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                now.save(status="interrupted" if interrupted else "failed", reason=str(error), seconds=seconds())
+                now.save(status="interrupted" if interrupted else "failed", reason=str(error))
             _close(now, "KILLED" if interrupted else "FAILED", 5.0)
             raise
-        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"), seconds=seconds())
+        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
         _close(now, "FINISHED", FLUSH_S)
 
 
@@ -172,7 +171,11 @@ def run_stage(now: Session, work: Assignment) -> TrainConfig:
         now.tracker.follow(now.key, stage.metrics, f"{work.config.stage}/")
     now.display.follow(work.config.stage, stage)
     began_s = time.time()
-    outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
+    try:
+        outcome = now.wait_for(lambda: carry_out(work), tick=lambda: start_tracking(now) if stage.metrics.exists() else None)
+    except BaseException:  # the session ends, and is saved: so is what it has done of this stage
+        over_sessions(now, work.config.stage, accounted(Outcome("stopped"), stage, began_s))
+        raise
     now.display.unfollow(work.config.stage)
     note_stage(now, work, accounted(outcome, stage, began_s))
     if work.config.stage != "student":  # which has plain names, see `record_student`
@@ -184,17 +187,27 @@ def run_stage(now: Session, work: Assignment) -> TrainConfig:
 
 def note_stage(now: Session, work: Assignment, outcome: Outcome) -> None:
     """Add a stage's end to `result.json`, in place of an earlier try's."""
+    stages = {old["stage"]: old for old in now.result.get("stages", [])}
+    before = stages.pop(work.config.stage, None)
+    if before and before["status"] == outcome.status == "ok":  # it was complete: its times stand
+        return
     stage = StageDir(Path(work.config.output_dir))
+    outcome = over_sessions(now, work.config.stage, outcome)
     entry = {
         "stage": work.config.stage, "model": work.config.model, "status": outcome.status, "reason": outcome.reason,
         "restarts": outcome.restarts, "metrics": outcome.metrics, "checkpoint": str(stage.best) if stage.best.exists() else None,
         "seconds": outcome.seconds, "start_s": outcome.start_s, "end_s": outcome.end_s,
     }  # fmt: skip
-    stages = {old["stage"]: old for old in now.result.get("stages", [])}
-    before = stages.pop(work.config.stage, None)
-    if before and before["status"] == outcome.status == "ok":  # it was complete: its times stand
-        return
     now.save(stages=[*stages.values(), entry])
+
+
+def over_sessions(now: Session, stage: str, outcome: Outcome) -> Outcome:
+    """The outcome with the times of this session and of the earlier ones that carried out the stage; for the next `save`."""
+    times = now.result.setdefault("stage_times", {})
+    before = times.get(stage, {"seconds": 0.0, "start_s": None})
+    starts_s = [start_s for start_s in (before["start_s"], outcome.start_s) if start_s is not None]
+    times[stage] = {"seconds": before["seconds"] + outcome.seconds, "start_s": sum(starts_s) if starts_s else None}
+    return replace(outcome, **times[stage])
 
 
 def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:

@@ -213,9 +213,13 @@ def unfinished(now: Session, trial: Trial) -> Outcome:
     records = read_lines(now.run_dir.trial(trial.id).stage("student").metrics)
     epochs = [record for record in records if record["kind"] == "epoch"]
     if now.experiment.sweep.policy == "asha" and epochs:
-        named = final_names(epochs[-1]["metrics"]) | {"steps": float(epochs[-1]["step"])}
+        last = final_names(epochs[-1]["metrics"])
+        named = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
+        named["steps"] = float(epochs[-1]["step"])
         for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
-            named[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
+            named.pop(name, None)
+            if all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+                named[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
         evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
         named |= evaluated[-1] if evaluated else {}
         return Outcome("stopped", f"stopped by asha after epoch {epochs[-1]['epoch']:g}", named)

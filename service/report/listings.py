@@ -83,10 +83,13 @@ def heat(records: Records) -> list[Table]:
     title = f"Images/s by {listed([names.axis(key, records.unit) for key in (*whole.down_keys, whole.across_key)])}"
     if whole.best is None or (len(whole.down) <= NEAR_DOWN and len(whole.across) <= NEAR_ACROSS):
         return [heat_table(records, whole, title)]
-    tables = [heat_table(records, whole.around_best(), f"Around the best: {title}")]
+    part = whole.around_best()
+    near = heat_table(records, part, f"Around the best: {title}")
     if len(whole.across) <= MOST_ACROSS and len(whole.down) <= MOST_DOWN:
-        tables.append(heat_table(records, whole, f"All {len(whole.down)} rows: {title}", folded=True))
-    return tables
+        return [near, heat_table(records, whole, f"All {len(whole.down)} rows: {title}", folded=True)]
+    missing = {"more row": len(whole.down) - len(part.down), "more column": len(whole.across) - len(part.across)}
+    counts = listed([names.counted(count, unit) for unit, count in missing.items() if count])
+    return [replace(near, caption=f"{near.caption} {counts} are in the list of all trials below.")]
 
 
 def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) -> Table:
@@ -110,7 +113,9 @@ def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) 
         rows.append(cells)
     extras = [key for key in axes(records.rows) if key not in SCALE]
     caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."
-    caption += " – was not tried." if any("–" in row for row in rows) else ""
+    if any("–" in row for row in rows):
+        to_come = any(row["status"] == "pending" for row in records.rows)
+        caption += " – has no result so far." if to_come else " – was not tried."
     caption += f" The fastest over {', '.join(extras)}." if extras else ""
     columns = ["", *(names.at(shown.across_key, column, records.unit) for column in shown.across)]
     return Table(title, columns, rows, caption, folded=folded, heads=True)

@@ -9,6 +9,7 @@ from typing import Any
 from service.report import names
 from service.report.marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
 from service.report.records import Row
+from trainables.wall_clock import PARTS
 
 COLOURS = {
     "start": GREY,
@@ -20,6 +21,8 @@ COLOURS = {
     "interruptions": VERMILION,
 }
 
+TOTALS = {*(f"{part}_s" for part in PARTS), "wall_s"}
+
 
 def parts(entry: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
@@ -28,7 +31,7 @@ def parts(entry: Mapping[str, Any]) -> dict[str, float]:
     that: restarts, and work that a death took with it.
     """
     m = entry["metrics"]
-    if "wall_s" not in m:
+    if not m.keys() >= TOTALS:
         return {}
     found = {
         "start": entry.get("start_s") or 0.0,
@@ -59,7 +62,7 @@ def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
 
 
 def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:
-    """The parts of each stage or trial; of a run whose `seconds` are known, also what lies outside its stages.
+    """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
 
     `main`: the entry on whose epochs the caption has a sentence.
     """
@@ -88,10 +91,10 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
                 }
             )
     words = list(filter(None, [sentence(known[main][1])]))
-    if "seconds" in run:
-        outside_s = run["seconds"] - sum(sum(found.values()) for _, _, found in known)
+    outside_s = run.get("seconds", 0.0) - sum(sum(found.values()) for _, _, found in known)
+    if run.get("status") != "running" and outside_s >= 0:  # otherwise a session was killed before it could write its time down
         words.append(
-            f"The run took {names.short(run['seconds'])} s; {names.short(max(0.0, outside_s))} s of them lie outside its stages, "
+            f"The run took {names.short(run['seconds'])} s; {names.short(outside_s)} s of them lie outside its stages, "
             "where Ray starts and records are written."
         )
     table = [

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from service.experiment import load
+from service.result import read_result
+from service.search.config import SweepConfig
+from service.search.points import GLOBAL_BATCH
+from service.trials import plan_trials
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
 from trainables.rundir import RunDir, write_json
@@ -43,6 +48,11 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         (lambda r: r.update(best=3), "best: must be a section of keys, not 3"),
         (lambda r: r.pop("metric"), "metric: missing"),
         (lambda r: r.update(search=[]), "search: must be a section of keys, not []"),
+        (lambda r: r.update(space=[]), "space: must be a section of keys, not []"),
+        (lambda r: r.update(stage_times={"a": {"seconds": None}}), "stage_times.a.seconds: must be a number, not null"),
+        (lambda r: r.update(seconds="9"), 'seconds: must be a number, not "9"'),
+        (lambda r: r["trials"][1].update(end_s=[2]), "trials[1].end_s: must be a number, not [2]"),
+        (lambda r: r["trials"][1].update(status="infeasible", scale=3), "trials[1].scale: must be a section of keys, not 3"),
     ],
 )  # fmt: skip
 def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_field(
@@ -64,6 +74,52 @@ def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[st
     code, _, err = run(capsys, "report", run_dir.root)
     assert code == 2
     assert f"{run_dir.result} is damaged: stages[1].model: must be text, not null: " in err
+
+
+@pytest.mark.parametrize("name", ["seconds", "start_s", "end_s"])
+def test_a_stage_with_a_time_that_is_no_number_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    spoil(run_dir, lambda r: r["stages"][0].update({name: "long"}))
+    code, _, err = run(capsys, "report", run_dir.root)
+    assert code == 2
+    assert f'{run_dir.result} is damaged: stages[0].{name}: must be a number, not "long": ' in err
+
+
+def test_a_stage_whose_clock_is_not_whole_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    spoil(run_dir, lambda r: [stage["metrics"].pop("train_s") for stage in r["stages"]])
+    assert run(capsys, "report", run_dir.root)[0] == 0
+
+
+KINDS = {
+    "list": [1e-3, 1e-2],
+    "range": {"range": [0.1, 0.3, 0.1]},
+    "uniform": {"uniform": [0.1, 0.2]},
+    "loguniform": {"loguniform": [1e-3, 1.0]},
+    "randint": {"randint": [1, 4]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    axes = SweepConfig(space={"optim.lr": KINDS[kind]}, policy="random").axes
+    spoil(run_dir, lambda r: r.update(space=axes))
+    assert read_result(run_dir.result, run_dir.experiment)["space"] == {"optim.lr": KINDS[kind]}
+    for command in READERS:
+        assert run(capsys, command, run_dir.root)[::2] == (0, "")
+
+
+def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = [64, 64.5, "x", [1, 2], 32]
+    resolved = load("digits", [f"sweep.space={json.dumps({GLOBAL_BATCH: values})}"])
+    planned = [trial.row(resolved, timing=True) for trial in plan_trials(resolved)]
+    assert [row["status"] for row in planned] == ["pending", "infeasible", "infeasible", "infeasible", "pending"]
+    assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
+    run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})
+    spoil(run_dir, lambda r: r.update(trials=[r["trials"][0], *planned[1:4], r["trials"][1] | {"id": "004"}]))
+    for command in READERS:
+        assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\udcff"])

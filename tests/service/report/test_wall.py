@@ -36,6 +36,7 @@ def test_parts_are_the_drivers_clock() -> None:
     assert parts(entry(104.0))["interruptions"] == pytest.approx(15.0)
     assert parts(entry(30.0))["interruptions"] == 0.0  # a resumed stage: its clock knows more than this driver
     assert parts({"metrics": {"steps": 3.0}, "seconds": 9.0}) == {}
+    assert parts({"metrics": {"wall_s": 3.0}, "seconds": 9.0}) == {}
 
 
 def test_the_figure_says_what_an_epoch_takes_and_what_lies_outside_the_stages() -> None:
@@ -47,6 +48,13 @@ def test_the_figure_says_what_an_epoch_takes_and_what_lies_outside_the_stages() 
     assert [trace["name"] for trace in shown.traces] == ["start", "training", "evaluation", "checkpoints", "other", "end"]
     assert shown.numbers[0] == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
     assert figure([("student", {"metrics": {}})], {}) is None
+    for untrue in (
+        {"seconds": 25.0},
+        {"seconds": 190.0, "status": "running"},
+    ):  # a session that was killed is missing; still going on
+        incomplete = figure(both, untrue)
+        assert incomplete is not None
+        assert "The run took" not in incomplete.caption
     assert sentence({"epoch_s": 3.0}) == ""
 
 
