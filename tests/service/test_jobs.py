@@ -305,5 +305,6 @@ def test_the_patience_with_a_busy_dashboard_begins_anew_with_each_piece_of_text(
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("failure", [BUSY, CUT])
 def test_a_log_without_a_word_is_given_up(failure: Exception) -> None:
+    failing: list[str | Exception] = [failure]
     with pytest.raises(RuntimeError, match=str(failure)):
-        followed(["one\n", failure], *([failure] for _ in range(1000)))
+        followed(["one\n", failure], *[failing] * 1000)
