@@ -22,6 +22,7 @@ from service.mistakes import SETTABLE, explain, known_keys, nearest, source_of
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
+from service.uris import checked_uri
 from trainables.config import (
     AssistantConfig,
     DataConfig,
@@ -37,6 +38,7 @@ from trainables.config import (
 from trainables.errors import ExperimentError, ModelError, near
 from trainables.methods import file_of
 from trainables.models.names import check_model_name
+from trainables.rundir import expanded
 
 MAX_NAME = 150
 """Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
@@ -140,7 +142,7 @@ class Experiment(Section):
         timed = self.train.max_steps is not None
         if kind == "sweep":
             timed = self.sweep.timing_steps is not None and not self.sweep.races
-        return None if timed and not self.assistants else Path(self.teacher.cache).expanduser().absolute()
+        return None if timed and not self.assistants else expanded(self.teacher.cache).absolute()
 
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """What the workers of one stage, of the `preparation` or `student`, are told.
@@ -377,6 +379,11 @@ def validate(
     except ValidationError as error:
         raise ExperimentError(explain(error, Experiment, where, sources, missing=SETTABLE)) from error
     check_names(experiment, where, sources or {}, elsewhere=elsewhere)
+    if experiment.tracking.enabled and experiment.tracking.uri is not None:
+        try:
+            checked_uri(experiment.tracking.uri)
+        except ExperimentError as error:
+            raise ExperimentError(f"{source_of('tracking.uri', sources or {}, where)}: {error}") from error
     searched = "sweep.points" if experiment.sweep.points else "sweep.space"
     where = (sources or {}).get(searched, where)
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from service.experiment import load, recipes
 from service.plan import absolute, located
 from trainables.errors import ClusterError, ExperimentError
+from trainables.rundir import expanded
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -94,7 +95,7 @@ def _overrides(command: Sequence[str]) -> list[str]:
 
 
 def _from_here(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(expanded(path))
 
 
 def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:

@@ -13,7 +13,7 @@ MAX_DEPTH = 50
 MAX_REPEATED = 10_000
 """Most values that a document's aliases may stand for beyond those that are written: nine lines can mean billions."""
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight and 1:30.5 for 90.5;
+# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5;
 # YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
