@@ -16,6 +16,7 @@ import click
 
 from service import work
 from trainables.errors import DistillError, bounded
+from trainables.rundir import expanded
 
 if TYPE_CHECKING:
     from service.experiment import Resolved
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def default_runs_root() -> Path:
     """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
     if named := os.environ.get("RAYDISTILL_RUNS"):
-        return Path(named).expanduser().absolute()
+        return expanded(named).absolute()
     here = Path.cwd()
     return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
 
@@ -367,7 +368,7 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
     from service.report.contact import describe, write_sheet
     from trainables.data.index import read_index
 
-    directory = directory.expanduser().resolve()
+    directory = expanded(directory).resolve()
     index = read_index(directory)
     console = output()
     for part in describe(directory, index):
@@ -489,7 +490,8 @@ def ui(root: Path, host: str, port: int) -> None:
     try:  # MLflow itself would try for ever, and its address show what another server has
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a host's name its own
+        # Of a host's name the reason is the resolver's own, and Python appends the address to it.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror).partition(" (while ")[0]
         raise ClusterError(f"{host}:{port} cannot be listened on ({reason}): give another --port, or --host") from error
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
     click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")

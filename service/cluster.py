@@ -19,6 +19,7 @@ import psutil
 
 from service import work
 from trainables.errors import ClusterError
+from trainables.rundir import unwritable
 
 MAX_OVERSUBSCRIPTION = 4
 
@@ -217,7 +218,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
         if is_local():
             cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
             ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
-            _own_daemons.update((child.name(), child) for child in psutil.Process().children() if child.name() in DAEMONS)
+            _own_daemons.update(_daemons())
         else:
             ray.init(runtime_env=travelling_code(), **quiet)
     except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
@@ -233,12 +234,22 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
         cluster = observe(cores if is_local() else None)
         check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
         if cache is not None:
-            check_shared(cache, f"teacher.cache: {cache}", "name a folder that all nodes share and may write")
+            name, full = f"teacher.cache: {cache}", cache.is_dir() and unwritable(cache) is not None  # see `checks.check_cache`
+            check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
         yield cluster
     finally:
         if not work.goes_on():  # see `work.leave`
             _own_daemons.clear()
             ray.shutdown()
+
+
+def _daemons() -> dict[str, psutil.Process]:
+    """This process's children that are a Ray's, by name; others may end at any moment."""
+    found = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.name()] = child
+    return {name: child for name, child in found.items() if name in DAEMONS}
 
 
 def check_ray() -> None:
@@ -300,10 +311,10 @@ def observe(cores: int | None = None) -> Cluster:
     return Cluster(tuple(nodes), real_cpus=cores)
 
 
-def check_shared(folder: Path, name: str, instead: str) -> None:
+def check_shared(folder: Path, name: str, instead: str, *, read_only: bool = False) -> None:
     """Refuse a folder that some node does not share or cannot write: what is written there would be lost.
 
-    `name`: what the folder is called; `instead`: what to do about it.
+    `name`: what the folder is called; `instead`: what to do about it; `read_only`: nothing will be written, it has to exist.
 
     Raises:
         ClusterError: naming the node.
@@ -314,9 +325,10 @@ def check_shared(folder: Path, name: str, instead: str) -> None:
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != ray.get_runtime_context().get_node_id()]
     if not others:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / f".probe-{uuid.uuid4().hex}"
-    probe.touch()
+    probe = folder / ("" if read_only else f".probe-{uuid.uuid4().hex}")
+    if not read_only:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
 
     def look(path: str) -> tuple[bool, bool]:
         return os.path.exists(path), os.access(os.path.dirname(path), os.W_OK | os.X_OK)
@@ -338,10 +350,11 @@ def check_shared(folder: Path, name: str, instead: str) -> None:
                 raise ClusterError(f"{where} does not answer: take it out of the cluster, or wait until Ray has") from error
             if not found:
                 raise ClusterError(f"{name} is not shared: {where} does not see it; {instead}")
-            if not writable:
+            if not writable and not read_only:
                 raise ClusterError(f"{name} cannot be written by {where}; {instead}")
     finally:
-        probe.unlink(missing_ok=True)
+        if not read_only:
+            probe.unlink(missing_ok=True)
 
 
 def use_gpu(setting: bool | Literal["auto"], cluster: Cluster) -> bool:

@@ -22,6 +22,7 @@ from service.mistakes import SETTABLE, explain, known_keys, nearest, source_of
 from service.search.config import SweepConfig
 from service.search.space import SpaceError, check_space
 from service.trees import flatten, merge, put
+from service.uris import checked_uri
 from trainables.config import (
     AssistantConfig,
     DataConfig,
@@ -35,7 +36,9 @@ from trainables.config import (
     TrainingConfig,
 )
 from trainables.errors import ExperimentError, ModelError, near
+from trainables.methods import file_of
 from trainables.models.names import check_model_name
+from trainables.rundir import expanded
 
 MAX_NAME = 150
 """Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
@@ -139,7 +142,7 @@ class Experiment(Section):
         timed = self.train.max_steps is not None
         if kind == "sweep":
             timed = self.sweep.timing_steps is not None and not self.sweep.races
-        return None if timed and not self.assistants else Path(self.teacher.cache).expanduser().absolute()
+        return None if timed and not self.assistants else expanded(self.teacher.cache).absolute()
 
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """What the workers of one stage, of the `preparation` or `student`, are told.
@@ -211,8 +214,8 @@ def recipes() -> dict[str, str]:
     return found
 
 
-def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
-    """Read a recipe or a YAML file, apply its bases and `--set` overrides, check everything.
+def load(recipe_or_file: str, overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Resolved:
+    """Read a recipe or a YAML file, apply its bases and `--set` overrides, check everything. `elsewhere`: see `check_names`.
 
     Raises:
         ExperimentError: with one line for each mistake, six at most.
@@ -230,10 +233,10 @@ def load(recipe_or_file: str, overrides: Sequence[str] = ()) -> Resolved:
         put(tree, key, value, f"--set {text}")
         sources = {name: source for name, source in sources.items() if not name.startswith(f"{key}.")} | {key: "--set"}
     try:
-        return Resolved(validate(tree, where, sources), sources)
+        return Resolved(validate(tree, where, sources, elsewhere=elsewhere), sources)
     except ExperimentError:
         if overrides and _is_right(written, where, written_sources):  # then the overrides are what is wrong
-            validate(tree, "--set", {})
+            validate(tree, "--set", {}, elsewhere=elsewhere)
         raise
 
 
@@ -363,8 +366,10 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return tree
 
 
-def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None) -> Experiment:
-    """A checked experiment. `sources` says which dotted key came from elsewhere than `where`.
+def validate(
+    tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | None = None, *, elsewhere: bool = False
+) -> Experiment:
+    """A checked experiment. `sources` says which dotted key came from elsewhere than `where`; `elsewhere`: see `check_names`.
 
     Raises:
         ExperimentError: one line a mistake.
@@ -373,7 +378,12 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
         raise ExperimentError(explain(error, Experiment, where, sources, missing=SETTABLE)) from error
-    check_names(experiment, where, sources or {})
+    check_names(experiment, where, sources or {}, elsewhere=elsewhere)
+    if experiment.tracking.enabled and experiment.tracking.uri is not None:
+        try:
+            checked_uri(experiment.tracking.uri)
+        except ExperimentError as error:
+            raise ExperimentError(f"{source_of('tracking.uri', sources or {}, where)}: {error}") from error
     searched = "sweep.points" if experiment.sweep.points else "sweep.space"
     where = (sources or {}).get(searched, where)
     try:
@@ -393,13 +403,18 @@ def validate(tree: Mapping[str, Any], where: str, sources: Mapping[str, str] | N
     return experiment
 
 
-def check_names(experiment: Experiment, where: str, sources: Mapping[str, str]) -> None:
+def check_names(experiment: Experiment, where: str, sources: Mapping[str, str], *, elsewhere: bool = False) -> None:
     """Refuse a method or a model that does not exist; imports no torch, unless a method is given options.
+
+    `elsewhere`: the experiment runs on another machine. Where the file of a method is not on this one, what depends on methods
+    is not checked.
 
     Raises:
         ExperimentError: with the nearest name.
     """
-    check_distill(experiment, where, sources)
+    files = [file for name in experiment.distill.method if (file := file_of(name)) is not None]
+    if not elsewhere or all(file.is_file() for file in files):
+        check_distill(experiment, where, sources)
     teacher = experiment.teacher
     sections = {"teacher.model": teacher, "student.model": experiment.student}
     sections |= {f"teacher.others[{n}].model": other for n, other in enumerate(teacher.others if teacher else ())}

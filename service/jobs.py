@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from service.experiment import load, recipes
 from service.plan import absolute, located
 from trainables.errors import ClusterError, ExperimentError
+from trainables.rundir import expanded
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -63,7 +64,7 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
             )
         resolved = load(command[1])
-        load(command[1], _checkable(command))  # refuses a wrong experiment here, not minutes later in a log
+        load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
             teacher = resolved.experiment.teacher
@@ -83,15 +84,18 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
     return arguments
 
 
-def _checkable(command: Sequence[str]) -> list[str]:
-    """The `--set` of a command, but for those of methods: their files may lie on the cluster alone."""
-    after = [text for option, text in itertools.pairwise(command) if option == "--set"]
-    joined = [word.removeprefix("--set=") for word in command if word.startswith("--set=")]
-    return [text for text in (*after, *joined) if not text.startswith("distill.")]
+def _overrides(command: Sequence[str]) -> list[str]:
+    """What follows each `--set` of a command, in its order."""
+    pairs = itertools.pairwise([*command, ""])
+    return [
+        after if word == "--set" else word.removeprefix("--set=")
+        for word, after in pairs
+        if word == "--set" or word.startswith("--set=")
+    ]
 
 
 def _from_here(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(expanded(path))
 
 
 def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:
@@ -192,31 +196,37 @@ def _token() -> tuple[str, str] | None:
 
 def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobDetails:
     """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
-    said = 0
+    shown = pieces = 0
 
     async def stream() -> None:
-        nonlocal said
+        nonlocal shown, pieces
         position = 0  # a log begins anew with each connection
         async for text in client.tail_job_logs(job):
-            new, position = text[max(0, said - position) :], position + len(text)
+            pieces += 1
+            new, position = text[max(0, shown - position) :], position + len(text)
             if new:
-                said = position
+                shown = position
                 say(new.rstrip("\n"))
 
-    _patiently(lambda: asyncio.run(stream()))
+    _patiently(lambda: asyncio.run(stream()), lambda: pieces)
     while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:
         time.sleep(0.5)
     return details
 
 
-def _patiently(call: Callable[[], T]) -> T:
-    """What a call returns once the dashboard, or the job agent behind it, is not too busy to answer; see `PATIENCE_S`."""
-    deadline = time.monotonic() + PATIENCE_S
+def _patiently(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+    """What a call returns once the dashboard, or the job agent behind it, is not too busy to answer; see `PATIENCE_S`.
+
+    `progress`: a number that grows while an attempt succeeds: the patience begins anew with the first failure after that.
+    """
+    before, deadline = -1, 0.0
     while True:
         try:
             return call()
         except _failures() as error:
-            if not _is_busy(error) or time.monotonic() > deadline:
+            if progress() != before:
+                before, deadline = progress(), time.monotonic() + PATIENCE_S
+            if not _may_pass(error) or time.monotonic() > deadline:
                 raise
         time.sleep(PAUSE_S)
 
@@ -228,11 +238,14 @@ def _failures() -> tuple[type[Exception], ...]:
     return RuntimeError, OSError, aiohttp.ClientError
 
 
-def _is_busy(error: Exception) -> bool:
-    """Whether a failed request may succeed a little later: a 5xx. Ray says its status in words alone."""
+def _may_pass(error: Exception) -> bool:
+    """Whether a failed request may succeed a little later: a 5xx, or a log's connection that was cut.
+
+    Ray says a status in words alone, and so that the connection was lost: `WebSocket connection closed unexpectedly …`.
+    """
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     found = _STATUS.search(str(error))
-    return int(found[1] if found else status or 0) >= 500
+    return str(error).startswith("WebSocket ") or int(found[1] if found else status or 0) >= 500
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from service.trial import Assignment, need
 from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
 from trainables.methods import file_of, key_of
-from trainables.rundir import RunDir
+from trainables.rundir import RunDir, expanded
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def _found(teacher: TeacherConfig | None) -> TeacherConfig | None:
     if teacher is None:
         return None
     others = tuple(other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others)
-    cache = teacher.cache and str(Path(teacher.cache).expanduser().absolute())
+    cache = teacher.cache and str(expanded(teacher.cache).absolute())
     return teacher.model_copy(update={"others": others, "cache": cache})
 
 
 def absolute(data_path: str) -> str:
     """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
-    path = Path(data_path).expanduser()
+    path = expanded(data_path)
     return str(path.absolute()) if path.exists() else data_path
 
 

@@ -89,9 +89,10 @@ class Followed:
 
     def take_start(self, record: dict[str, Any]) -> None:
         """How many steps there will be, where that is the record that says so."""
-        if record["kind"] == "start":
-            metrics = record["metrics"]
-            self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
+        metrics = record["metrics"]
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's: then nobody knows how many
+            if record["kind"] == "start":
+                self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
 
 
 class Display:
@@ -134,8 +135,9 @@ class Display:
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
             followed = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
             self._followed[label] = followed
-            with contextlib.suppress(OSError, ValueError), open(stage.metrics, "rb") as file:
-                followed.take_start(json.loads(file.readline()))  # of a stage that is resumed
+            with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
+                if (record := _record(file.readline())) is not None:  # of a stage that is resumed
+                    followed.take_start(record)
 
     def unfollow(self, label: str) -> None:
         """The stage has ended."""
@@ -152,11 +154,8 @@ class Display:
                 if self._bars is None or " teacher.cache: " in line:  # what takes room on a disk is said beside bars too
                     self.say(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
-                try:
-                    record = json.loads(text)
-                except ValueError:
-                    continue
-                self._update(followed, record)
+                if (record := _record(text)) is not None:
+                    self._update(followed, record)
 
     def _update(self, followed: Followed, record: dict[str, Any]) -> None:
         if self._bars is None or followed.task is None:
@@ -166,3 +165,12 @@ class Display:
         shown = (("train/images_per_s", "{:.0f} images/s"), ("train/loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
         info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
         self._bars.update(followed.task, total=followed.steps or None, completed=record["step"], info=info)
+
+
+def _record(line: str | bytes) -> dict[str, Any] | None:
+    """A record of a stage's metrics; None where the line is damaged or says something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("metrics"), dict) and "step" in record else None

@@ -13,9 +13,12 @@ MAX_DEPTH = 50
 MAX_REPEATED = 10_000
 """Most values that a document's aliases may stand for beyond those that are written: nine lines can mean billions."""
 
-# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight and 1:30 for 90;
+# YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5;
 # YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
-_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
+    r"|\.(?:nan|NaN|NAN))$"
+)
 _INTEGER = re.compile(r"^[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _TAG = "tag:yaml.org,2002:"
@@ -49,7 +52,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        text = node.value.replace("_", "")
+        text = str(self.construct_scalar(node)).replace("_", "")
         return int(text, 16 if "x" in text else 10)
 
 
@@ -62,10 +65,10 @@ class _Dumper(yaml.SafeDumper):
 
 for _side in (_Loader, _Dumper):  # both, so that a text such as "1e5" or "true" is written in quotes
     _side.yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in resolvers if tag not in (f"{_TAG}bool", f"{_TAG}int")]
+        first: [(tag, form) for tag, form in resolvers if tag not in (f"{_TAG}bool", f"{_TAG}int", f"{_TAG}float")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    _side.add_implicit_resolver(f"{_TAG}float", _EXPONENT, list("-+0123456789"))
+    _side.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
     _side.add_implicit_resolver(f"{_TAG}int", _INTEGER, list("-+0123456789"))
     _side.add_implicit_resolver(f"{_TAG}bool", _BOOLEAN, list("tTfF"))
 
@@ -92,6 +95,8 @@ def parse(text: str, where: str) -> Any:
         raise ExperimentError(f"{place}: {'' if isinstance(error, _TwiceError) else 'not YAML: '}{problem}") from error
     except ValueError as error:  # PyYAML hands on what `int` and `date` say
         raise ExperimentError(f"{where}: a value cannot be read: {str(error).partition(';')[0]}") from error
+    except (LookupError, AttributeError, OverflowError) as error:  # nor does PyYAML look whether a value has its tag's form
+        raise ExperimentError(f"{where}: a value is not of the kind that its tag (`!!int`, `!!bool`, …) names") from error
     return value
 
 

@@ -1,8 +1,13 @@
-"""URIs as they are shown: whoever reads a page, a log or a terminal needs no password."""
+"""URIs of stores as they are written by a user, and as they are shown: who reads a page or a log needs no password."""
 
 from __future__ import annotations
 
+import os
 from urllib.parse import urlsplit
+
+from trainables.errors import ExperimentError
+
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
 def without_password(text: str, uri: str | None = None) -> str:
@@ -12,3 +17,33 @@ def without_password(text: str, uri: str | None = None) -> str:
     except ValueError:  # "http://[": no URI
         return text
     return text.replace(login + at, "") if at else text
+
+
+def checked_uri(uri: str) -> str:
+    """`uri`, a relative SQLite path made absolute.
+
+    Raises:
+        ExperimentError: not a kind of store that MLflow writes to.
+    """
+    if "\0" in uri:
+        raise ExperimentError(f"tracking.uri is {uri!r}: leave out the character NUL, which no path or address has")
+    scheme = uri.partition(":")[0].partition("+")[0]
+    server, file = "http://HOST:PORT for a server", "sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
+    if scheme not in SCHEMES or ("//" not in uri and scheme != "databricks"):
+        raise ExperimentError(f"tracking.uri is {uri!r}: write {server}, {file}, or leave it out")
+    if scheme in ("http", "https"):
+        try:
+            host, _ = urlsplit(uri).hostname, urlsplit(uri).port
+        except ValueError as error:
+            raise ExperimentError(f"tracking.uri is {uri!r}, which is no address: write {server}") from error
+        if not host:
+            raise ExperimentError(f"tracking.uri is {uri!r}: there is no host in it: write {server}")
+    if scheme != "sqlite":
+        return uri
+    named = uri.partition("///")[2]
+    if not named:
+        raise ExperimentError(f"tracking.uri is {uri!r}, which names no file: write {file}")
+    path = os.path.abspath(named)
+    if "?" in path or "%" in path:
+        raise ExperimentError(f"MLflow cannot open a database at {path}: choose a path without `?` and `%`")
+    return f"sqlite:///{path}"

@@ -217,6 +217,8 @@ class TeacherConfig(ModelConfig):
     def _a_folder(cls, cache: str | None) -> str | None:
         if cache is not None and "://" in cache:
             raise ValueError("must be a folder that all nodes mount, not a URI")
+        if cache is not None and "\0" in cache:
+            raise ValueError("must be a folder, and no path has the character NUL in it")
         return cache
 
     @model_validator(mode="after")

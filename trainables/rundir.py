@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainables.errors import ExperimentError
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -36,6 +38,18 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace `path` with `content`; see `replacing`."""
     with replacing(path) as beside:
         beside.write_bytes(content)
+
+
+def expanded(path: str | Path) -> Path:
+    """`path`, a `~` or `~USER` at its beginning replaced by that user's home.
+
+    Raises:
+        ExperimentError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ExperimentError(f"{path}: {Path(path).parts[0]} is nobody's home on this machine: write the whole path") from error
 
 
 def unwritable(folder: Path) -> str | None:

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from service.tracking.sender import NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
+from service.uris import checked_uri
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable
 
@@ -25,7 +26,6 @@ log = logging.getLogger("raydistill")
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 MAX_WAIT_S = 15.0
 DESCRIPTION = "mlflow.note.content"
 _SQLITE = b"SQLite format 3\0"
@@ -40,34 +40,6 @@ def default_uri(runs_root: Path) -> str:
         ExperimentError: a path that an SQLite URI cannot hold.
     """
     return checked_uri(f"sqlite:///{Path(os.path.abspath(runs_root)) / 'mlflow.db'}")
-
-
-def checked_uri(uri: str) -> str:
-    """`uri`, a relative SQLite path made absolute.
-
-    Raises:
-        ExperimentError: not a kind of store that MLflow writes to.
-    """
-    scheme = uri.partition(":")[0].partition("+")[0]
-    server, file = "http://HOST:PORT for a server", "sqlite:////ABSOLUTE/PATH/mlflow.db for a file"
-    if scheme not in SCHEMES or ("//" not in uri and scheme != "databricks"):
-        raise ExperimentError(f"tracking.uri is {uri!r}: write {server}, {file}, or leave it out")
-    if scheme in ("http", "https"):
-        try:
-            host, _ = urlsplit(uri).hostname, urlsplit(uri).port
-        except ValueError as error:
-            raise ExperimentError(f"tracking.uri is {uri!r}, which is no address: write {server}") from error
-        if not host:
-            raise ExperimentError(f"tracking.uri is {uri!r}: there is no host in it: write {server}")
-    if scheme != "sqlite":
-        return uri
-    named = uri.partition("///")[2]
-    if not named:
-        raise ExperimentError(f"tracking.uri is {uri!r}, which names no file: write {file}")
-    path = os.path.abspath(named)
-    if "?" in path or "%" in path:
-        raise ExperimentError(f"MLflow cannot open a database at {path}: choose a path without `?` and `%`")
-    return f"sqlite:///{path}"
 
 
 def check_store(uri: str) -> None:
@@ -88,6 +60,8 @@ def check_store(uri: str) -> None:
         raise ExperimentError(f"tracking.uri: {reason}: choose another")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
         raise ExperimentError(f"tracking.uri: {path} is read-only for you: choose another")
+    if path.exists() and not path.is_file():
+        raise ExperimentError(f"tracking.uri: {path} is no file: write the path of one")
     if path.exists() and path.stat().st_size:
         with open(path, "rb") as file:
             if file.read(len(_SQLITE)) != _SQLITE:

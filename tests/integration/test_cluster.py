@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -119,6 +120,39 @@ def test_a_folder_for_logits_that_a_node_cannot_write_is_refused_before_the_teac
         assert not list(logits.iterdir())
     finally:
         cluster.remove(node)
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
+def test_a_read_only_folder_of_logits_has_only_to_exist_on_each_node(distill: Distill, cluster: RayCluster) -> None:
+    logits = distill.folder / "cache" / "logits"
+    logits.mkdir(parents=True)
+    code = """if True:
+        import pathlib, sys
+        from service.cluster import connect
+        from trainables.errors import ClusterError
+        try:
+            with connect(1, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])):
+                print("connected")
+        except ClusterError as error:
+            print(error)
+    """
+    read_only = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec "$@"'
+    driver = ["unshare", "-m", "sh", "-c", read_only, logits, sys.executable, "-c", code, distill.runs, logits]
+
+    def connecting() -> str:
+        done = subprocess.run(
+            list(map(str, driver)), env={**os.environ, **cluster.env}, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert connecting() == "connected\n"
+    blind = cluster.add(["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(logits.parent)])
+    try:
+        said = connecting()
+        assert f"teacher.cache: {logits} is not shared: node" in said
+        assert f"({blind.address}) does not see it" in said
+    finally:
+        cluster.remove(blind)
 
 
 def test_a_pack_by_a_cluster_is_the_one_that_this_machine_writes(distill: Distill, cluster: RayCluster) -> None:

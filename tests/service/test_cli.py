@@ -121,6 +121,30 @@ def test_a_port_that_another_server_has_is_refused_instead_of_showing_its_record
     assert refused == f"127.0.0.1:{port} cannot be listened on (Address already in use): give another --port, or --host"
 
 
+def test_a_host_without_an_address_is_named_once(refuse: Refuse) -> None:
+    refused = refuse("ui", "--host", "nosuch.invalid", "--port", "5999")
+    assert refused.startswith("nosuch.invalid:5999 cannot be listened on (")
+    assert refused.endswith("): give another --port, or --host")
+    assert refused.count("nosuch.invalid") == 1
+
+
+@pytest.mark.parametrize("command", ["show", "submit train", "train"])
+def test_an_address_of_records_that_is_none_is_refused_by_each_command(command: str, refuse: Refuse) -> None:
+    refused = refuse(*command.split(), "digits", *sets("tracking.uri=http://"))
+    assert refused.startswith("--set: tracking.uri is 'http://': there is no host in it")
+
+
+@pytest.mark.parametrize("key", ["teacher.cache", "teacher.weights", "data.path"])
+def test_a_home_of_nobody_is_refused(key: str, refuse: Refuse) -> None:
+    assert "~nosuchuser is nobody's home" in refuse("train", "digits", *sets(f"{key}=~nosuchuser/x"))
+
+
+def test_a_folder_of_logits_whose_name_no_disk_can_have_is_refused(refuse: Refuse) -> None:
+    assert "teacher.cache: must be a folder, and no path has the character NUL" in refuse(
+        "show", "digits", *sets('teacher.cache="/tmp/a\\0b"')
+    )
+
+
 def test_a_method_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
     refused = refuse("train", "digits", *sets(f"distill.method={tmp_path}/ends.py:Method"))
@@ -268,6 +292,8 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
         ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
         ("sqlite:///{0}/text", "tracking.uri: {0}/text is no SQLite database: choose another file"),
         ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
+        ("sqlite:////dev/null", "tracking.uri: /dev/null is no file: write the path of one"),
+        ('"sqlite:///{0}/a\\0b"', "leave out the character NUL"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_refused(uri: str, words: str, refuse: Refuse, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -529,6 +530,11 @@ def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
         ("a: &a [*a]\n", "nested more than 50 deep"),
         ("[" * 4000, "nested more than 50 deep"),
         ("seed: " + "9" * 5000, "a value cannot be read"),
+        ("seed: !!int [1]", ":1:7: not YAML: expected a scalar node, but found sequence"),
+        ("seed: !!int x1", "a value cannot be read: invalid literal for int()"),
+        ("seed: !!bool maybe", "a value is not of the kind that its tag"),
+        ("seed: !!timestamp x", "a value is not of the kind that its tag"),
+        ("seed: !!float ''", "a value is not of the kind that its tag"),
     ],
 )
 def test_a_file_that_is_no_experiment_is_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
@@ -589,6 +595,22 @@ def test_a_message_quotes_the_beginning_and_the_end_of_what_is_long(override: st
         assert len(message) < 2500
         assert "k" * 20 in message or "k k" in message
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("text", ["1:30.5", "1:30", "0b11", "on", "-1:2.", ".", "+.", "1e", "._1", "e5"])
+def test_what_yaml_1_2_takes_for_text_is_text(text: str) -> None:
+    assert strict_yaml.parse(text, "here") == text
+    assert strict_yaml.parse(strict_yaml.dump(text), "here") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1.5", 1.5), ("-.5", -0.5), ("1.", 1.0), ("1e-4", 1e-4), ("+1.5E3", 1500.0), (".inf", math.inf), ("-.Inf", -math.inf)],
+)
+def test_what_yaml_1_2_takes_for_a_number_is_one(text: str, number: float) -> None:
+    assert strict_yaml.parse(text, "here") == number
+    assert strict_yaml.parse(strict_yaml.dump(number), "here") == number
+    assert math.isnan(strict_yaml.parse(strict_yaml.dump(math.nan), "here"))
 
 
 def test_merge_keys_of_yaml_may_repeat_what_they_merge(tmp_path: Path) -> None:

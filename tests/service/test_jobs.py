@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -37,8 +40,45 @@ def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path
     for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
         with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):
             package(["train", "digits", "--set", "seed=1", *wrong], tmp_path)
-    there = ["train", "digits", "--set", "distill.method=/cluster/own.py:Own", "--set", "optim.lr=0.1"]
-    assert package(there, tmp_path) == there
+
+
+OWN = "/cluster/own.py:Own"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"distill.method={OWN}", "optim.lr=0.1"),
+        (f"distill.method={OWN}", "optim.losses.critic.lr=0.1"),
+        (f'distill={{"method": "{OWN}"}}', "distill.options.Own.weight=2"),
+        ("teacher.cache=/tmp/x", "distill.method=kd"),
+        ("teacher=null", "distill.method=none"),
+    ],
+)
+def test_overrides_that_are_right_together_are_submitted(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    own = tmp_path / "crd.yaml"
+    own.write_text("{name: crd, base: digits, distill: {method: crd}}")
+    (tmp_path / "package").mkdir()
+    sets = [word for text in overrides for word in ("--set", text)]
+    assert package(["train", str(own), *sets], tmp_path / "package") == ["train", "crd.yaml", *sets]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"distill.method={OWN}", "optim.lr=x"), r"--set: optim\.lr: must be a number"),
+        ((f"distill.method={OWN}", "distill.methods=kd"), r"--set: distill\.methods: no such key"),
+        ((f"distill.method={OWN}", "student.model=resnet2"), r"--set: student\.model: "),
+        (("distill.method=crb",), "did you mean crd"),
+        (("distill.options.kd.temprature=2",), r"distill\.options\.kd\.temprature: no such key"),
+        (("distill.method=crd", "teacher=null"), "crd needs a teacher"),
+    ],
+)
+def test_a_wrong_override_beside_a_method_of_the_cluster_is_refused(
+    overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError, match=words):
+        package(["train", "digits", *(word for text in overrides for word in ("--set", text))], tmp_path)
 
 
 def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +249,62 @@ def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
         submitted(tmp_path)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# A log that is followed
+
+
+class Log:
+    """A client whose connections to the log, and requests for the job, go as its lists have it."""
+
+    def __init__(self, *connections: list[str | Exception]):
+        self.connections = list(connections)
+
+    async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+        for each in self.connections.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            await asyncio.sleep(0.02)
+            yield each
+
+    def get_job_info(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(status="SUCCEEDED")
+
+
+def followed(*connections: list[str | Exception]) -> list[str]:
+    lines: list[str] = []
+    assert jobs._follow(cast(Any, Log(*connections)), "job", lines.append).status == "SUCCEEDED"
+    return lines
+
+
+BUSY = RuntimeError("Request failed with status code 500: busy.")
+CUT = RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_log_that_is_cut_off_is_taken_up_where_it_was() -> None:
+    assert followed(["one\n", CUT], ["one\ntw", RuntimeError("WebSocket error for job job: gone")], ["one\ntwo\n"]) == [
+        "one",
+        "tw",
+        "o",
+    ]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_patience_with_a_busy_dashboard_begins_anew_with_each_piece_of_text() -> None:
+    long = [f"{number}\n" for number in range(5)]  # each takes longer than a pause, all of them longer than the patience
+    assert followed([*long, BUSY], [BUSY], [*long, "5\n", BUSY], [BUSY], [*long, "5\n", "6\n"]) == list("0123456")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("failure", [BUSY, CUT])
+def test_a_log_without_a_word_is_given_up(failure: Exception) -> None:
+    failing: list[str | Exception] = [failure]
+    with pytest.raises(RuntimeError, match=str(failure)):
+        followed(["one\n", failure], *[failing] * 1000)

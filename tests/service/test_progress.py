@@ -61,6 +61,27 @@ def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: 
     assert "20/40" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    "first",
+    ['{"step": 0}', "[]", "null", "{", '{"kind": "start"}', '{"kind": "start", "metrics": 3}',
+     '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}', '{"step": 0, "metrics": {}}',
+     '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}'],
+)  # fmt: skip
+def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    stage.metrics.parent.mkdir(exist_ok=True)
+    stage.metrics.write_text(f"{first}\n")
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.follow("student", stage)
+        with open(stage.metrics, "a") as metrics:
+            metrics.write(f"{first}\n")
+        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/loss": 0.5}})
+        display.tick()
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "loss 0.500" in out.getvalue()
+
+
 def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     release, lost = threading.Event(), threading.Event()
     with subprocess.Popen(["sleep", "600"]) as raylet:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
+from service import cluster as clusters
 from service.cluster import Cluster, Need, Node, auto_loader_workers, beside, connect, use_gpu
 from service.experiment import load
 from service.plan import Plan
@@ -126,3 +130,21 @@ def test_a_ray_that_cannot_start_here_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ClusterError, match=words) as refused, connect(1, tmp_path):
         raise AssertionError("there is a Ray")
     assert "\n" not in str(refused.value)
+
+
+def test_a_child_that_ends_while_rays_daemons_are_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["sleep", None, "raylet"])
+
+    def name(child: psutil.Process) -> str:
+        if (found := next(names)) is None:
+            raise psutil.NoSuchProcess(child.pid)
+        return found
+
+    with contextlib.ExitStack() as stack:
+        children = [psutil.Process(stack.enter_context(subprocess.Popen(["sleep", "60"])).pid) for _ in range(3)]
+        monkeypatch.setattr(psutil.Process, "children", lambda _: children)
+        monkeypatch.setattr(psutil.Process, "name", name)
+        found = clusters._daemons()
+        for child in children:
+            child.kill()
+    assert found == {"raylet": children[2]}

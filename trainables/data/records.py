@@ -22,6 +22,7 @@ from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, Split
 from trainables.data.order import Split
 from trainables.data.shards import LocalShards, ShardReader, unreadable
 from trainables.errors import DataError
+from trainables.rundir import expanded
 
 
 class RecordsSource:
@@ -128,7 +129,7 @@ def open_records(path: str, split: Split) -> RecordsSource:
 
     Raises DataError where it is unfinished, a file is missing, has another size than the index says, or is damaged.
     """
-    root = Path(path).expanduser()
+    root = expanded(path)
     index = read_index(root)
     return RecordsSource(root, index, split, LocalShards(root, index.splits[split].shards))
 

@@ -23,6 +23,7 @@ import psutil
 
 from trainables.data.place import keeper
 from trainables.errors import DataError
+from trainables.rundir import expanded
 
 RAM = "/dev/shm"
 GRACE_S = 60.0
@@ -152,7 +153,7 @@ def human(num_bytes: float) -> str:
 
 def _own_root(base: str) -> Path:
     """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
-    root = Path(base).expanduser() / f"raydistill-{os.getuid()}"
+    root = expanded(base) / f"raydistill-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # removed in this moment, with its last folder
         found = root.lstat()

@@ -19,7 +19,7 @@ from trainables.data.place.transfer import Folder, NoRoomError, StoppedError, fe
 from trainables.data.records import RecordsSource
 from trainables.data.shards import LocalShards
 from trainables.errors import DataError
-from trainables.rundir import write_atomic
+from trainables.rundir import expanded, write_atomic
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
 _PROGRESS_S = 5.0
@@ -39,7 +39,7 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
     Raises:
         DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
     """
-    root = Path(path).expanduser()
+    root = expanded(path)
     index = read_index(root)
     content = (root / INDEX).read_bytes()
     with usable("data.stage", base_folder(to), "give another folder"):
