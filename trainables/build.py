@@ -77,6 +77,8 @@ class Job:
     clock: WallClock
     noise: NoiseHistory
     report: Report
+    flush_records: Callable[[], None]
+    """Waits until what `report` was given is on disk: a step before a checkpoint is never run again."""
     telemetry: Snapshot
     waits: AllreduceWait
     enough: Callable[[Sequence[float]], bool] | None = None
@@ -100,10 +102,11 @@ def build(
     telemetry: Snapshot,
     enough: Callable[[Sequence[float]], bool] | None = None,
     lines: Sequence[Line] = (),
+    flush_records: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `lines` lead to the actors of `teacher.service`.
+    `lines` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
@@ -167,7 +170,7 @@ def build(
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
         config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, clock, noise, report,
-        telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
+        flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
     )  # fmt: skip
 
 

@@ -258,6 +258,7 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     with job.clock.part("checkpoint"):
         check_finite(job)
         progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
+        job.flush_records()
         checkpoint.save(job.stage.last, job.state, job.group)
     job.throughput.begin(job.state.progress.step)
 
@@ -291,6 +292,7 @@ def finish_epoch(job: Job) -> None:
     progress.history.append(row)
     progress.epoch_record = {"step": progress.step, "epoch": float(progress.epoch), "metrics": record}
     with job.clock.part("checkpoint"):
+        job.flush_records()
         if best:
             checkpoint.save(job.stage.best, job.state, group)
         checkpoint.save(job.stage.last, job.state, group)

@@ -28,7 +28,7 @@ class MetricsFile:
         self._started = any(kind == "start" for kind, _ in self._recorded)
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write, name="records", daemon=True)
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def __enter__(self) -> MetricsFile:
         self._writer.start()
@@ -64,6 +64,15 @@ class MetricsFile:
             }
         )
 
+    def flush(self) -> None:
+        """Wait until every record so far is on disk.
+
+        Raises:
+            Exception: one could not be written, and why.
+        """
+        self._lines.join()
+        self._check()
+
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -77,5 +86,7 @@ class MetricsFile:
             ended = waiting[-1] is None
             try:
                 append_lines(self._path, [line for line in waiting if line is not None])
-            except Exception as error:  # of any kind: the training thread raises it
+            except BaseException as error:  # of any kind: the training thread raises it
                 self._failure = error
+            for _ in waiting:
+                self._lines.task_done()

@@ -131,7 +131,15 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
             Reporter(config, stage, group) as reporter,
             NodeTelemetry(config, group) as telemetry,
             contextlib.closing(
-                build(config, group, reporter.report, telemetry.snapshot, enough, [ActorLine(name) for name in config.teachers])
+                build(
+                    config,
+                    group,
+                    reporter.report,
+                    telemetry.snapshot,
+                    enough,
+                    [ActorLine(name) for name in config.teachers],
+                    reporter.flush,
+                )
             ) as job,
         ):
             if group.is_main:
@@ -476,6 +484,11 @@ class Reporter:
             self._epochs.put(numbers)
         else:
             ray.train.report(numbers)
+
+    def flush(self) -> None:
+        """See `MetricsFile.flush`; on every rank, of which one has records."""
+        if self._file:
+            self._file.flush()
 
 
 class EpochReports:

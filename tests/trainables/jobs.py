@@ -88,7 +88,7 @@ def train_on_record(settings: TrainConfig) -> dict[str, float]:
     stage = StageDir(Path(settings.output_dir))
     with (
         MetricsFile(stage.metrics, settings.stage) as file,
-        contextlib.closing(build(settings, Group(), file.add, no_telemetry)) as job,
+        contextlib.closing(build(settings, Group(), file.add, no_telemetry, flush_records=file.flush)) as job,
     ):
         return loop.run(job)
 

@@ -19,11 +19,19 @@ from trainables.metrics_file import MetricsFile
 from trainables.rundir import StageDir, read_lines
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from tests.trainables.jobs import train_on_record
 from tests.trainables.test_metrics_file import distilling
+from trainables import metrics_file
 
+append_lines = metrics_file.append_lines
+
+def append_slowly(path, records):
+    time.sleep(1)  # a slow disk: records wait in the writer's queue when the checkpoint is renamed
+    append_lines(path, records)
+
+metrics_file.append_lines = append_slowly
 replace, renamed = os.replace, []
 
 def replace_and_die(source, target):
