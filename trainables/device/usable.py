@@ -17,7 +17,7 @@ def check_usable(device: torch.device, node: str) -> None:
     """
     try:
         torch.ones(1, device=device if device.type == "cuda" else "cuda").add_(1).item()
-    except (RuntimeError, AssertionError) as error:  # of a torch without CUDA an AssertionError
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:  # of a torch without CUDA an AssertionError
         if kind_of(error) == "out_of_memory":
             raise
         reason = str(error).strip().splitlines()[0].rstrip(".")

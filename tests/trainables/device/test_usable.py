@@ -20,6 +20,15 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_node_and_versions() -> None:
     assert kind_of(refused.value) == "device"
 
 
+def test_whatever_cuda_puts_off_until_its_first_use_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_off(*_: object, **__: object) -> None:
+        raise torch.cuda.DeferredCudaCallError("CUDA call failed lazily at initialization with error: no such arch\n\nstack")
+
+    monkeypatch.setattr(torch, "ones", put_off)
+    with pytest.raises(DeviceError, match=r"that torch cannot use: CUDA call failed lazily .* no such arch \(torch "):
+        check_usable(torch.device("cpu"), "node7")
+
+
 def test_the_driver_is_told_with_the_cuda_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("nvmlInit", None),
