@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,9 +55,9 @@ OUT_OF_MEMORY = (
     # DALI
     "cudaErrorMemoryAllocation",
     "CUDA_ERROR_OUT_OF_MEMORY",
-    "Can't allocate",
     "std::bad_alloc",
 )
+DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
 LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
 DEVICE = (
     "CUDA error: ",
@@ -142,7 +144,7 @@ def _own_kind(error: BaseException) -> Kind:
             return "user"
         case torch.OutOfMemoryError() | MemoryError():
             return "out_of_memory"
-        case LostError() | ConnectionError() | TimeoutError():
+        case LostError():  # a bare ConnectionError or TimeoutError is the user's: nothing of ours lets one out
             return "lost_peer"
         case OSError(errno=errno.ENOMEM):
             return "out_of_memory"
@@ -150,7 +152,7 @@ def _own_kind(error: BaseException) -> Kind:
             return "disk"
         case RuntimeError():
             text = str(error)
-            if any(phrase in text for phrase in OUT_OF_MEMORY):
+            if any(phrase in text for phrase in OUT_OF_MEMORY) or DALI_OUT_OF_MEMORY.search(text):
                 return "out_of_memory"
             if isinstance(error, dist.DistError) or any(phrase in text for phrase in LOST_PEER):
                 return "lost_peer"
@@ -162,22 +164,24 @@ def _own_kind(error: BaseException) -> Kind:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Note why the job stops: the first worker that fails does, and after a lost peer the one that lost it.
+    """Note why the job stops: of several workers the cause, see `first_cause`. The note is whole once it has its name.
 
     Raises:
         OSError: the disk cannot be written.
     """
     record = {"version": VERSION, **asdict(failure)}
     path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(path, "x") as file:
-            json.dump(record, file)
-    except FileExistsError:
-        if failure.kind == "lost_peer":
-            return
-        before = read_failure(path)  # None: another worker is still writing it
-        if before is None or before.kind == "lost_peer":
-            write_json(path, record)
+        write_json(beside, record)
+        try:
+            os.link(beside, path)
+        except OSError:  # another worker's note is there, or the file system has no links
+            before = read_failure(path)
+            if before is None or first_cause([before, failure]) is not before:
+                os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -35,6 +35,10 @@ from trainables.served.contract import LostError
         torch.AcceleratorError("CUDA error: device-side assert triggered"),
         DataError("s3://bucket/set: connection to its store timed out"),
         SystemExit(0),
+        TimeoutError("the licence server did not answer"),  # of a user's own code
+        ConnectionResetError(104, "Connection reset by peer"),
+        BrokenPipeError(32, "Broken pipe"),
+        RuntimeError("Can't allocate more than 8 slots"),
     ],
     ids=str,
 )
@@ -120,7 +124,6 @@ def test_a_store_that_is_gone_or_does_not_answer_is_a_lost_peer() -> None:
         store.get("x")
     assert kind_of(raised.value) == "lost_peer"
     assert kind_of(LostError("gone")) == "lost_peer"
-    assert kind_of(ConnectionResetError(104, "Connection reset by peer")) == "lost_peer"
 
 
 def lose_a_peer(rank: int, folder: Path) -> None:
@@ -154,11 +157,11 @@ def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> No
 
 
 def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
-    outer = RuntimeError("reading photo 3: ConnectionResetError")
-    outer.__cause__ = ConnectionResetError()
+    outer = RuntimeError("no answer to photo 3")
+    outer.__cause__ = LostError("ActorDiedError")
     assert kind_of(outer) == "lost_peer"
     judged = DataError("photo 3 cannot be read: see to the network")
-    judged.__cause__ = ConnectionResetError()
+    judged.__cause__ = LostError("ActorDiedError")
     assert kind_of(judged) == "user"
 
 
@@ -171,6 +174,33 @@ def test_the_first_worker_to_fail_is_noted_and_one_that_only_lost_it_is_not(tmp_
             write_failure(file, failure)
         assert read_failure(file) == wrong
     assert str(wrong) == "rank 1: KeyError: 'stored_rows'"
+
+
+def test_a_stronger_cause_that_comes_later_is_noted_instead(tmp_path: Path) -> None:
+    device, wrong = Failure("device", "CUDA error: unknown", "AcceleratorError", 0), Failure("user", "3", "KeyError", 1)
+    for order in ([device, wrong], [wrong, device]):
+        file = tmp_path / str(order[0].rank) / "error.json"
+        for failure in order:
+            write_failure(file, failure)
+        assert read_failure(file) == wrong == first_cause(order)
+        assert [found.name for found in file.parent.iterdir()] == ["error.json"]
+
+
+def test_a_note_is_whole_once_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, whole = tmp_path / "error.json", []
+    first, second = Failure("user", "first", "KeyError", 0), Failure("user", "second", "KeyError", 1)
+    fsync = os.fsync
+
+    def while_another_writes(descriptor: int) -> None:
+        fsync(descriptor)
+        monkeypatch.setattr(os, "fsync", fsync)
+        whole.append(file.exists())
+        write_failure(file, second)
+
+    monkeypatch.setattr(os, "fsync", while_another_writes)
+    write_failure(file, first)
+    assert whole == [False]
+    assert read_failure(file) == second  # the one whose note stood first
 
 
 def test_a_note_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:
