@@ -252,8 +252,8 @@ def fit(
             raise NoRoomError from error
         if isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, DistillError):
             raise failure.cause from error
-        # A worker died, or could do no more, before its training began.
-        if isinstance(failure, ray.exceptions.RayTaskError | WorkerGroupStartupFailedError):
+        # A worker died, or could do no more, before its training began or while Ray launched it.
+        if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError):
             raise WorkersFailedError(failures_in(error)) from error
         raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
@@ -506,7 +506,7 @@ class EpochReports:
         self._thread = threading.Thread(target=self._report, name="epoch reports", daemon=True)
         self._latest: dict[str, Any] | None = None
         """An epoch that has not been reported, nor will be if another one comes."""
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def __enter__(self) -> EpochReports:
         self._thread.start()
@@ -540,7 +540,7 @@ class EpochReports:
         while (metrics := self._reports.get()) is not None:
             try:
                 ray.train.report(metrics)
-            except Exception as error:  # of any kind: the training thread raises it
+            except BaseException as error:  # of any kind: the training thread raises it
                 self._failure = error
             self._idle.set()
 
