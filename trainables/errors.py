@@ -6,8 +6,9 @@ import difflib
 import re
 from collections.abc import Iterable
 
-MAX_WORD, MAX_LINE = 300, 2000
-"""Most characters of a message's words and lines: what a user wrote may be a megabyte, and a terminal has a page."""
+MAX_WORD, MAX_PATH = 300, 4096
+MAX_LINE = 2000 + MAX_PATH
+"""Most characters of a message's words, paths (the system's PATH_MAX) and lines: what a user wrote may be a megabyte."""
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
@@ -20,8 +21,12 @@ class DistillError(Exception):
 
 def bounded(message: str) -> str:
     """A message whose words and lines have a bounded length: of a longer one the beginning and the end are left."""
-    words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD), message)
+    words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD) if _is_no_path(word[0]) else word[0], message)
     return "\n".join(_shortened(line, MAX_LINE) for line in words.split("\n"))
+
+
+def _is_no_path(word: str) -> bool:
+    return len(word) > MAX_PATH or not word.startswith("/")
 
 
 def _shortened(text: str, length: int) -> str:

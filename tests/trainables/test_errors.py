@@ -1,0 +1,20 @@
+"""The length of a message."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainables.errors import MAX_PATH, MAX_WORD, DataError
+
+
+@pytest.mark.parametrize("length", [MAX_WORD + 1, 3000, MAX_PATH])
+def test_a_path_that_a_system_may_have_is_whole(length: int) -> None:
+    path = "/" + "p" * (length - 1)
+    assert str(DataError(f"{path} does not exist: restore it")) == f"{path} does not exist: restore it"
+
+
+@pytest.mark.parametrize("word", ["k" * (MAX_WORD + 1), "/" + "k" * 100_000])
+def test_other_long_words_are_shortened(word: str) -> None:
+    said = str(DataError(f"{word} is not known"))
+    assert "…" in said
+    assert len(said) <= MAX_WORD + 20
