@@ -43,7 +43,7 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     """The methods of `distill`, but for those whose weight is 0.
 
     Raises:
-        ExperimentError: one of them cannot be loaded, or has a schedule for a weight that stays as it is.
+        ExperimentError: one of them cannot be loaded, or has a schedule that changes nothing.
         pydantic.ValidationError: options that a method does not have.
     """
     named = [(key_of(name), load(name)) for name in distill.method]
@@ -58,6 +58,11 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
             raise ExperimentError(
                 f"distill.options.{key}.{name}: {key} works in its warm-up stage alone, throughout which its weight is the same:"
                 f" leave {name} out"
+            )
+        if options.warmup_by != "step" and not options.warmup_epochs:
+            raise ExperimentError(
+                f"distill.options.{key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, "
+                "or leave warmup_by out"
             )
     return tuple(method for method in every if method.options.weight)
 

@@ -76,4 +76,11 @@ def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: 
         f"distill.options.{name}.{key}: {name} works in its warm-up stage alone, throughout which its weight is the same:"
         f" leave {key} out"
     )
-    assert choose(DistillConfig.model_validate({"method": ["ft"], "options": {"ft": {key: value}}}))
+    rising = {"warmup_epochs": 2} if key == "warmup_by" else {}
+    assert choose(DistillConfig.model_validate({"method": ["ft"], "options": {"ft": {key: value, **rising}}}))
+
+
+def test_a_way_to_rise_without_epochs_to_rise_in_is_refused() -> None:
+    options = {"kd": {"warmup_by": "epoch_from_1"}}
+    with pytest.raises(ExperimentError, match=r"distill\.options\.kd\.warmup_by: without warmup_epochs the weight does not rise"):
+        choose(DistillConfig.model_validate({"method": ["kd"], "options": options}))
