@@ -159,7 +159,7 @@ def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) ->
     """Forward, loss, backward, update; adds to `learner.sums`."""
     group = learner.group
     batch.wait()
-    timer.mark("h2d")  # the copy alone: the count below waits for other ranks
+    timer.mark("h2d")
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
     epoch = step / learner.steps_per_epoch - learner.init_epochs

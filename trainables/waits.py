@@ -52,10 +52,8 @@ class AllreduceWait:
             self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
-        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up.
-
-        With two samples or more
-        `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
+        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up. With
+        two samples or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
         """
         if not self.by_step:
             return {}
