@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.doctor.computing import launches, teacher
-from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, predicted_pct
+from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, RankTimes, predicted_pct
 from service.doctor.feeding import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler
@@ -187,6 +187,18 @@ def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_thei
     assert found.sentence.startswith("rank 0 (node0) is slow")
     assert found.sentence.endswith("in data")
     assert found.gain_pct == pytest.approx(100 * 60 / 160, abs=0.5)
+
+
+def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_images_too() -> None:
+    """Four ranks, a step of 100 ms: 30 of work. Three wait 25 for images and 45 for the fourth, which waits 70 for images."""
+    rank = RankTimes(
+        data_ms=25.0, h2d_ms=0.0, augment_ms=0.0, teacher_ms=0.0, student_ms=10.0, backward_ms=65.0, optimizer_ms=0.0,
+        step_ms=100.0, allreduce_wait_ms=45.0, loader_batch_ms=20.0, loader_wait_ms=25.0,
+    )  # fmt: skip
+    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=65.0, loader_wait_ms=70.0)
+    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(20 / 64, cpu=20 / 64)))
+    assert found.sentence.startswith("rank 3 (node0) is slow")
+    assert found.gain_pct == pytest.approx(45)
 
 
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
