@@ -81,10 +81,10 @@ class Loader:
         self._free = [began_ms] * max(1, p.threads)
         self._ready: list[float] = []
 
-    def batch(self, number: int, asked_ms: float) -> float:
-        """When a batch that is asked for at this time is ready."""
+    def batch(self, number: int, requested_ms: float) -> float:
+        """When a batch requested at this time is ready."""
         while self._submitted <= min(number + (self._p.ahead if self._p.threads else 0), self._p.steps - 1):
-            self._submit(asked_ms)
+            self._submit(requested_ms)
         return self._ready[number]
 
     def _submit(self, at_ms: float) -> None:
@@ -155,9 +155,9 @@ def train(p: Pipeline, rng: np.random.Generator, epoch: int) -> tuple[list[Sums]
 
         for r in range(p.workers):
             if p.gpu:  # the host is a step ahead: it hands batch k out once it has batch k + 1
-                asked = began[r][-1]
-                ready = loaders[r].batch(min(step + 1, p.steps - 1), asked)
-                waited = max(0.0, ready - asked)
+                requested = began[r][-1]
+                ready = loaders[r].batch(min(step + 1, p.steps - 1), requested)
+                waited = max(0.0, ready - requested)
                 handed = max(ready, end[r])
                 if not step:
                     copied[r][0] = ready + p.copy_image_ms * p.batch
