@@ -16,7 +16,7 @@ from trainables.telemetry import LOWERED, decode_throttle
 
 HOT_C = 75.0
 OFTEN_PCT = 10.0
-"""A GPU whose clock was lowered for less of the time is not told of."""
+"""A GPU whose clock was lowered for less of the time is not reported."""
 SURE = 3.0
 """Steps that grow have to grow by so many times what epochs differ by from one to the next."""
 FEWEST_EPOCHS = 3
