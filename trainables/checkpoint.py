@@ -23,7 +23,8 @@ from trainables.errors import CheckpointError
 from trainables.models.header import META_KEY
 from trainables.rundir import replacing
 
-FORMAT = 2
+FORMAT = 3
+"""Of the state that a training continues from; the weights of a file are the same in every format."""
 
 
 @dataclass

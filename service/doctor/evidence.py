@@ -161,6 +161,10 @@ class Evidence:
     """Of an epoch: no batch can have more."""
     num_epochs: int | None = None
     evaluate_every: int = 1
+    grace_epochs: int | None = None
+    """Of a sweep by asha, which needs a multiple of `evaluate_every`; None otherwise."""
+    has_ended: bool = False
+    """Whether the records are complete: nothing that they lack is still to come."""
     compiled: bool = False
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()

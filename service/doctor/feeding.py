@@ -142,23 +142,31 @@ def late_batches(e: Evidence) -> Cause | None:
         return None
     step = e.typical
     ahead = min(MOST_PREFETCH, 4 * e.prefetch_batches)
+    prefetch = f"--set data.prefetch_batches={ahead}, and " if ahead > e.prefetch_batches else ""
     return Cause(
         "late batches",
         f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images, though the loader needs {e.supply_ms:.1f} ms "
         "for a batch in the mean: now and then one comes late",
-        f"--set data.prefetch_batches={ahead}, and see what else uses the disk, the network and the cores at such times",
+        f"{prefetch}see what else uses the disk, the network and the cores at such times",
         Effect(late_ms=e.late_ms),
     )
 
 
 def unknown(e: Evidence) -> Cause | None:
-    """Records that do not tell what loader threads do, as a run's log lines before its end: the cause is left open."""
-    if e.loader is not None or not e.loader_workers or swaps(e):
+    """Records without what loader threads do: a run's log lines before its end, or an older version's. The cause is left open."""
+    if e.loader is not None or not e.loader_workers or e.is_late or swaps(e):
         return None
+    short = "(--set train.max_steps=100)"
+    if e.has_ended:
+        lacking = "the records of this run lack loader/read_wait_ms or loader/core_wait_ms, which would show"
+        change = f"train a few steps with this version {short} and run distill doctor on those"
+    else:
+        lacking = "the records show only at the run's end"
+        change = f"run distill doctor again when the run has ended, or on a short one {short}"
     return Cause(
         "data-bound",
-        f"{begin(e)}; these records do not say yet whether they are read or decoded so slowly",
-        "ask again when the run has ended, a short one (--set train.max_steps=100) for instance: its records tell",
+        f"{begin(e)}; {lacking} whether reading or decoding is slow",
+        change,
         Effect(supply_ms=e.supply_ms, late_ms=e.late_ms),
     )
 

@@ -16,7 +16,7 @@ from trainables.telemetry import LOWERED, decode_throttle
 
 HOT_C = 75.0
 OFTEN_PCT = 10.0
-"""A GPU whose clock was lowered for less of the time is not told of."""
+"""A GPU whose clock was lowered for less of the time is not reported."""
 SURE = 3.0
 """Steps that grow have to grow by so many times what epochs differ by from one to the next."""
 FEWEST_EPOCHS = 3
@@ -240,6 +240,9 @@ def evaluation(e: Evidence) -> Cause | None:
     every = max(2, math.ceil(e.eval_s / (LEAST_PCT / 100 * steps_s)))
     if e.num_epochs is not None:
         every = min(every, max(1, e.num_epochs // e.evaluate_every))
+    every_epochs, grace = every * e.evaluate_every, ""
+    if e.grace_epochs is not None and e.grace_epochs % every_epochs:
+        grace = f" --set sweep.grace_epochs={max(every_epochs, e.grace_epochs // every_epochs * every_epochs)}"
     threads = 2 * max(1, e.loader_workers)
     loading = (
         "" if could_s > 0.5 * e.eval_s else f", or load its images faster: --set data.loader_workers={threads}, or distill pack"
@@ -248,7 +251,7 @@ def evaluation(e: Evidence) -> Cause | None:
         "evaluation",
         f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s beside the {steps_s:.1f} s of an epoch's steps; the "
         f"student's forward on them takes {could_s:.1f} s",
-        f"--set train.evaluate_every={every * e.evaluate_every}{loading}",
+        f"--set train.evaluate_every={every_epochs}{grace}{loading}",
         Effect(outside_ms=1e3 * e.eval_s / e.steps_per_epoch * (1 - 1 / every)),
     )
 

@@ -51,7 +51,8 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
     names = f"node{', node'.join(map(str, nodes))}"
     who = f"{names} ({ranks})" if whole_nodes else f"{ranks} ({names})" if nodes else ranks
     others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
-    phase, effect = "data", Effect(late_ms=more_ms, beyond_ms=more_ms)
+    # What the others wait for this loader is beyond the slowest part; only what exceeds that is their own wait for images.
+    phase, effect = "data", Effect(late_ms=max(0.0, more_ms - (e.beyond_ms - e.late_ms)), beyond_ms=more_ms)
     change = "see to that node's disk and free cores: its loader is late"
     if what != "data":
         phase, effect = longest(e, e.ranks[worst], [e.ranks[r] for r in fast]), Effect(work_ms=more_ms)

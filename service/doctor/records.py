@@ -127,6 +127,8 @@ def evidence_of(
         train_images=int(samples) if samples else None,
         num_epochs=int(start["epochs"]) if "epochs" in start else None,
         evaluate_every=experiment.train.evaluate_every,
+        grace_epochs=experiment.sweep.grace_epochs if experiment.sweep.policy == "asha" else None,
+        has_ended="steps" in metrics,  # as in a summary, and in no line before it
         compiled=experiment.train.compile,
         clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
         val_images=evaluated[-1] if evaluated else 0.0,

@@ -165,8 +165,8 @@ def trials(records: Records) -> Table | None:
     marked = frozenset(place for place, row in enumerate(tried) if best and row["id"] == best["id"])
     return Table(
         f"All {names.counted(len(tried), 'trial')}",
-        [name for place, name in enumerate(columns) if place not in empty],
-        [[cell for place, cell in enumerate(row) if place not in empty] for row in rows],
+        [name for index, name in enumerate(columns) if index not in empty],
+        [[cell for index, cell in enumerate(row) if index not in empty] for row in rows],
         marked=marked,
         folded=len(tried) > MOST_OPEN,
     )

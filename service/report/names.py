@@ -77,10 +77,10 @@ def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
     """
     speeds = {row["id"] for row in ran(rows)}
     left = [row for row in ended(rows) if row["id"] not in shown]
-    told = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
+    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
     if without := sum(row["id"] in speeds for row in left):
-        told.append(f"{without} without {missing}")
-    return f" Not shown: {', '.join(told)} of {counted(len(ended(rows)), 'trial')}." if told else ""
+        parts.append(f"{without} without {missing}")
+    return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
 
 
 def natural(text: str) -> list[int]:

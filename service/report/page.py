@@ -163,9 +163,15 @@ def over_axes(records: Records) -> list[Figure]:
 
 
 def over_time(records: Records) -> list[Figure]:
-    """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them."""
+    """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them.
+
+    Where accuracies are the same, or there are none, the fastest ones.
+    """
     best = (records.best or {}).get("id")
-    ranked = sorted(ran(records.rows), key=lambda row: (row["id"] != best, -row["metrics"].get("top1_pct", 0.0)))
+    ranked = sorted(
+        ran(records.rows),
+        key=lambda row: (row["id"] != best, -row["metrics"].get("top1_pct", 0.0), -row["metrics"]["images_per_s"]),
+    )
     labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [

@@ -47,16 +47,16 @@ def since(history: History, record: Mapping[str, Any]) -> float:
 
 
 def in_colour(histories: Sequence[History], chosen: Sequence[str]) -> tuple[list[tuple[int | None, History]], str]:
-    """What a figure draws, the faint ones first, each with its place among the `chosen` labels; and words for its caption.
+    """What a figure draws, the faint ones first, each with its index among the `chosen` labels; and words for its caption.
 
-    The place is that among all that were chosen, in this figure or not: it gives a label the same colour in every figure.
+    The index counts all that were chosen, in this figure or not: it gives a label the same colour in every figure.
     """
-    places = {label: place for place, label in enumerate(chosen[:MOST_SERIES])}
-    first = sorted((h for h in histories if h.label in places), key=lambda h: places[h.label])
-    rest = [h for h in histories if h.label not in places]
+    indices = {label: index for index, label in enumerate(chosen[:MOST_SERIES])}
+    first = sorted((h for h in histories if h.label in indices), key=lambda h: indices[h.label])
+    rest = [h for h in histories if h.label not in indices]
     caption = f" In colour: the best and the most accurate; {len(rest[:MOST_FAINT])} others faint" if rest else ""
     caption += f", {len(rest) - MOST_FAINT} more in the numbers alone" if len(rest) > MOST_FAINT else ""
-    drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((places[h.label], h) for h in first)]
+    drawn = [*((None, h) for h in rest[:MOST_FAINT]), *((indices[h.label], h) for h in first)]
     return drawn, f"{caption}." if caption else ""
 
 
@@ -70,13 +70,13 @@ def trial_of(history: History) -> str:
     return history.label.removeprefix("trial ")
 
 
-def series(place: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
-    """One history's line, in the colour of its place or, without one, in the background."""
-    if place is None:
+def series(index: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
+    """One history's line, in the colour of its index or, without one, in the background."""
+    if index is None:
         return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
             "line": {"color": GREY, "width": 1}
         }
-    return dots(label, place, xs, ys, tips) | {"mode": "lines+markers", "line": line("", place, [], [])["line"]}
+    return dots(label, index, xs, ys, tips) | {"mode": "lines+markers", "line": line("", index, [], [])["line"]}
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
@@ -84,28 +84,28 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
 
     `rows`: of a sweep, all its trials.
     """
-    told = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
-    if not told:
+    evaluated = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
+    if not evaluated:
         return None
-    drawn, colours = in_colour(told, chosen)
-    times = [since(h, one) for h in told for one in h.of("epoch")]
+    drawn, colours = in_colour(evaluated, chosen)
+    times = [since(h, one) for h in evaluated for one in h.of("epoch")]
     _, unit = clock(times)
     factor = {"s": 1.0, "min": 60.0, "h": 3600.0}[unit]
     traces: list[Trace] = []
-    for place, h in drawn:
+    for index, h in drawn:
         epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
         xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
         tips = [hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
                 for one, x, y in zip(epochs, xs, ys, strict=True)]  # fmt: skip
-        traces.append(series(place, h.label, xs, ys, tips))
+        traces.append(series(index, h.label, xs, ys, tips))
     table = []
-    for h in by_rank(told, chosen):
+    for h in by_rank(evaluated, chosen):
         epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
         ys = [one["metrics"]["val/top1_pct"] for one in epochs]
         took = f"{since(h, epochs[-1]) / factor:.3g} {unit}"
         table.append([h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
     caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
-    caption += names.left_out(rows, {trial_of(h) for h in told}, "an evaluated epoch")
+    caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
         "accuracy", "Accuracy against wall time", caption, traces,
         {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
@@ -121,16 +121,16 @@ def epoch_times(history: History) -> list[tuple[float, float]]:
 def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
     """Whether epochs grow longer, as they do where a GPU gets hot. `chosen`, `rows`: as in `accuracy`."""
     times = {h.label: epochs for h in histories if len(epochs := epoch_times(h)) >= FEWEST_EPOCHS}
-    told = by_rank([h for h in histories if h.label in times], chosen)
-    if not told:
+    timed = by_rank([h for h in histories if h.label in times], chosen)
+    if not timed:
         return None
-    drawn, colours = in_colour(told, chosen)
+    drawn, colours = in_colour(timed, chosen)
     traces, table, words = [], [], []
-    for place, h in drawn:
+    for index, h in drawn:
         xs, ys = [epoch for epoch, _ in times[h.label]], [seconds for _, seconds in times[h.label]]
         tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in times[h.label]]
-        traces.append(series(place, h.label, xs, ys, tips))
-    for h in told:
+        traces.append(series(index, h.label, xs, ys, tips))
+    for h in timed:
         ys = [seconds for _, seconds in times[h.label]]
         # The first epoch has the warm-up in it.
         change = ys[-1] / ys[1] - 1
@@ -139,7 +139,7 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
     return Figure(
         "drift", "Steps of each epoch",
         f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colours}"
-        + names.left_out(rows, {trial_of(h) for h in told}, f"{FEWEST_EPOCHS} whole epochs"), traces,
+        + names.left_out(rows, {trial_of(h) for h in timed}, f"{FEWEST_EPOCHS} whole epochs"), traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
         ["what", "first s", "second s", "last s", "second to last"], table,
     )  # fmt: skip

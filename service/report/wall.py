@@ -58,7 +58,8 @@ def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
     if found is None:
         return None
     timed = {row["id"] for row in shown if parts(row)}
-    return replace(found, caption=found.caption + names.left_out(rows, timed, "a place among the best and the most accurate"))
+    highest = "accuracies" if any("top1_pct" in row["metrics"] for row in shown) else "speeds"
+    return replace(found, caption=found.caption + names.left_out(rows, timed, f"one of the highest {highest}"))
 
 
 def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:

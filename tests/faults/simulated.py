@@ -52,6 +52,7 @@ class Pipeline:
     rest_ms: float = 0.1
     network_ms: float = 0.5
     slow_rank_image_ms: float = 0.0  # of rank 1, a third of it forward
+    slow_loader_image_ms: float = 0.0  # of rank 1, more to read
     noise: float = 0.02
     drift: float = 0.01  # by which epochs differ
     epochs: int = 6
@@ -81,10 +82,10 @@ class Loader:
         self._free = [began_ms] * max(1, p.threads)
         self._ready: list[float] = []
 
-    def batch(self, number: int, asked_ms: float) -> float:
-        """When a batch that is asked for at this time is ready."""
+    def batch(self, number: int, requested_ms: float) -> float:
+        """When a batch requested at this time is ready."""
         while self._submitted <= min(number + (self._p.ahead if self._p.threads else 0), self._p.steps - 1):
-            self._submit(asked_ms)
+            self._submit(requested_ms)
         return self._ready[number]
 
     def _submit(self, at_ms: float) -> None:
@@ -134,7 +135,8 @@ class Sums:
 def train(p: Pipeline, rng: np.random.Generator, epoch: int) -> tuple[list[Sums], float]:
     """An epoch's steps: what each rank records, and how long they take."""
     sums = [Sums() for _ in range(p.workers)]
-    loaders = [Loader(p, rng, 0.0) for _ in range(p.workers)]
+    slow = replace(p, read_image_ms=p.read_image_ms + p.slow_loader_image_ms)
+    loaders = [Loader(slow if r == 1 else p, rng, 0.0) for r in range(p.workers)]
     end, copied = [0.0] * p.workers, [[0.0] * 2 for _ in range(p.workers)]
     began: list[list[float]] = [[0.0, 0.0] for _ in range(p.workers)]
     slower = p.load(epoch) / p.clock(epoch) * max(0.5, 1 + rng.normal(0, p.drift))
@@ -155,9 +157,9 @@ def train(p: Pipeline, rng: np.random.Generator, epoch: int) -> tuple[list[Sums]
 
         for r in range(p.workers):
             if p.gpu:  # the host is a step ahead: it hands batch k out once it has batch k + 1
-                asked = began[r][-1]
-                ready = loaders[r].batch(min(step + 1, p.steps - 1), asked)
-                waited = max(0.0, ready - asked)
+                requested = began[r][-1]
+                ready = loaders[r].batch(min(step + 1, p.steps - 1), requested)
+                waited = max(0.0, ready - requested)
                 handed = max(ready, end[r])
                 if not step:
                     copied[r][0] = ready + p.copy_image_ms * p.batch
@@ -282,11 +284,12 @@ def _summary(p: Pipeline, whole: list[Sums]) -> dict[str, float]:
         found["phase/allreduce_ms"] = float(np.median(np.min([one.waits_ms for one in whole], axis=0)))
         found |= {f"rank{r}/{name}": value for r, rank in enumerate(ranks) for name, value in rank.items()}
     image_ms = sum(one.took_ms for one in whole) / sum(one.steps * p.batch for one in whole)
-    nominal_ms = p.read_image_ms * (1 + 50 * p.tail) + p.decode_image_ms + p.lock_image_ms
+    read_ms = p.read_image_ms * (1 + 50 * p.tail) + p.slow_loader_image_ms / p.workers
+    nominal_ms = read_ms + p.decode_image_ms + p.lock_image_ms
     scale = image_ms / nominal_ms if nominal_ms else 0.0
     costs = {
         "image": image_ms,
-        "read_wait": scale * p.read_image_ms * (1 + 50 * p.tail),
+        "read_wait": scale * read_ms,
         "cpu": scale * p.decode_image_ms,
         "core_wait": 0.0,
     }

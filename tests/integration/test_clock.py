@@ -18,6 +18,8 @@ from trainables.rundir import RunDir, read_lines
 pytestmark = pytest.mark.integration
 
 EPOCHS = 8
+SLACK_S = 0.3
+"""What two busy cores may add to a part of a run."""
 TRAINED = [f"optim.epochs={EPOCHS}", "tracking.enabled=true", "tracking.log_model=false", "scale.num_workers=2"]
 
 KILL_AFTER_RENAME = """
@@ -62,11 +64,12 @@ def test_epochs_do_not_wait_for_ray_and_the_parts_of_a_run_are_its_wall_time(dis
     distill.run("train", distill.experiment, "--out", run, *options(*TRAINED, "train.evaluate_every=3"))
     (stage,) = result(run)["stages"]
     parts = wall.parts(stage)
-    assert sum(seconds for name, seconds in parts.items() if name != "interruptions") == pytest.approx(stage["seconds"], rel=0.02)
+    accounted_s = sum(seconds for name, seconds in parts.items() if name != "interruptions")
+    assert accounted_s == pytest.approx(stage["seconds"], rel=0.02, abs=SLACK_S)
     assert result(run)["seconds"] - stage["seconds"] > 0
     epochs = [record["metrics"] for record in records(run, "epoch")]
-    # Ray's controller looks for a report every half second, and an epoch takes a fifth of that.
-    assert median(epoch["epoch/other_s"] for epoch in epochs[2:]) < 0.1
+    # Ray's controller looks for a report every half second, and an epoch takes a fifth of that: waiting adds 0.4 s.
+    assert median(epoch["epoch/other_s"] for epoch in epochs[2:]) < SLACK_S
     assert ["val/top1_pct" in epoch for epoch in epochs] == [number in (3, 6, 8) for number in range(1, EPOCHS + 1)]
     assert recorded_twice(run) == sent_twice(distill.runs) == []
 

@@ -13,9 +13,12 @@ from torch import nn
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables import checkpoint
 from trainables.checkpoint import Progress, TrainState
+from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.order import sample_at
 from trainables.distributed import Group
 from trainables.errors import CheckpointError, DataError
+from trainables.evaluate import evaluate_checkpoint
+from trainables.models.header import read_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 from trainables.rank_pool import Ranks
@@ -146,6 +149,42 @@ def test_a_truncated_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged") as caught:
         checkpoint.restore(path, small_state(), Group())
     assert "\n" not in str(caught.value)
+
+
+def written_by_the_version_before(path: Path) -> None:
+    """Give a checkpoint the form of format 2: its epochs' rows have shorter names."""
+    tensors, meta = checkpoint.read(path)
+    history = [{name.removeprefix("epoch/"): value for name, value in row.items()} for row in meta["progress"]["history"]]
+    checkpoint.write_tensors(path, tensors, {**meta, "format": 2, "progress": {**meta["progress"], "history": history}})
+
+
+def test_a_training_that_an_older_version_began_is_refused_before_its_first_step(ranks: Ranks, tmp_path: Path) -> None:
+    """Its epochs are recorded under other names: the summary at the end would find none of them."""
+    settings = config(tmp_path, optim={"epochs": 2})
+    assert ranks.run(1, train, settings, 8)[0]["died"]
+    written_by_the_version_before(tmp_path / "checkpoints" / "last.safetensors")
+    with pytest.raises(CheckpointError, match=r"was written by another version: train on with that one, or choose another --out"):
+        ranks.run(1, train, settings)
+
+
+def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(1, train, config(tmp_path))
+    best, classes = tmp_path / "checkpoints" / "best.safetensors", [str(label) for label in range(10)]
+    data = DataConfig(path="digits", image_size=8, loader_workers=1)
+    evaluation = EvaluateConfig(checkpoint=str(best), output=str(tmp_path / "evaluated.json"), data=data, precision="fp64")
+    accuracy = evaluate_checkpoint(evaluation, Group())
+    written_by_the_version_before(best)
+    assert evaluate_checkpoint(evaluation, Group()) == accuracy
+    header = read_header(best)
+    assert header is not None
+    assert header.model == "mlp_small"
+    teacher = load_teacher("mlp_small", str(best), num_classes=10, image_size=8, classes=classes, seed=0)
+    tensors, _ = checkpoint.read(best)
+    assert equal(
+        teacher.state_dict(), {name[6:]: tensor.float() for name, tensor in tensors.items() if name.startswith("model.")}
+    )
+    taught = config(tmp_path / "taught", teacher={"model": "mlp_small", "weights": str(best)})
+    assert not ranks.run(1, train, taught)[0]["died"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 
 from service.doctor.computing import launches, teacher
-from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, predicted_pct
+from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, RankTimes, predicted_pct
 from service.doctor.feeding import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.rules import findings
 from service.doctor.serving import service_waits
+from service.experiment import load
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, loader, longer, run_of, waiting, waits
 
 
@@ -107,6 +109,13 @@ def test_single_batches_that_are_late_though_the_loader_has_time_to_spare_are_to
     assert found.change.startswith("--set data.prefetch_batches=8")
 
 
+@pytest.mark.parametrize("prefetch_batches", [16, 32])
+def test_where_many_batches_are_prefetched_no_smaller_number_is_proposed(prefetch_batches: int) -> None:
+    late = replace(longer(RANK, data=30), loader_batch_ms=40.0)
+    found = the(late_batches, run_of(late, loader=loader(40 / 64, cpu=40 / 64), prefetch_batches=prefetch_batches))
+    assert found.change == "see what else uses the disk, the network and the cores at such times"
+
+
 def test_what_decoding_still_takes_bounds_the_gain_of_a_faster_disk() -> None:
     both = loader(400 / 64, read_wait=240 / 64, cpu=160 / 64)
     found = the(storage, run_of(longer(RANK, data=300), loader=both))
@@ -118,6 +127,19 @@ def test_records_without_the_loaders_costs_leave_the_cause_open() -> None:
         silent = run_of(replace(SLOW, loader_batch_ms=None, loader_wait_ms=None), loader=None, nodes=nodes)
         assert names(silent) == ["data-bound"]
         assert the(unknown, silent).gain_pct == pytest.approx(100 * 101 / 200)
+
+
+def test_late_batches_are_one_finding_also_where_the_loaders_costs_are_not_recorded() -> None:
+    late = replace(longer(RANK, data=30), loader_batch_ms=40.0)
+    assert names(run_of(late, loader=None)) == ["late batches"]
+
+
+def test_records_of_a_run_that_has_ended_get_no_advice_to_wait_for_its_end() -> None:
+    silent = run_of(replace(SLOW, loader_batch_ms=None, loader_wait_ms=None), loader=None)
+    assert the(unknown, silent).change.startswith("run distill doctor again when the run has ended")
+    ended = the(unknown, replace(silent, has_ended=True))
+    assert "the records of this run lack loader/read_wait_ms or loader/core_wait_ms" in ended.sentence
+    assert ended.change.startswith("train a few steps with this version (--set train.max_steps=100)")
 
 
 def test_a_rank_that_alone_waits_for_data_makes_no_run_storage_bound() -> None:
@@ -187,6 +209,18 @@ def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_thei
     assert found.sentence.startswith("rank 0 (node0) is slow")
     assert found.sentence.endswith("in data")
     assert found.gain_pct == pytest.approx(100 * 60 / 160, abs=0.5)
+
+
+def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_images_too() -> None:
+    """Four ranks, a step of 100 ms: 30 of work. Three wait 25 for images and 45 for the fourth, which waits 70 for images."""
+    rank = RankTimes(
+        data_ms=25.0, h2d_ms=0.0, augment_ms=0.0, teacher_ms=0.0, student_ms=10.0, backward_ms=65.0, optimizer_ms=0.0,
+        step_ms=100.0, allreduce_wait_ms=45.0, loader_batch_ms=20.0, loader_wait_ms=25.0,
+    )  # fmt: skip
+    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=65.0, loader_wait_ms=70.0)
+    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(20 / 64, cpu=20 / 64)))
+    assert found.sentence.startswith("rank 3 (node0) is slow")
+    assert found.gain_pct == pytest.approx(45)
 
 
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
@@ -428,6 +462,28 @@ def test_evaluations_that_take_much_of_an_epoch_are_proposed_less_often() -> Non
     short = over(*(epoch(100, 1410, 60, eval_s=3.0) for _ in range(2)), val_images=6400)
     assert names(short) == []
     assert evaluation(HEALTHY) is None
+
+
+@pytest.mark.parametrize(
+    ("grace_epochs", "change"),
+    [
+        (1, "--set train.evaluate_every=19 --set sweep.grace_epochs=19"),
+        (30, "--set train.evaluate_every=19 --set sweep.grace_epochs=19"),
+        (40, "--set train.evaluate_every=19 --set sweep.grace_epochs=38"),
+        (38, "--set train.evaluate_every=19, or"),
+        (None, "--set train.evaluate_every=19, or"),
+    ],
+)
+def test_fewer_evaluations_are_proposed_in_a_form_that_asha_accepts(grace_epochs: int | None, change: str) -> None:
+    half = over(*(epoch(100, 1410, 60, eval_s=92.3) for _ in range(2)), val_images=6400, num_epochs=100)
+    found = the(evaluation, replace(half, grace_epochs=grace_epochs))
+    assert found.change.startswith(change)
+    sets = re.findall(r"--set ((?:train|sweep)\S+?=\d+)", found.change)
+    if grace_epochs is not None:
+        load(
+            "digits",
+            ["sweep.policy=asha", "sweep.metric=top1_pct", f"sweep.grace_epochs={grace_epochs}", "optim.epochs=100", *sets],
+        )
 
 
 def test_what_lies_between_steps_is_part_of_the_time_that_gains_are_of() -> None:

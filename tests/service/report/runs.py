@@ -114,7 +114,7 @@ def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, ep
             m[f"{part}_s"] = m.get(f"{part}_s", 0.0) + own[f"{part}_s"]
         own["wall_s"] = sum(own[f"{part}_s"] for part in PARTS)
         m["wall_s"] = sum(m[f"{part}_s"] for part in PARTS)
-        lines.append(line("epoch", 10 * epoch, epoch, begin, val | {f"epoch/{name}": held for name, held in own.items()}))
+        lines.append(line("epoch", 10 * epoch, epoch, begin, val | {f"epoch/{name}": value for name, value in own.items()}))
         m["top1_pct"] = m["best_top1_pct"] = top1
         m["epoch_wall_s"] = own["wall_s"]
     lines.append(line("summary", 30, 1, begin + 5000, {**m, **hardware(gpu, row["scale"]["scale.num_workers"], number % 20)}))

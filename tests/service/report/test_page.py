@@ -67,6 +67,17 @@ def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> Non
         assert in_colour[0] == f"trial {least_accurate['id']}"
 
 
+def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]})
+    result = reopen(run_dir.root)[2]
+    for row in result["trials"]:
+        row["metrics"] |= {"wall_s": 20.0, "train_s": 18.0, "eval_s": 0.0, "checkpoint_s": 0.0, "other_s": 2.0}
+    (wall,) = [each for each in Parsed(write_page(run_dir, result).read_text()).figures if each["id"] == "wall"]
+    fastest = sorted(result["trials"], key=lambda row: -row["metrics"]["images_per_s"])
+    shown = wall["traces"][0]["y"]
+    assert shown == [f"trial {row['id']}" for row in fastest[: len(shown)]]
+
+
 def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
     best = reopen(run_dir.root)[2]["best"]

@@ -66,5 +66,10 @@ def test_of_trials_the_caption_is_about_the_best_one_and_counts_those_that_are_n
     drawn = of_trials(rows[:6], [*rows, {"id": "008", "status": "oom", "metrics": {}}])
     assert drawn is not None
     assert "an epoch takes 9.9 s" in drawn.caption
-    assert drawn.caption.endswith("Not shown: 1 oom, 2 without a place among the best and the most accurate of 9 trials.")
+    assert drawn.caption.endswith("Not shown: 1 oom, 2 without one of the highest speeds of 9 trials.")
+    for row in rows:
+        row["metrics"] |= {"top1_pct": 90.0}
+    accurate = of_trials(rows[:6], rows)
+    assert accurate is not None
+    assert accurate.caption.endswith("Not shown: 2 without one of the highest accuracies of 8 trials.")
     assert of_trials([], rows) is None
