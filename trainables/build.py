@@ -81,8 +81,12 @@ class Job:
     """Waits until what `report` was given is on disk: a step before a checkpoint is never run again."""
     telemetry: Snapshot
     waits: AllreduceWait
+    memory_from: int
+    """Before this step the peak of the memory begins anew; the step fetches again what the allocator has given back."""
     enough: Callable[[Sequence[float]], bool] | None = None
     """Of a timing run: whether the seconds of its steps past the warm-up say how long a step takes. None: it runs them all."""
+    memory_peak: tuple[int, int] | None = None
+    """`loop.memory_peak` of the first epoch with a step from `memory_from` on, before its evaluation."""
     named: set[tuple[Loader, int]] = field(default_factory=set)
     """Unreadable images that the log has named: whose, and which."""
 
@@ -163,6 +167,8 @@ def build(
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
     warmup = max(config.train.warmup_steps, train_loader.steps_per_epoch if several else 0)
     warmup += max(init_epochs * train_loader.steps_per_epoch - state.progress.step, 0)
+    # Never before the first step, which searches; by default before the warm-up's last one, so that no step measured is slow.
+    memory_from = state.progress.step + (warmup if several else max(warmup - 1, 1))
     timer, throughput = (
         PhaseTimer(device, warmup_steps=warmup),
         Throughput(state.progress.step + warmup, warm=state.progress.warm, cold=state.progress.cold),
@@ -170,7 +176,7 @@ def build(
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
         config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, clock, noise, report,
-        flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), enough,
+        flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), memory_from, enough,
     )  # fmt: skip
 
 

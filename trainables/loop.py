@@ -109,6 +109,8 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     try:
         for batch in ready:
             timer.mark("data")
+            if progress.step == job.memory_from:
+                reset_memory_peak(job.group.device)
             learner.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
             with one_sample_explained(job):
                 train_step(learner, batch, progress.step, timer)
@@ -116,7 +118,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             job.waits.note()
             progress.step += 1
             if progress.step == job.throughput.warmup_until:
-                end_warmup(job)
+                job.train_loader.costs.clear()
             progress.position = batch.position
             in_epoch = -(-progress.position // config.data.global_batch_size)
             ended = progress.step == stop_at
@@ -137,11 +139,16 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     return False
 
 
-def end_warmup(job: Job) -> None:
-    """What is measured of the steady state begins: cuDNN's search for the fastest kernels took memory that no later step does."""
-    job.train_loader.costs.clear()
-    if job.group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(job.group.device)
+def reset_memory_peak(device: torch.device) -> None:
+    """Forget the most memory so far: cuDNN's search for the fastest kernels took some that no later step does."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the search has left would count as reserved
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_peak(device: torch.device) -> tuple[int, int]:
+    """The most bytes in tensors, and the most that torch's allocator has reserved."""
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
 
 
 def begin_epoch(job: Job) -> None:
@@ -274,6 +281,9 @@ def finish_epoch(job: Job) -> None:
         raise DataError(f"{config.data.path}: not one training image could be read")
     progress.epoch, progress.position = progress.epoch + 1, 0
     progress.partial, progress.skipped = [], {}
+    # Of the training alone: an evaluation has shapes of its own, and cuDNN searches for them too.
+    if group.device.type == "cuda" and job.memory_peak is None and progress.step > job.memory_from:
+        job.memory_peak = memory_peak(group.device)
     val = evaluate_epoch(job) if is_evaluated(job, progress.epoch) else {}
     if val:
         skipped += len(note_skipped(job, job.val_loader, {}))
@@ -403,13 +413,13 @@ def phases(job: Job) -> dict[str, float]:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """MiB of the GPUs' memory. Since the warm-up, of the rank that had most: `peak_memory_mib` in tensors, and
+    """MiB of the GPUs' memory. Of training after the warm-up, of the rank that had most: `peak_memory_mib` in tensors, and
     `reserved_memory_mib` with what torch's allocator held besides. `free_memory_mib` is what nobody uses now, and
     `gpu_memory_mib` what a GPU has, each of the GPU with the least.
     """
     device = job.group.device
     free, total = torch.cuda.mem_get_info(device)
-    mine = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), free, total
+    mine = (*(job.memory_peak or memory_peak(device)), free, total)
     peaks, reserved, frees, totals = zip(*gather_objects(mine, job.group), strict=True)
     found = {
         "peak_memory_mib": max(peaks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from pydantic import ValidationError
 
 from service.experiment import load
-from tests.trainables.jobs import config, equal, train, write_teacher
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
 from tests.trainables.methods import mine
 from trainables import checkpoint, loop
+from trainables.build import build
 from trainables.config import TrainConfig
 from trainables.distributed import Group
 from trainables.errors import TrainingError
@@ -156,18 +158,35 @@ def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_la
 
 def test_memory_is_that_of_the_steady_state_and_says_what_is_reserved_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own functions are replaced: they need a GPU."""
-    peak, cleared = {"bytes": 900 << 20}, []
+    peak, emptied = {"bytes": 900 << 20}, []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=300 << 20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 500 << 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 << 20, 1000 << 20))
-    costs = SimpleNamespace(clear=lambda: cleared.append(True))
-    job: Any = SimpleNamespace(group=Group(device=torch.device("cuda:0")), train_loader=SimpleNamespace(costs=costs))
-    loop.end_warmup(job)
-    assert cleared == [True]
+    job: Any = SimpleNamespace(group=Group(device=torch.device("cuda:0")), memory_peak=None)
+    loop.reset_memory_peak(job.group.device)
+    assert emptied == [True]
     assert loop.memory(job) == {
         "peak_memory_mib": 300.0,
         "reserved_memory_mib": 500.0,
         "free_memory_mib": 200.0,
         "gpu_memory_mib": 1000.0,
     }
+    job.memory_peak = 100 << 20, 400 << 20  # of the training, before an evaluation took more
+    found = loop.memory(job)
+    assert (found["peak_memory_mib"], found["reserved_memory_mib"]) == (100.0, 400.0)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "epochs", "max_steps", "before"), [(0, 1, 6, 1), (4, 1, 6, 3), (0, 1, None, 1), (2, 3, None, None)]
+)
+def test_the_peak_of_the_memory_begins_anew_before_a_later_step_than_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: int, epochs: int, max_steps: int | None, before: int | None
+) -> None:
+    settings = config(tmp_path, optim={"epochs": epochs}, train={"warmup_steps": warmup, "max_steps": max_steps})
+    reset_at = []
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        monkeypatch.setattr(loop, "reset_memory_peak", lambda _: reset_at.append(job.state.progress.step))
+        loop.run(job)
+        assert reset_at == [before or job.train_loader.steps_per_epoch]
