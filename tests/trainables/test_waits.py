@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from trainables.waits import AllreduceWait, exposed_ms, standard_error
 EXTRA_MS = 60
 
 
-def summary_of(group: Group, settings: TrainConfig, fault: str) -> dict[str, float]:
+def summary_of(group: Group, settings: TrainConfig, fault: str) -> tuple[dict[str, float], float]:
+    """The summary, and this rank's wait in its median step: a busy machine may stop any process for a while."""
     job = build(settings, group, lambda *_: None, no_telemetry)
     if fault:
         undo = {"network": slow_all_reduce, "rank": slow_rank}[fault](job, EXTRA_MS / 1e3)
@@ -28,7 +30,7 @@ def summary_of(group: Group, settings: TrainConfig, fault: str) -> dict[str, flo
     if fault:
         undo()
     job.close()
-    return summary
+    return summary, median(job.waits.by_step.values())
 
 
 @pytest.mark.parametrize("fault", ["", "network", "rank"])
@@ -37,11 +39,11 @@ def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(r
     settings = config(
         tmp_path, precision="fp32", teacher={"weights": weights}, train={"max_steps": 24, "warmup_steps": 4}, optim={"epochs": 9}
     )
-    summary = ranks.run(2, summary_of, settings, fault)[0]
+    answers = ranks.run(2, summary_of, settings, fault)
+    summary = answers[0][0]
     waiting = {"": (), "network": (0, 1), "rank": (0,)}[fault]
-    for rank in (0, 1):
-        expected_ms = EXTRA_MS if rank in waiting else 0
-        assert summary[f"rank{rank}/allreduce_wait_ms"] == pytest.approx(expected_ms, abs=EXTRA_MS / 2)
+    for rank, (_, wait_ms) in enumerate(answers):
+        assert wait_ms == pytest.approx(EXTRA_MS if rank in waiting else 0, abs=EXTRA_MS / 2)
     assert summary["phase/allreduce_ms"] == pytest.approx(EXTRA_MS if fault == "network" else 0, abs=EXTRA_MS / 2)
     first, second = (summary[f"rank{rank}/allreduce_wait_ms"] for rank in (0, 1))
     assert summary["phase/allreduce_wait_ms"] == pytest.approx((first + second) / 2)

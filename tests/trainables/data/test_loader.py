@@ -593,7 +593,7 @@ def test_the_loader_tells_what_an_image_costs_a_thread_and_how_much_of_it_is_wai
     assert costs["loader/read_ms"] >= 2
     assert costs["loader/read_ms"] <= costs["loader/image_ms"]
     assert costs["loader/cpu_ms"] < costs["loader/read_ms"]  # it sleeps
-    assert 0.9 * costs["loader/read_ms"] < costs["loader/read_wait_ms"] <= costs["loader/read_ms"]
+    assert 1.9 < costs["loader/read_wait_ms"] <= costs["loader/read_ms"]  # a sleep is never shorter, however busy the machine
     assert costs["loader/threads"] == 2
     assert costs["loader/batch_ms"] == pytest.approx(8 * costs["loader/image_ms"] / 2)
     assert 0 < costs["loader/wait_ms"] < 2 * costs["loader/batch_ms"]  # nobody computes meanwhile: each batch is waited for
