@@ -292,12 +292,13 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused(refuse: Refuse) -> None:
         ("sqlite:///{0}", "tracking.uri: {0} is a folder: write the path of a file in it"),
         ("sqlite:///{0}/text", "tracking.uri: {0}/text is no SQLite database: choose another file"),
         ("sqlite:///{0}/text/mlflow.db", "tracking.uri: {0}/text is not a folder: choose another"),
-        ("sqlite:////dev/null", "tracking.uri: /dev/null is no file: write the path of one"),
+        ("sqlite:///{0}/pipe", "tracking.uri: {0}/pipe is no file: write the path of one"),
         ('"sqlite:///{0}/a\\0b"', "leave out the character NUL"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_refused(uri: str, words: str, refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database, though it is long enough")
+    os.mkfifo(tmp_path / "pipe")
     assert words.format(tmp_path) in refuse("train", "digits", *sets(f"tracking.uri={uri.format(tmp_path)}"))
 
 
