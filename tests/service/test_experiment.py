@@ -592,7 +592,7 @@ def test_a_message_quotes_the_beginning_and_the_end_of_what_is_long(override: st
     began = time.process_time()
     for long in ("k" * 1_000_000 + "end", "k " * 50_000 + "end"):
         message = refusal(override.format(long))
-        assert len(message) < 2500
+        assert len(message) < 6500
         assert "k" * 20 in message or "k k" in message
     assert time.process_time() - began < 5
 
