@@ -533,8 +533,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = 130
     except SystemExit as leave:  # of no command of ours: they end with click's Exit
-        print(f"error: code that this command has loaded called sys.exit({leave.code!r})", file=sys.stderr)
-        code = 2
+        if isinstance(leave.__context__, BrokenPipeError):  # click's own, where whoever read the output has gone
+            code = 1
+        else:
+            print(f"error: code that this command has loaded called sys.exit({leave.code!r})", file=sys.stderr)
+            code = 2
     except BrokenPipeError:  # whoever read the output has gone
         code = 1
     except OSError as error:
