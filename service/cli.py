@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -533,7 +534,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = 130
     except SystemExit as leave:  # of no command of ours: they end with click's Exit
-        if isinstance(leave.__context__, BrokenPipeError):  # click's own, where whoever read the output has gone
+        if is_output_unread():  # click's own
             code = 1
         else:
             print(f"error: code that this command has loaded called sys.exit({leave.code!r})", file=sys.stderr)
@@ -554,6 +555,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except OSError:  # the interpreter would say so once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     work.leave(code)
+
+
+def is_output_unread() -> bool:
+    """Whether the standard output is a pipe whose reader has gone, as in `distill show digits | head -1`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def keep_trace(error: Exception) -> str:
