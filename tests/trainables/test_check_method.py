@@ -34,9 +34,9 @@ def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: st
     assert problems(ranks, name) == {}
 
 
-def test_the_method_that_readme_shows_keeps_the_contract(ranks: Ranks, tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (code,) = [block for block in readme.split("```python\n")[1:] if "class Margin(Method)" in block]
+def test_the_method_that_the_documentation_shows_keeps_the_contract(ranks: Ranks, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own-method.md").read_text()
+    (code,) = [block for block in page.split("```python\n")[1:] if "class Margin(Method)" in block]
     (tmp_path / "mine.py").write_text(code.partition("```")[0])
     assert [finding for finding in check(Case(f"{tmp_path}/mine.py:Margin", {}), ranks.run) if finding.problem] == []
 
