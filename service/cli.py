@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from service import work
+from service.cluster import ray_thread as work
 from trainables.errors import DistillError, bounded
 from trainables.rundir import expanded
 
 if TYPE_CHECKING:
-    from service.experiment import Resolved
+    from service.config.experiment import Resolved
 
 
 def default_runs_root() -> Path:
@@ -60,7 +60,7 @@ def cli() -> None:
 @RUNS
 def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
     """Train the teacher if it has no weights, then distil the student."""
-    from service.experiment import load
+    from service.config.experiment import load
 
     start("train", load(recipe_or_file, overrides), out, root)
 
@@ -72,15 +72,15 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 @RUNS
 def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
-    from service.experiment import load
+    from service.config.experiment import load
 
     start("sweep", load(recipe_or_file, overrides), out, root)
 
 
 def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check, open a run directory and carry out."""
-    from service.checks import check_inputs
-    from service.places import begin, check_places, new_run_dir
+    from service.runs.preflight import check_inputs
+    from service.runs.run_directory import begin, check_places, new_run_dir
 
     check_places(root, out)
     check_inputs(resolved, kind)
@@ -91,11 +91,11 @@ def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
 
 def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     """Carry out, or continue, what a run directory describes; say where things are."""
-    from service.cluster import RayLostError
-    from service.run import train as run_train
-    from service.sweep import sweep as run_sweep
+    from service.cluster.resources import RayLostError
+    from service.config.uris import without_password
+    from service.runs.train import train as run_train
+    from service.sweeps.sweep import sweep as run_sweep
     from service.tracking import compare_url
-    from service.uris import without_password
     from trainables.errors import ClusterError
 
     try:
@@ -120,8 +120,8 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
 @DIR
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
-    from service.checks import check_checkpoints, check_inputs
-    from service.places import reopen
+    from service.runs.preflight import check_checkpoints, check_inputs
+    from service.runs.run_directory import reopen
 
     resolved, run_dir, result = reopen(directory, to_continue=True)
     if result["status"] == "complete":
@@ -138,8 +138,8 @@ def resume(directory: Path) -> None:
 @RUNS
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
     """Fill teacher.cache: the teacher's logits for all epochs of an experiment. Interrupted, the same command goes on."""
-    from service.caching import fill
-    from service.experiment import load
+    from service.config.experiment import load
+    from service.runs.teacher_cache import fill
 
     click.echo(fill(load(recipe_or_file, overrides), root))
 
@@ -151,7 +151,7 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
 @RUNS
 def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:
     """Exact accuracy of a checkpoint on a validation split, distributed."""
-    from service.evaluation import evaluate as run_evaluate
+    from service.runs.evaluate import evaluate as run_evaluate
 
     result = run_evaluate(checkpoint, data_path, list(overrides), root)
     click.echo(
@@ -190,11 +190,13 @@ def reproduce(
     images_per_s: float | None,
 ) -> None:
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
-    from service.cluster import RayLostError
-    from service.places import check_places, new_run_dir
-    from service.progress import output
-    from service.reproduce import carry, plan, telling
+    from service.cluster.resources import RayLostError
+    from service.reproduce import plan
+    from service.reproduce import run_table as carry
+    from service.reproduce import terminal as telling
     from service.reproduce.table import read_table
+    from service.runs.display import output
+    from service.runs.run_directory import check_places, new_run_dir
     from trainables.errors import ClusterError
 
     published = read_table(table)
@@ -240,10 +242,10 @@ def reproduce(
 @click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")
 def report(directory: Path, html: Path | None, watch: bool) -> None:
     """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
-    from service.places import reopen
-    from service.progress import output
     from service.report.page import write_page
     from service.report.tables import report_of
+    from service.runs.display import output
+    from service.runs.run_directory import reopen
 
     console = output()
     if watch:
@@ -265,10 +267,10 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
-    from service.progress import output
     from service.report.compare import compare as run_compare
     from service.report.comparison import said, write_comparison
-    from service.report.records import open_records
+    from service.report.run_records import open_records
+    from service.runs.display import output
 
     comparison = run_compare(open_records(a), open_records(b))
     console = output()
@@ -285,13 +287,13 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 @RUNS
 def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
-    from service.doctor.records import read_run
-    from service.doctor.telling import tell
-    from service.experiment import load
-    from service.progress import output
+    from service.config.experiment import load
+    from service.doctor.read_run import read_run
+    from service.doctor.terminal_lines import tell
+    from service.runs.display import output
 
     if Path(directory_or_recipe).is_dir():
-        from service.places import reopen
+        from service.runs.run_directory import reopen
 
         if overrides:
             raise click.UsageError("--set: changes a recipe; what a directory's run was told stands in its experiment.yaml")
@@ -312,7 +314,7 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def submit(follow: bool, root: Path, command: tuple[str, ...]) -> None:
     """Run any of the above as a Ray job: distill submit --follow train digits."""
-    from service.jobs import submit as run_submit
+    from service.cluster.jobs import submit as run_submit
 
     raise click.exceptions.Exit(run_submit(command, root, follow, click.echo))
 
@@ -340,9 +342,9 @@ def pack(
 
     A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
     """
-    from service.cluster import real_cpus
-    from service.packing import pack as run_pack
-    from service.packing import said
+    from service.cluster.resources import real_cpus
+    from service.runs.pack import pack as run_pack
+    from service.runs.pack import said
     from trainables.data.pack.modes import Mode
 
     if max_side is not None and raw is not None:
@@ -363,10 +365,10 @@ def pack(
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """What a packed set holds: counts, classes, sizes, shapes, pictures."""
-    from service.cluster import real_cpus
-    from service.packing import verify as run_verify
-    from service.progress import output
-    from service.report.contact import describe, write_sheet
+    from service.cluster.resources import real_cpus
+    from service.report.contact_sheet import describe, write_sheet
+    from service.runs.display import output
+    from service.runs.pack import verify as run_verify
     from trainables.data.index import read_index
 
     directory = expanded(directory).resolve()
@@ -388,8 +390,8 @@ def data(directory: Path, verify: bool, sheet: Path | None, processes: int | Non
 @click.option("--all", "every", is_flag=True, help="Every module's output too, not stages alone.")
 def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> None:
     """Points of a model that a distillation method can read: their names and shapes."""
-    from service.progress import output
-    from service.report.points import points_table
+    from service.report.tap_list import points_table
+    from service.runs.display import output
     from trainables.models.names import check_model_name
 
     size = image_size or (32 if check_model_name(model).library == "ours" else 224)
@@ -403,8 +405,8 @@ def list_methods(name: str | None) -> None:
 
     With NAME, as in distill.method or FILE.py:CLASS, all about this one, with its options.
     """
-    from service.progress import output
-    from service.report.methods import method_parts, method_table
+    from service.report.method_table import method_parts, method_table
+    from service.runs.display import output
 
     console = output()
     for part in (method_table(),) if name is None else method_parts(name):
@@ -423,12 +425,12 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     \b
     Example:  distill check-method mine.py:Margin --option weight=2
     """
-    from service.distilling import check_options
-    from service.experiment import parse_override
-    from trainables.check_method import Case, check
+    from service.config.experiment import parse_override
+    from service.config.method_rules import check_options
+    from trainables.distributed.rank_pool import Ranks
+    from trainables.engine.check_method import Case, check
     from trainables.errors import ExperimentError, ModelError
     from trainables.models.names import check_model_name
-    from trainables.rank_pool import Ranks
 
     given = dict(parse_override(option, "--option") for option in options)
     check_options(name, given, "--option", {}, missing="give --option {name}=…")
@@ -450,7 +452,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
 @cli.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""
-    from service.experiment import recipes
+    from service.config.experiment import recipes
 
     width = max(map(len, recipes()))
     for name, text in recipes().items():
@@ -464,8 +466,8 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
     """The resolved experiment, each value with where it comes from."""
     import json
 
-    from service.experiment import load
-    from service.trees import flatten
+    from service.config.dotted import flatten
+    from service.config.experiment import load
 
     resolved = load(recipe_or_file, overrides)
     flat = flatten(resolved.experiment.model_dump(mode="json"))
@@ -483,7 +485,7 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
-    from service.places import check_places
+    from service.runs.run_directory import check_places
     from service.tracking import NO_TELEMETRY, ui_command
     from trainables.errors import ClusterError
 
@@ -504,7 +506,7 @@ def ui(root: Path, host: str, port: int) -> None:
 @DIR
 def sync(directory: Path) -> None:
     """Send to MLflow what it has not taken yet."""
-    from service.places import reopen
+    from service.runs.run_directory import reopen
     from service.tracking import sync as run_sync
 
     _, run_dir, _ = reopen(directory)

@@ -37,7 +37,7 @@ def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
 
 
 def test_only_the_worker_knows_ray_train() -> None:
-    assert who_imports("ray.train") == {"trainables/worker.py"}
+    assert who_imports("ray.train") == {"trainables/worker/entry_points.py"}
 
 
 def test_only_tracking_knows_mlflow() -> None:
@@ -45,11 +45,11 @@ def test_only_tracking_knows_mlflow() -> None:
 
 
 def test_only_trials_and_sweeps_know_ray_tune() -> None:
-    assert who_imports("ray.tune") == {"service/trial.py", "service/tuning.py", "service/search/searcher.py"}
+    assert who_imports("ray.tune") == {"service/runs/trial.py", "service/sweeps/tune.py", "service/search/searcher.py"}
 
 
 def test_the_workers_side_knows_ray_in_one_file_alone() -> None:
-    assert {name for name in who_imports("ray") if name.startswith("trainables")} == {"trainables/worker.py"}
+    assert {name for name in who_imports("ray") if name.startswith("trainables")} == {"trainables/worker/entry_points.py"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

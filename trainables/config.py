@@ -1,6 +1,6 @@
 """What one training job is told: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
 
-`service.experiment` composes the same sections into the experiment that a user writes.
+`service.config.experiment` composes the same sections into the experiment that a user writes.
 """
 
 from __future__ import annotations

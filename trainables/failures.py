@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError
 from trainables.rundir import write_json
-from trainables.served.contract import LostError
+from trainables.teachers.service.protocol import LostError
 
 Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.

@@ -90,7 +90,7 @@ class GpuUse:
     clock_limit_mhz: float | None = None
     """The highest clock that this kind of GPU has."""
     throttle_reasons: int = 0
-    """Every bit that was set at any time, see `trainables.telemetry.THROTTLE_REASONS`."""
+    """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
     throttled_pct: float | None = None
     """Of the time: a throttle reason was set that heat or power supply brings."""
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
-from service.doctor.computing import idle_share
+from service.doctor.compute import idle_share
 from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
-from trainables.phases import PHASES
-from trainables.telemetry import LOWERED, decode_throttle
+from trainables.metrics.phases import PHASES
+from trainables.metrics.telemetry import LOWERED, decode_throttle
 
 HOT_C = 75.0
 OFTEN_PCT = 10.0

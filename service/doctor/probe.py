@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from service import cluster as clusters
-from service.checks import check_inputs
-from service.doctor.records import Case, read_run
-from service.experiment import Resolved
-from service.places import begin, check_places, new_run_dir
-from service.plan import Plan
-from service.run import run_stage, session
-from service.sweep import untrained_teacher
-from service.teachers import serving
+from service.cluster import resources as clusters
+from service.config.experiment import Resolved
+from service.doctor.read_run import Case, read_run
+from service.runs.plan import Plan
+from service.runs.preflight import check_inputs
+from service.runs.run_directory import begin, check_places, new_run_dir
+from service.runs.teacher_actors import serving
+from service.runs.train import run_stage, session
+from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
 STEPS = 40

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median_low
 
-from service.doctor.computing import most_times
+from service.doctor.compute import most_times
 from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence, RankTimes
 
 SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%

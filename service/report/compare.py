@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.report import names
-from service.report.records import SCALE, Records, Row, ran, spread
+from service.report import labels as names
+from service.report.run_records import SCALE, Records, Row, ran, spread
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.rows import probes
 

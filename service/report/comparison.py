@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.table import Table as TextTable
 
-from service.report import names
+from service.report import labels as names
 from service.report.compare import Comparison, Pair, cells, difference_cells, lead, verdict
 from service.report.document import Page, Section, Table, render
-from service.report.marks import GREY, Figure, dots, hover, line, plain, whiskers
 from service.report.page import kept
+from service.report.plotly_marks import GREY, Figure, dots, hover, line, plain, whiskers
 from trainables.errors import ExperimentError
 from trainables.rundir import write_atomic
 

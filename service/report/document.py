@@ -19,7 +19,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from service.report.marks import Figure
+from service.report.plotly_marks import Figure
 
 _NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from service.report import names
-from service.report.along import NAMED, spans, tip
-from service.report.marks import (
+from service.report import labels as names
+from service.report.plotly_marks import (
     BLUE,
     GREEN,
     GREY,
@@ -26,9 +25,10 @@ from service.report.marks import (
     whiskers,
     y_axis,
 )
-from service.report.records import Row, axes, gpu_s_per_epoch, ran, value
+from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
+from service.report.speed_by_axis import NAMED, spans, tip
 from service.search.points import GLOBAL_BATCH, NUM_WORKERS
-from trainables.phases import PHASES
+from trainables.metrics.phases import PHASES
 
 PHASE_COLOURS = dict(zip(PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PURPLE, ORANGE), strict=True))
 

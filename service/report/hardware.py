@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from service.report import names
-from service.report.marks import DASHES, MOST_SERIES, PALETTE, SYMBOLS, Figure, Trace, band, dots, hover, line, y_axis
-from service.report.records import History
+from service.report import labels as names
+from service.report.plotly_marks import DASHES, MOST_SERIES, PALETTE, SYMBOLS, Figure, Trace, band, dots, hover, line, y_axis
+from service.report.run_records import History
 from service.report.timeline import clock
 from trainables.rundir import final_names
 

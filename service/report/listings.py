@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.report import along, names
+from service.report import labels as names
+from service.report import speed_by_axis as along
 from service.report.document import Section, Shade, Table
-from service.report.records import SCALE, Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
+from service.report.run_records import SCALE, Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 
 BAD = ("failed", "oom", "infeasible", "stopped")

@@ -9,12 +9,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from service.experiment import read_resolved
-from service.report import along, figures, hardware, listings, names, seeds, timeline, wall, winner
-from service.report.curve import model_of
+from service.config.experiment import read_resolved
+from service.report import figures, hardware, listings, seeds, timeline, winner
+from service.report import labels as names
+from service.report import speed_by_axis as along
+from service.report import wall_time as wall
 from service.report.document import Page, Section, render
-from service.report.marks import MOST_SERIES, Figure
-from service.report.records import Records, axes, ended, ran, read_records
+from service.report.model_curve import model_of
+from service.report.plotly_marks import MOST_SERIES, Figure
+from service.report.run_records import Records, axes, ended, ran, read_records
 from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic

@@ -10,8 +10,10 @@ from typing import Any
 
 import rich.table
 
-from service.report import document, marks, names
-from service.report.records import Row, value
+from service.report import document
+from service.report import labels as names
+from service.report import plotly_marks as marks
+from service.report.run_records import Row, value
 from service.report.winner import judged
 
 SEED = "seed"

@@ -8,15 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from service.report.names import natural, number
-from service.report.records import SCALE, spread
+from service.report.labels import natural, number
+from service.report.run_records import SCALE, spread
 from service.report.seeds import seed_table, sentence
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.search.rows import probes
-from trainables.phases import PHASES
+from trainables.metrics.phases import PHASES
+from trainables.metrics.telemetry import decode_throttle
 from trainables.rundir import RunDir, StageDir, read_lines
-from trainables.telemetry import decode_throttle
 
 __all__ = ["SCALE", "number", "report_of", "sweep_table", "verdict"]
 

@@ -6,21 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from service.report import names
-from service.report.marks import (
-    GREY,
-    MOST_SERIES,
-    PALETTE,
-    Figure,
-    Trace,
-    band,
-    dots,
-    hover,
-    line,
-    plain,
-    y_axis,
-)
-from service.report.records import History, Row
+from service.report import labels as names
+from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, line, plain, y_axis
+from service.report.run_records import History, Row
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60

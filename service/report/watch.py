@@ -11,10 +11,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from service.places import abandoned, reopen
 from service.report.page import write_page
-from service.report.records import UNRUN
+from service.report.run_records import UNRUN
 from service.report.tables import overview, under_way
+from service.runs.run_directory import abandoned, reopen
 from service.search.rows import probes
 from trainables.rundir import RunDir
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service import strict_yaml
-from service.experiment import read_resolved
-from service.report import names
-from service.report.records import UNRUN, Row, axes, ended, ran, value
-from service.search.config import FRONT, TIME, TIME_S
+from service.config import strict_yaml
+from service.config.experiment import read_resolved
+from service.config.sweep import FRONT, TIME, TIME_S
+from service.report import labels as names
+from service.report.run_records import UNRUN, Row, axes, ended, ran, value
 from service.search.points import LOADER_WORKERS
 from service.search.rows import probes
 from trainables.errors import ExperimentError
-from trainables.phases import PHASES
+from trainables.metrics.phases import PHASES
 from trainables.rundir import RunDir
 
 BEYOND = 1.96  # standard errors that a difference has to be beyond

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.experiment import Resolved, load, parse_override, validate
-from service.plan import absolute
+from service.config.dotted import flatten, merge, put
+from service.config.experiment import Resolved, load, parse_override, validate
 from service.reproduce.table import ALONE, Table
-from service.trees import flatten, merge, put
+from service.runs.plan import absolute
 from trainables.errors import ExperimentError, near
 
 OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")

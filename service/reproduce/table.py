@@ -1,4 +1,4 @@
-"""A table of published accuracies: what its YAML may say, checked. The numbers themselves are data, in `service/tables`."""
+"""A table of published accuracies: what its YAML may say, checked. The numbers are data, in `service/reproduce/tables`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from service import strict_yaml
-from service.experiment import recipes
-from service.mistakes import explain
+from service.config import strict_yaml
+from service.config.experiment import recipes
+from service.config.messages import explain
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, near
 
@@ -139,7 +139,7 @@ class Table(Section):
 
 def tables() -> dict[str, str]:
     """Shipped tables: name → the comment in their first line."""
-    files = sorted(resources.files("service.tables").iterdir(), key=lambda entry: entry.name)
+    files = sorted(resources.files("service.reproduce.tables").iterdir(), key=lambda entry: entry.name)
     return {
         file.name.removesuffix(".yaml"): file.read_text().splitlines()[0].lstrip("# ")
         for file in files
@@ -155,7 +155,7 @@ def read_table(name: str) -> Table:
     """
     shipped = tables()
     if name in shipped:
-        text = (resources.files("service.tables") / f"{name}.yaml").read_text()
+        text = (resources.files("service.reproduce.tables") / f"{name}.yaml").read_text()
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8", errors="replace")
     else:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from service.search.belief import Belief
 from service.search.points import Array, Flags, Layout
+from service.search.posterior import Belief
 
 WITHIN = 0.35  # values that the model believes to be worse by more (in logarithms) are left alone
 WORKERS_WITHIN = 0.6  # of workers, where a model is wrong by most; halving them at ideal speed-up loses log 2 and is left alone

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from service.config.sweep import TIME
 from service.search.accuracy import Learning
-from service.search.config import TIME
-from service.search.guided import METRICS, Guided
+from service.search.accuracy_race import Race
+from service.search.planner import METRICS, Guided
 from service.search.points import GLOBAL_BATCH, NUM_WORKERS, Hardware, Observation, identity
-from service.search.race import Race
 from service.search.rows import measurements, point_of, probes, searched
 from trainables.failures import NODE_OUT_OF_MEMORY
-from trainables.phases import PHASES
+from trainables.metrics.phases import PHASES
 
 WARMUP_STEPS = 5
 """Of records that do not say."""

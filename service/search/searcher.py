@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.tune.search import Searcher
 
-from service.trial import Outcome
+from service.runs.trial import Outcome
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]

@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from service.measuring import combined, outcome_of
+from service.runs.measurements import combined, outcome_of
+from service.runs.trial import Assignment, Outcome, accounted, complete
 from service.search.points import NUM_WORKERS, identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched
-from service.trial import Assignment, Outcome, accounted, complete
 from trainables.rundir import RunDir, write_json
 
 

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from service.config.uris import without_password
 from service.tracking.spool import Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, lines_after
-from service.uris import without_password
 
 if TYPE_CHECKING:
     from service.tracking.mlflow_store import Store

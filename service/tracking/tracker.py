@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlencode
 
+from service.config.uris import checked_uri
 from service.tracking.sender import NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
-from service.uris import checked_uri
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable
 

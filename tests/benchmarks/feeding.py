@@ -26,13 +26,13 @@ from tests.benchmarks.pack import write_jpegs
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, answer_of, environment
 from tests.benchmarks.rounds import Bar, Comparison, Sides
-from trainables.build import build
 from trainables.config import DataConfig
 from trainables.data.folder import FolderSource
 from trainables.data.index import read_index
 from trainables.data.loader import Batch, Loader
-from trainables.distributed import Group
-from trainables.worker import CPU_MALLOC
+from trainables.distributed.group import Group
+from trainables.engine.job import build
+from trainables.worker.entry_points import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")
 

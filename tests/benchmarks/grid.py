@@ -20,7 +20,7 @@ import numpy as np
 from service.search.points import Hardware, Observation, Point, identity
 from service.search.replay import observation, spent_gpu_s
 from service.search.rows import point_of
-from service.search.step_time import fit
+from service.search.step_time_model import fit
 from tests.benchmarks.rounds import Bar
 from trainables.rundir import RunDir
 

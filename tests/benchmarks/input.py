@@ -29,7 +29,7 @@ from tests.trainables.data.photos import encoded, photo
 from trainables.config import DataConfig
 from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import decode_image
-from trainables.data.view import View
+from trainables.data.image_view import View
 
 SECONDS, LEAST_FILES = 4.0, 2000
 MAX_SIDE, QUALITY = 400, 90

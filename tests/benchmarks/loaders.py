@@ -23,7 +23,7 @@ from trainables.config import DataConfig
 from trainables.data.augment import random_resized_crop_box, uniforms
 from trainables.data.decode import StoredImage
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.contract import read_header
+from trainables.data.decoders.interface import read_header
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
 

@@ -17,12 +17,13 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from service import cluster
+from service.cluster import resources as cluster
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison
-from trainables import loop, worker
-from trainables.build import Job
+from trainables.engine import loop
+from trainables.engine.job import Job
+from trainables.worker import entry_points as worker
 
 RATIO, MORE_MIB = 1.05, 50.0
 

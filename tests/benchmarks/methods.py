@@ -26,13 +26,13 @@ from torch.profiler import ProfilerActivity, profile
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.rounds import Bar, Comparison
 from tests.trainables.jobs import Recorded, no_telemetry
-from trainables import step as steps
-from trainables.build import Job, build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.gather import Gather
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import step as steps
+from trainables.engine.job import Job, build
 from trainables.methods import METHODS, load
-from trainables.rank_pool import Ranks
 
 PAIR = Pair("resnet14", "resnet8", 32, 64, warmup_steps=2, steps=1)
 BLOCK_STEPS = 2

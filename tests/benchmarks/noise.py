@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.rounds import Bar, Comparison
 from tests.trainables.jobs import Recorded, build_unwatched, no_telemetry
-from trainables.build import Job, build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.rank_pool import Ranks
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine.job import Job, build
 
 BLOCK_STEPS = 4
 """Short, so that both sides of a pair meet the same ups and downs; each ends in a log line, five times as many as usual."""

@@ -24,11 +24,11 @@ from service.tracking import Tracker, default_uri
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.process import ROOT, environment
 from tests.benchmarks.rounds import Bar, Comparison
-from trainables.build import Job, build
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.engine.job import Job, build
+from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import RunDir
-from trainables.timing import PhaseTimer
-from trainables.worker import NodeTelemetry, Reporter, start_logging
+from trainables.worker.entry_points import NodeTelemetry, Reporter, start_logging
 
 STAGE = "student"
 PATIENCE_S = 120.0

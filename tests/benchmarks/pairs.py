@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.process import answer_of
-from trainables import loop, worker
-from trainables.build import Job
-from trainables.checkpoint import write_tensors
 from trainables.config import TrainConfig
+from trainables.engine import loop
+from trainables.engine.checkpoint import write_tensors
+from trainables.engine.job import Job
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
+from trainables.worker import entry_points as worker
 
 NUM_CLASSES = 10
 LABELS = tuple(str(label) for label in range(NUM_CLASSES))

@@ -32,7 +32,7 @@ from tests.benchmarks.simulation.cluster import METRICS, Cluster, Point
 from tests.benchmarks.simulation.session import STEPS, Probe, Session
 
 if TYPE_CHECKING:
-    from service.search.guided import Guided
+    from service.search.planner import Guided
 
 REPORTED, SHORT = range(1000, 1200), range(1000, 1004)
 PROCESSES = 2
@@ -75,7 +75,7 @@ def search(
 
     The planner may ask for a point again: it is then measured again, at the time that it is by then.
     """
-    from service.search.guided import Guided, Hardware, Observation
+    from service.search.planner import Guided, Hardware, Observation
 
     plant = cluster.plant
     hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cpu.threads)

@@ -18,11 +18,11 @@ from typing import Any
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.rounds import Bar, Comparison, in_turn
 from tests.trainables.jobs import Recorded, no_telemetry
-from trainables import loop
-from trainables.build import Job, build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.served.contract import Line
+from trainables.distributed.group import Group
+from trainables.engine import loop
+from trainables.engine.job import Job, build
+from trainables.teachers.service.protocol import Line
 
 STUDENTS = 3
 PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import ray
 
-from service import cluster, teachers
+from service.cluster import resources as cluster
+from service.runs import teacher_actors as teachers
 from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
-from trainables.build import Job
-from trainables.worker import ActorLine
+from trainables.engine.job import Job
+from trainables.worker.entry_points import ActorLine
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from tests.benchmarks.simulation.parts import (
 )
 from tests.benchmarks.simulation.session import OOM_S, STEPS, Session
 from tests.benchmarks.simulation.steps import Luck, simulate
-from trainables.phases import PHASES
+from trainables.metrics.phases import PHASES
 
 SEEDS = range(6)
 CPU = Cpu(cores=64, hyperthreads=False, sockets=1, remote_loss=0.0, rank_load=0.0)

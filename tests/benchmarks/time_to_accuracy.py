@@ -26,7 +26,7 @@ from scipy.stats import kendalltau, spearmanr
 from service.search.accuracy import Learning, Prediction, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
-from trainables.rank_pool import Ranks
+from trainables.distributed.rank_pool import Ranks
 
 WORKERS = 2
 PROBE_STEPS = 30

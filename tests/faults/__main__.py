@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from service.doctor.rules import findings
+from service.doctor.causes import findings
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials, Verdict, healthy
-from trainables.rank_pool import Ranks
+from trainables.distributed.rank_pool import Ranks
 
 POINTS = 5.0
 """A gain is right within so many points of what mending brings."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.doctor.records import Case, evidence_of
-from service.experiment import load
-from trainables.phases import PHASES
+from service.config.experiment import load
+from service.doctor.read_run import Case, evidence_of
+from trainables.metrics.phases import PHASES
 
 STEPS = 1000
 SHARES = dict(zip(PHASES, (0.01, 0.0, 0.01, 0.28, 0.25, 0.42, 0.03), strict=True))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainables.build import Job
-from trainables.device.feed import DeviceBatch
+from trainables.device.device_batches import DeviceBatch
+from trainables.engine.job import Job
 
 Undo = Callable[[], None]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from service.doctor.causes import findings
 from service.doctor.evidence import LEAST_PCT, Finding
-from service.doctor.rules import findings
 from tests.faults.simulated import Pipeline, ms_per_image, run, seed_of, step_ms
 
 TIMES = 1.8

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.doctor.records import Case, read_run
-from service.experiment import load
-from service.places import begin, reopen
+from service.config.experiment import load
+from service.doctor.read_run import Case, read_run
+from service.runs.run_directory import begin, reopen
 from tests.faults.injected import FAULTS
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from trainables import loop
-from trainables.build import build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.rank_pool import Ranks
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import loop
+from trainables.engine.job import build
 from trainables.rundir import RunDir, StageDir, write_json
 
 SIZE, CLASSES = 32, 4
@@ -82,8 +82,8 @@ class Bench:
 
 
 def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
-    """What `trainables.worker.train_loop_per_worker` does, without Ray."""
-    from trainables.worker import NodeTelemetry
+    """What `trainables.worker.entry_points.train_loop_per_worker` does, without Ray."""
+    from trainables.worker.entry_points import NodeTelemetry
 
     stage = StageDir(Path(config.output_dir))
     stage.root.mkdir(exist_ok=True)

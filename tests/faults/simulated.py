@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from service.doctor.records import Case, evidence_of
-from service.experiment import Experiment, load
-from trainables.phases import PHASES
-from trainables.waits import standard_error
+from service.config.experiment import Experiment, load
+from service.doctor.read_run import Case, evidence_of
+from trainables.metrics.allreduce_wait import standard_error
+from trainables.metrics.phases import PHASES
 
 CHUNKS = 4
 """Of a batch, for each loader thread."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from service.doctor.telling import HEALTHY, tell
+from service.doctor.terminal_lines import HEALTHY, tell
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials
-from trainables.rank_pool import Ranks
+from trainables.distributed.rank_pool import Ranks
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.doctor.rules import findings
+from service.doctor.causes import findings
 from tests.faults.pairs import HEALTHY, faults_of, trials
 from tests.faults.simulated import run
 

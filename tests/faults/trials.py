@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
+from service.doctor.causes import findings
 from service.doctor.evidence import LEAST_PCT, Finding
-from service.doctor.records import Case
-from service.doctor.rules import findings
+from service.doctor.read_run import Case
 from tests.faults.hot_gpu import hot_gpu
 from tests.faults.runs import Bench
 

@@ -13,8 +13,8 @@ from tests.fuzz.subject import Input
 from trainables.config import DataConfig
 from trainables.data.augment import uniforms
 from trainables.data.decoders import DECODERS
-from trainables.data.decoders.contract import read_header
-from trainables.data.view import View
+from trainables.data.decoders.interface import read_header
+from trainables.data.image_view import View
 from trainables.errors import DataError
 
 _SIZE = 64

@@ -19,11 +19,11 @@ from tests.trainables.data.photos import photo
 from trainables.config import DataConfig
 from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
+from trainables.data.image_view import View
 from trainables.data.index import INDEX
 from trainables.data.order import Split
 from trainables.data.pack.modes import Mode
 from trainables.data.records import RecordsSource, open_records
-from trainables.data.view import View
 
 _SIZE = 32
 _SHARD_BYTES = 4000  # about three photos

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from service.experiment import load
+from service.config.experiment import load
 from tests.integration.conftest import Distill, kill, records, result, wait_until
 from tests.trainables.jobs import equal, train
-from trainables import checkpoint
-from trainables.rank_pool import Ranks
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration

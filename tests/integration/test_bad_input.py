@@ -21,7 +21,7 @@ import pytest
 
 from tests.integration.conftest import PATIENCE_S, records, result
 from tests.trainables.data.photos import encoded, photo
-from trainables import checkpoint
+from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from service.report import wall
+from service.report import wall_time as wall
 from tests.integration.conftest import Distill, records, result
 from trainables.rundir import RunDir, read_lines
 

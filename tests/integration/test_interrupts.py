@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.experiment import load
+from service.config.experiment import load
 from service.tracking.spool import Spool
 from tests.integration.conftest import Command, Distill, records, result, title, wait_until
 from tests.trainables.jobs import equal, train
-from trainables import checkpoint
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import checkpoint
 from trainables.failures import NODE_OUT_OF_MEMORY
-from trainables.rank_pool import Ranks
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration

@@ -13,10 +13,10 @@ import ray
 import torch
 
 from tests.integration.conftest import PROJECT, RayCluster
-from trainables import worker
 from trainables.config import TrainConfig
 from trainables.errors import DeviceError
 from trainables.rundir import StageDir
+from trainables.worker import entry_points as worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -26,7 +26,7 @@ import ray, torch.distributed as dist
 from pathlib import Path
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from trainables.worker import ProcessGroup
+from trainables.worker.entry_points import ProcessGroup
 
 def write_variables(folder):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")

@@ -19,7 +19,7 @@ from service import cli
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import mine
-from trainables.rank_pool import Ranks
+from trainables.distributed.rank_pool import Ranks
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -551,7 +551,7 @@ def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code
     ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
-    monkeypatch.setattr("trainables.rank_pool.Ranks", lambda: lent)
+    monkeypatch.setattr("trainables.distributed.rank_pool.Ranks", lambda: lent)
     name = f"{mine.__file__}:Apart"
     assert exit_code("check-method", name, "--option", "weight=2") == 2
     said = capsys.readouterr()
@@ -615,7 +615,7 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.experiment.recipes", lambda: 1 / 0)
+    monkeypatch.setattr("service.config.experiment.recipes", lambda: 1 / 0)
     assert exit_code("recipes") == 1
     said = capsys.readouterr().err
     assert said.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")

@@ -6,9 +6,9 @@ import contextlib
 import json
 from pathlib import Path
 
-from service.experiment import load
-from service.places import begin
-from service.run import session
+from service.config.experiment import load
+from service.runs.run_directory import begin
+from service.runs.train import session
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
 

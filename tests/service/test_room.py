@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service import cluster as clusters
-from service.cluster import Cluster, Need, Node, auto_loader_workers, beside, connect, use_gpu
-from service.experiment import load
-from service.plan import Plan
-from service.trial import need
+from service.cluster import resources as clusters
+from service.cluster.resources import Cluster, Need, Node, auto_loader_workers, beside, connect, use_gpu
+from service.config.experiment import load
+from service.runs.plan import Plan
+from service.runs.trial import need
 from trainables.errors import ClusterError
 from trainables.rundir import RunDir
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainables import build as building
-from trainables import checkpoint, loop
-from trainables.build import Job, build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.metrics_file import MetricsFile
+from trainables.distributed.group import Group
+from trainables.engine import checkpoint, loop
+from trainables.engine import job as building
+from trainables.engine.job import Job, build
+from trainables.metrics.metrics_file import MetricsFile
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 

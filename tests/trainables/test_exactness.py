@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from trainables import build as building
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import job as building
 from trainables.errors import TrainingError
-from trainables.rank_pool import Ranks
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trainables.errors import DataError, ModelError
 from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
 from trainables.models.registry import build_model
-from trainables.served.contract import LostError
+from trainables.teachers.service.protocol import LostError
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,17 @@ from PIL import Image
 from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
-from trainables import checkpoint
-from trainables.checkpoint import Progress, TrainState
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.order import sample_at
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import checkpoint
+from trainables.engine.checkpoint import Progress, TrainState
+from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, DataError
-from trainables.evaluate import evaluate_checkpoint
-from trainables.models.header import read_header
+from trainables.models.checkpoint_header import read_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
-from trainables.rank_pool import Ranks
 
 
 def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainables.jobs import Recorded, config, no_telemetry
-from trainables import loop
-from trainables.build import build
 from trainables.config import TrainConfig
-from trainables.distributed import Group
-from trainables.rank_pool import Ranks
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import loop
+from trainables.engine.job import build
 
 TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trainables.data.decode import StoredImage, with_shorter_side
-from trainables.data.decoders.contract import Box
+from trainables.data.decoders.interface import Box
 from trainables.data.order import GOLDEN, mix64
 
 _TRIES = 10

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from trainables.data.decoders.contract import Box, Decoded, Decoder, read_header
+from trainables.data.decoders.interface import Box, Decoded, Decoder, read_header
 
 # PIL loads its plugins on first need, and threads that meet their first WebP at once could find the list half filled and
 # call a good file unidentified. The common formats come first, since PIL tries its plugins in the order of their loading.

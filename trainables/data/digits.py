@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.data.memory import MemorySource
+from trainables.data.memory_source import MemorySource
 from trainables.data.order import Split
 from trainables.errors import DataError
 

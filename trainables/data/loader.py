@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.config import DataConfig
-from trainables.data.auto import Enough
+from trainables.data.auto_workers import Enough
+from trainables.data.buffers import GIVEN_OUT, Buffer, buffer_bytes, ring
+from trainables.data.encoded_rows import Undecoded
+from trainables.data.image_view import View
 from trainables.data.order import Order, Split, rank_part
-from trainables.data.reading import Costs, Part, Reader, outcome
-from trainables.data.ring import GIVEN_OUT, Buffer, buffer_bytes, ring
+from trainables.data.sample_reader import Costs, Part, Reader, outcome
 from trainables.data.source import Closes, Fetches, Sharded, Source
-from trainables.data.undecoded import Undecoded
-from trainables.data.view import View
 from trainables.errors import DataError
 
 log = logging.getLogger("raydistill")

@@ -17,10 +17,10 @@ from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.index import is_records
 from trainables.data.order import Order, Split
-from trainables.data.place.cache import cached
-from trainables.data.place.remote import is_remote, open_remote
-from trainables.data.place.stage import open_staged
 from trainables.data.records import open_records
+from trainables.data.storage.memory_cache import cached
+from trainables.data.storage.remote import is_remote, open_remote
+from trainables.data.storage.staging import open_staged
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainables.data.memory import MemorySource
+from trainables.data.memory_source import MemorySource
 from trainables.data.order import Split
 
 _STORED_IMAGES = 64  # 9.2 MiB at 224 px: enough that a batch is not one image, and little for every worker to hold

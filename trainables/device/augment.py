@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trainables.config import DeviceAugmentConfig
 from trainables.device.color import ColorJitter
-from trainables.device.draws import Draws
+from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
-from trainables.device.feed import DeviceBatch
 from trainables.device.mixing import Mix, Mixing
 from trainables.device.randaugment import RandAugment
+from trainables.device.random_numbers import Draws
 
 
 class Inputs(NamedTuple):

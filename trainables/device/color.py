@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainables.config import ColorJitterConfig
-from trainables.device.draws import Draws
+from trainables.device.random_numbers import Draws
 
 WHITE = 255.0
 _GRAY = (0.2989, 0.587, 0.114)

@@ -19,10 +19,10 @@ from trainables.config import DataConfig
 from trainables.data.augment import cut
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.contract import Decoder, read_header
-from trainables.data.undecoded import Region
+from trainables.data.decoders.interface import Decoder, read_header
+from trainables.data.encoded_rows import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS
-from trainables.device.decoders.contract import RegionDecoder
+from trainables.device.decoders.region_decoder import RegionDecoder
 from trainables.errors import DataError
 from trainables.failures import kind_of
 

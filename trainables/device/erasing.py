@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainables.device.color import column
-from trainables.device.draws import Draws
+from trainables.device.random_numbers import Draws
 
 _TRIES = 10
 _AREA = (0.02, 0.33)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainables.device.color import column
-from trainables.device.draws import Draws
 from trainables.device.erasing import inside
+from trainables.device.random_numbers import Draws
 
 
 class Mix(NamedTuple):

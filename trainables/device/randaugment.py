@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainables.config import RandAugmentConfig
 from trainables.device.color import WHITE, blend, column, gray, mean_level
-from trainables.device.draws import Draws
+from trainables.device.random_numbers import Draws
 
 OPERATIONS = (
     "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness",

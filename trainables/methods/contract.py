@@ -19,9 +19,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from trainables.config import LossOptimConfig, MethodOptions
-from trainables.distributed import Group
-from trainables.gather import Gather
-from trainables.global_batch_norm import GlobalBatchNorm
+from trainables.distributed.batch_norm import GlobalBatchNorm
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Needs:
     """It asks for all workers' rows, without comparing them: refused with `optim.accumulate` on several workers, one of which may
     have fewer parts of a batch than another."""
     reuses_classifier: bool = False
-    """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `trainables.models.reused`."""
+    """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `models.reused_classifier`."""
     teacher_gradient: bool = False
     """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
     what a method is given is a copy in float32, of which the logits are no function."""
@@ -111,7 +111,7 @@ class Method(nn.Module):
 
     Forward runs in float32 (float64 in a float64 job) outside autocast, on every rank in every step, also where a rank has no
     samples. It does not wait for the device: no `.item()`, no shape that depends on values. Memory is changed only in
-    training mode. Batch norms of auxiliary modules are those of `trainables.global_batch_norm`.
+    training mode. Batch norms of auxiliary modules are those of `trainables.distributed.batch_norm`.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions

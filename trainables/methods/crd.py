@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, NonNegative, Positive, Probability
-from trainables.device.draws import Draws
+from trainables.device.random_numbers import Draws
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.features import unit

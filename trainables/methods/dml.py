@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, Positive
+from trainables.distributed.batch_norm import convert, normalizes_together, takes_none
 from trainables.errors import ExperimentError, ModelError
-from trainables.global_batch_norm import convert, normalizes_together, takes_none
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux

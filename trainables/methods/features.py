@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions
-from trainables.distributed import Group
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
+from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Setting
 from trainables.models.taps import classifier
 

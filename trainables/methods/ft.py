@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions, Natural, NonNegative, Positive
-from trainables.distributed import Group
-from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
+from trainables.distributed.group import Group
 from trainables.methods.at import attention
 from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
 from trainables.methods.features import paired_maps, pooled_alike, unit

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from trainables.config import NonNegative
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Samples, Seen, Setting
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 from trainables.models.norms import norms_before

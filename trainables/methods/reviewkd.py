@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import NonNegative
-from trainables.distributed import Group
-from trainables.global_batch_norm import GlobalBatchNorm2d
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
+from trainables.distributed.group import Group
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side, mean_per_sample
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 

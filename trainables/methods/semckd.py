@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative, Positive
-from trainables.distributed import Group
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
+from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
 from trainables.methods.features import pooled_alike, unit
 

@@ -5,7 +5,7 @@ the teacher's classifier says of the mean over positions is the prediction. All 
 
     L = mean over C, H and W of (F_t − P(F_s))²
 
-There is no loss of the labels beside it. The student becomes the model STUDENT+TEACHER of `trainables.models.reused`, which has
+There is no loss of the labels beside it. The student becomes the model STUDENT+TEACHER of `models.reused_classifier`, which has
 the projector and the classifier in it: it is what is evaluated, kept and exported. So the projector's batch norms are those of a
 student: of each worker's images, unless `scale.sync_batch_norm`. As in the authors' code P is 1×1, 3×3 and 1×1 convolutions, each
 with batch norm and ReLU, and the larger of two maps is averaged to the smaller one's size. The maps are those that are pooled;

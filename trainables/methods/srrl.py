@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
+from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import GlobalBatchNorm2d
 from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
 from trainables.models.taps import classifier
 

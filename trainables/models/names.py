@@ -44,7 +44,7 @@ MODELS: dict[str, str] = {
 
 TIMM_PREFIX = "timm/"
 JOIN = "+"
-"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused`."""
+"""STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
 """How torchvision and timm both enter a model in their registries."""
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from trainables.models.forward import dry_forward
-from trainables.models.probe import Key, key_of
+from trainables.models.forward_trace import Key, key_of
 from trainables.models.taps import Taps
 
 

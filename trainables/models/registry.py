@@ -42,7 +42,7 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
     """`build_model` without its forward checks."""
     found = check_model_name(name)
     if found.library == "joined":
-        from trainables.models.reused import build_reused
+        from trainables.models.reused_classifier import build_reused
 
         part = partial(construct, num_classes=num_classes, image_size=image_size, seed=seed)
         return build_reused(name, part, image_size=image_size, seed=seed)

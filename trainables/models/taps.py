@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainables.errors import ModelError, near
-from trainables.models.probe import BATCH, Border, Trace, nothing_in_place, probe
-from trainables.models.stages import Site, last_map, stage_sites
+from trainables.models.feature_stages import Site, last_map, stage_sites
+from trainables.models.forward_trace import BATCH, Border, Trace, nothing_in_place, probe
 
 STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainables.data.index import file_sha256
 from trainables.errors import CheckpointError, ModelError, near
-from trainables.models.header import Header, locate, read_header
+from trainables.models.checkpoint_header import Header, locate, read_header
 from trainables.models.names import ModelName, check_model_name
 from trainables.models.registry import check_forward, construct, library_options, one_line
 from trainables.models.unpickle import SAVE_AGAIN, unpickled

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.report.records import Records, open_records
+from service.report.run_records import Records, open_records
 from tests.service.report.runs import SPACE, sweep_dir
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from service.experiment import load
-from service.report.marks import Figure
+from service.config.experiment import load
+from service.report.plotly_marks import Figure
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from trainables.metrics.wall_clock import PARTS
 from trainables.rundir import RunDir, append_line, write_json
-from trainables.wall_clock import PARTS
 
 HARDWARE = {"nodes": 2, "slots_per_node": 4, "cpus_per_node": 32.0}
 BEGAN_MS = 1_790_000_000_000

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from service.experiment import load
-from service.places import begin, reopen
+from service.config.experiment import load
 from service.report.page import leave_page, write_page
-from service.run import session
+from service.runs.run_directory import begin, reopen
+from service.runs.train import session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir

@@ -9,7 +9,7 @@ from rich.console import Console
 from scipy import stats
 
 from service.report.seeds import figure, groups, holm, page_table, seed_table, sentence
-from tests.service.test_tables import SCALE
+from tests.service.reproduce.test_tables import SCALE
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
 

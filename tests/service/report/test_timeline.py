@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.report.hardware import hardware
-from service.report.records import History
+from service.report.run_records import History
 from service.report.timeline import accuracy, drift, epoch_times, losses, thin
 from tests.service.report.runs import shown
 

@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from service import strict_yaml
-from service.experiment import load
-from service.places import reopen
+from service.config import strict_yaml
+from service.config.experiment import load
+from service.config.strict_yaml import parse
 from service.report.winner import against, bound, command, lines, why, written
-from service.strict_yaml import parse
+from service.runs.run_directory import reopen
 from tests.service.report.runs import sweep_dir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from service.experiment import load
+from service.config.experiment import load
 from service.reproduce.plan import Part, Request, changes, compose
 from service.reproduce.table import Table, read_table
-from service.trials import plan_trials
+from service.sweeps.trials import plan_trials
 from tests.service.commands import run
 from tests.service.reproduce.test_table import SMALL
 from trainables.errors import ExperimentError

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from service.experiment import Experiment
+from service.config.experiment import Experiment
 from service.reproduce.plan import Request, compose
 from service.reproduce.table import ALONE, read_table, tables
-from service.trials import plan_trials
+from service.sweeps.trials import plan_trials
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, key_of
 from trainables.models.names import check_model_name

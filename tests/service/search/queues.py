@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.search.guided import Guided, Hardware, Observation
+from service.search.planner import Guided, Hardware, Observation
 
 QUEUE, STEPS = 4, 60
 

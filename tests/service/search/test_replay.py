@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.search.race import Race
+from service.search.accuracy_race import Race
 from service.search.replay import conclusion, observation, race, replay
 from service.search.rows import measurements, point_of
 from tests.service.search.rows import grid, result, row, step_s

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from service.cluster import Cluster, Node
-from service.experiment import load
-from service.plan import Plan
+from service.cluster.resources import Cluster, Node
+from service.config.experiment import load
+from service.runs.plan import Plan
+from service.runs.trial import Assignment, Outcome
 from service.search.visits import Visits
-from service.trial import Assignment, Outcome
-from service.trials import plan_trials
+from service.sweeps.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage
 from trainables.rundir import RunDir
 

@@ -17,8 +17,8 @@ from trainables.config import ON_DEVICE, DataConfig
 from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
 from trainables.data.decoders import DECODERS, open_decoder
-from trainables.data.decoders.contract import Box, Decoder, read_header
-from trainables.data.pack.look import quick_look
+from trainables.data.decoders.interface import Box, Decoder, read_header
+from trainables.data.pack.image_check import quick_look
 from trainables.device.decoders import REGION_DECODERS
 from trainables.errors import DataError
 

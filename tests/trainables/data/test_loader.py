@@ -22,15 +22,15 @@ import torch
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
-from trainables.data.auto import Enough
+from trainables.data.auto_workers import Enough
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
 from trainables.data.source import Source, open_source
 from trainables.data.synthetic import open_synthetic
-from trainables.device.feed import on_device
+from trainables.device.device_batches import on_device
+from trainables.device.model_input import normalizer
 from trainables.errors import DataError
-from trainables.inputs import normalizer
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
 

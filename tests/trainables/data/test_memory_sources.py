@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from trainables.config import DataConfig
 from trainables.data.digits import open_digits
-from trainables.data.memory import MemorySource
+from trainables.data.memory_source import MemorySource
 from trainables.data.source import open_source
 from trainables.data.synthetic import open_synthetic
 

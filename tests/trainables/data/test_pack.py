@@ -17,7 +17,7 @@ from tests.trainables.data.test_decode import FILES
 from trainables.data.augment import validation_view
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import UNREADABLE, check_file
-from trainables.data.pack.look import quick_look
+from trainables.data.pack.image_check import quick_look
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import plan_pack
 from trainables.data.pack.shard import write_shard

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from service.experiment import load
+from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import Inputs, TrainInputs
-from trainables.device.feed import DeviceBatch
+from trainables.device.device_batches import DeviceBatch
+from trainables.device.model_input import normalizer
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
-from trainables.inputs import normalizer
-from trainables.rank_pool import Ranks
 
 ALL: dict[str, Any] = {
     "randaugment": {"num_ops": 2, "magnitude": 9},

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as TF
 from tests.trainables.device.pictures import levels_apart, pictures
 from trainables.config import ColorJitterConfig
 from trainables.device.color import ColorJitter, blend, column, gray, jitter, mean_level, shift_hue
-from trainables.device.draws import Draws
+from trainables.device.random_numbers import Draws
 
 THEIRS = (TF.adjust_brightness, TF.adjust_contrast, TF.adjust_saturation, TF.adjust_hue)
 FACTORS_8 = torch.tensor([0.0, 0.3, 0.6, 0.9, 1.0, 1.1, 1.4, 2.5], dtype=torch.float64)

@@ -18,16 +18,16 @@ from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS, cut, uniforms
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import DECODERS, open_decoder
-from trainables.data.decoders.contract import Box, read_header
+from trainables.data.decoders.interface import Box, read_header
+from trainables.data.encoded_rows import Region
+from trainables.data.image_view import View
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
-from trainables.data.undecoded import Region
-from trainables.data.view import View
 from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, fill
 from trainables.device.decoders import REGION_DECODERS
-from trainables.device.decoders.contract import RegionDecoder
-from trainables.device.feed import DeviceBatch, on_device
+from trainables.device.decoders.region_decoder import RegionDecoder
+from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.errors import DataError
 from trainables.failures import kind_of
 

@@ -9,8 +9,8 @@ import torch
 from torchvision.transforms.v2 import functional as TF
 
 from tests.trainables.device.pictures import pictures
-from trainables.device.draws import Draws
 from trainables.device.erasing import RandomErasing
+from trainables.device.random_numbers import Draws
 
 
 def torchvisions(row: list[float], probability: float, height: int, width: int) -> tuple[int, int, int, int] | None:

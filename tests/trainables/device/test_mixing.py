@@ -11,10 +11,10 @@ from scipy import stats
 from tests.trainables.device.pictures import pictures
 from tests.trainables.methods.calls import make, terms
 from trainables.device.augment import Inputs
-from trainables.device.draws import Draws
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
-from trainables.methods.pupil import Answer
-from trainables.step import losses, micro_batches
+from trainables.device.random_numbers import Draws
+from trainables.engine.step import losses, micro_batches
+from trainables.methods.distillation_module import Answer
 
 COUNT = 64
 IMAGES, LABELS = pictures(COUNT, 12).double(), torch.arange(COUNT)

@@ -10,8 +10,8 @@ from torchvision.transforms.v2 import RandAugment as TorchvisionRandAugment
 
 from tests.trainables.device.pictures import levels_apart, pictures
 from trainables.config import RandAugmentConfig
-from trainables.device.draws import Draws
 from trainables.device.randaugment import OPERATIONS, RandAugment
+from trainables.device.random_numbers import Draws
 
 CPU = torch.device("cpu")
 THEIRS = TorchvisionRandAugment()

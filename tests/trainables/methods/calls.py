@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainables.distributed import Group
-from trainables.gather import Gather
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
 from trainables.methods import load
 from trainables.methods.contract import Method, Samples, Seen, Setting, Side
 from trainables.models.forward import seeded

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
 from trainables.methods.contract import Method, Seen
-from trainables.rank_pool import Ranks
 
 
 @dataclass(frozen=True)

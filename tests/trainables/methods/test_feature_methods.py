@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.ab import beyond_the_boundary
@@ -18,7 +19,6 @@ from trainables.methods.contract import Method, Seen
 from trainables.methods.features import ConvReg, average_pooled, body_parameters, pooled_alike, unit
 from trainables.methods.kdsvd import right_singular
 from trainables.models.registry import build_model
-from trainables.rank_pool import Ranks
 
 Shapes = tuple[tuple[int, ...], ...]
 Maps = tuple[Tensor, ...]

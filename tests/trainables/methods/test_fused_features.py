@@ -14,15 +14,15 @@ from torch import Tensor
 from tests.trainables.methods.against import teacher_model
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.references import features as reference
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, Seen
 from trainables.methods.ofd import margins, partial_distance
 from trainables.methods.reviewkd import hierarchical_context_loss
 from trainables.models.norms import norms_before
 from trainables.models.registry import build_model
-from trainables.models.reused import ReusedClassifier
-from trainables.rank_pool import Ranks
+from trainables.models.reused_classifier import ReusedClassifier
 
 STUDENT = ((3, 8, 8), (4, 4, 4), (6, 2, 2))
 TEACHER = ((8, 8, 8), (16, 4, 4), (32, 2, 2))

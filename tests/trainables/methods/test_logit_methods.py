@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, assert_ranks_equal_one, draw
+from trainables.distributed.rank_pool import Ranks
 from trainables.methods import load
 from trainables.methods.contract import Seen
-from trainables.rank_pool import Ranks
 
 CASES = [
     Case("dist"),

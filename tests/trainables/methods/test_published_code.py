@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
-from trainables.build import build
-from trainables.check_method import Case, check
 from trainables.config import TrainConfig
-from trainables.device.feed import on_device
-from trainables.distributed import Group
+from trainables.device.device_batches import on_device
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine.check_method import Case, check
+from trainables.engine.job import build
+from trainables.engine.loop import train_epoch
+from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
-from trainables.loop import train_epoch
+from trainables.metrics.single_image_latency import image_costs
 from trainables.models.registry import build_model
-from trainables.one_image import image_costs
-from trainables.rank_pool import Ranks
-from trainables.step import train_step
-from trainables.teacher import Asked
+from trainables.teachers.network import Asked
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, answers, assert_ranks_equal_one
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
 from trainables.methods.rkd import angles_apart
-from trainables.rank_pool import Ranks
 
 MAPS: dict[str, Any] = {"student_shapes": ((2, 3, 3),), "teacher_shapes": ((3, 2, 2),)}
 ROWS: dict[str, Any] = {"student_shapes": ((4,),), "teacher_shapes": ((6,),)}

@@ -25,12 +25,12 @@ from tests.trainables.methods.against import (
 from tests.trainables.methods.calls import make, samples, terms
 from tests.trainables.methods.references.basic import Array, flat, linear, relu
 from tests.trainables.methods.references.training import cross_entropy, mutual, ps_kd, ps_kd_alpha
-from trainables.distributed import Group
+from trainables.distributed.batch_norm import GlobalBatchNorm2d, convert
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
-from trainables.global_batch_norm import GlobalBatchNorm2d, convert
 from trainables.methods.contract import Method, Seen
 from trainables.models.registry import build_model
-from trainables.rank_pool import Ranks
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:

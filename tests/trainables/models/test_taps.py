@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.distributed import Group
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import construct
 from trainables.models.taps import Taps, classifier, points
-from trainables.rank_pool import Ranks
 
 
 def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainables.errors import CheckpointError, DistillError, ModelError
-from trainables.models.header import Header, locate, read_header
+from trainables.models.checkpoint_header import Header, locate, read_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher, teacher_sha256
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainables.config import ON_DEVICE
-from trainables.data.decoders.contract import Decoder
+from trainables.data.decoders.interface import Decoder
 from trainables.errors import DataError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from nvidia import nvimgcodec
 
-from trainables.data.decoders.contract import Box, Decoded, JpegHeader
+from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 _AS_PIL = ":fancy_upsampling=1 :fast_idct=0"
 

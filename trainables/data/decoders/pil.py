@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainables.data.decoders.contract import Box, Decoded, JpegHeader
+from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 
 class Pil:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import simplejpeg
 
-from trainables.data.decoders.contract import Box, Decoded, JpegHeader
+from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 
 class SimpleJpeg:

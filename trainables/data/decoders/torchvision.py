@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from trainables.data.decoders.contract import Box, Decoded, JpegHeader
+from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 
 class Torchvision:

@@ -17,7 +17,7 @@ from ctypes import CDLL, PyDLL, Structure, c_int, c_size_t, c_void_p
 
 import numpy as np
 
-from trainables.data.decoders.contract import Box, Decoded, JpegHeader
+from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 _DECOMPRESS = 1  # TJINIT_DECOMPRESS
 _WIDTH, _HEIGHT = 5, 6  # TJPARAM_JPEGWIDTH, TJPARAM_JPEGHEIGHT

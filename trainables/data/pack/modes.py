@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from trainables.data.decode import Sample, decode_image, with_shorter_side
-from trainables.data.pack.look import quick_look
+from trainables.data.pack.image_check import quick_look
 
 
 class Packed(NamedTuple):

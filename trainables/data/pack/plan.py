@@ -11,7 +11,7 @@ from typing import Any
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing
+from trainables.data.pack.layout_reader import Listed, Listing
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.shard import ShardJob

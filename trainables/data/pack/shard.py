@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed
+from trainables.data.pack.layout_reader import Listed
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
 from trainables.errors import DataError

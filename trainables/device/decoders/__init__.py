@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainables.device.decoders.contract import RegionDecoder
+from trainables.device.decoders.region_decoder import RegionDecoder
 
 
 def _nvimagecodec(device: torch.device, threads: int) -> RegionDecoder:

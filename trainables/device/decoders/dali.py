@@ -15,7 +15,7 @@ from nvidia.dali import Pipeline, fn, types
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainables.data.undecoded import Region
+from trainables.data.encoded_rows import Region
 from trainables.device.decoders.nvimagecodec import code_stream
 from trainables.failures import kind_of
 

@@ -10,7 +10,7 @@ from nvidia import nvimgcodec
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainables.data.undecoded import Region
+from trainables.data.encoded_rows import Region
 
 _AS_PIL = ":fancy_upsampling=1 :fast_idct=0"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainables.data.pack.contract import Reader
+from trainables.data.pack.layout_reader import Reader
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.pack.readers.lmdb import LmdbReader

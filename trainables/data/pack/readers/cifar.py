@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing, unnamed_labels
+from trainables.data.pack.layout_reader import Listed, Listing, unnamed_labels
 from trainables.errors import DataError
 
 _PIXEL_BYTES = 3 * 32 * 32

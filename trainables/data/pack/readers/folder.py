@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.folder import FolderSource
-from trainables.data.pack.contract import Listed, Listing
+from trainables.data.pack.layout_reader import Listed, Listing
 
 
 class FolderReader:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing, number_labels, split_files
+from trainables.data.pack.layout_reader import Listed, Listing, number_labels, split_files
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 

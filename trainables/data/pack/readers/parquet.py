@@ -12,7 +12,7 @@ import numpy as np
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing, files_below, number_labels, split_files, unnamed_labels
+from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files, unnamed_labels
 from trainables.errors import DataError
 
 _LABELS = ("label", "labels", "fine_label")

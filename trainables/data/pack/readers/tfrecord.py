@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files
 from trainables.data.pack.readers.protobuf import WireError, example_features
 from trainables.errors import DataError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainables.data.folder import EXTENSIONS
 from trainables.data.order import Split
-from trainables.data.pack.contract import Listed, Listing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files
 from trainables.errors import DataError
 
 _BLOCK = 512

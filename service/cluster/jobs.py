@@ -1,0 +1,252 @@
+"""`distill submit`: any command of ours as a Ray job, the same as `ray job submit` would run it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from service.config.experiment import load, recipes
+from service.runs.plan import absolute, located
+from trainables.errors import ClusterError, ExperimentError
+from trainables.rundir import expanded
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+T = TypeVar("T")
+SUBMITTABLE = ("train", "sweep", "resume", "cache", "evaluate", "report", "sync", "pack", "data")
+ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
+PATIENCE_S, PAUSE_S = 60.0, 2.0
+"""How long a dashboard may answer with errors of its own, as its job agent does under load, and how often it is asked again."""
+_STATUS = re.compile(r"status code (\d{3})")
+
+
+def dashboard_address() -> str:
+    """Where jobs are submitted to: RAY_API_SERVER_ADDRESS, an http RAY_ADDRESS, else the local dashboard."""
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
+        if os.environ.get(name, "").startswith("http"):
+            return os.environ[name]
+    return "http://127.0.0.1:8265"
+
+
+def package(command: Sequence[str], folder: Path) -> list[str]:
+    """Put what the command needs into `folder`, the job's working directory, and return the command as it runs there.
+
+    An experiment file travels resolved, bases and all; recipes and directories are named as they are.
+
+    Raises:
+        ExperimentError: not a command that can be submitted.
+    """
+    if not command or command[0] not in SUBMITTABLE:
+        raise ExperimentError(
+            f"submit: give one of {', '.join(SUBMITTABLE)} and its arguments, such as `distill submit -- train digits`"
+        )
+    # A job runs elsewhere: what exists here by a relative path is named by its absolute one.
+    arguments = [absolute(argument) for argument in command]
+    if command[0] in ("pack", "data"):  # every argument that is no option and no number is a path, which need not exist yet
+        arguments = [each if each.startswith("-") or each.isdecimal() else _from_here(each) for each in command]
+    arguments[0] = command[0]
+    for place, argument in enumerate(command[:-1], start=1):
+        if argument in ("--out", "--runs"):
+            arguments[place] = os.path.abspath(command[place])
+    if command[0] in ("train", "sweep", "cache"):
+        if len(command) < 2 or command[1].startswith("-"):
+            raise ExperimentError(
+                f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
+            )
+        resolved = load(command[1])
+        load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
+        if command[1] not in recipes():
+            name = f"{resolved.experiment.name}.yaml"
+            teacher = resolved.experiment.teacher
+            if teacher is not None and teacher.cache is not None:
+                resolved = resolved.override({"teacher.cache": _from_here(teacher.cache)}, command[1])
+            if teacher is not None and teacher.others:
+                others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
+                resolved = resolved.override({"teacher.others": others}, command[1])
+            if methods := [located(method) for method in resolved.experiment.distill.method]:  # none names no file
+                resolved = resolved.override({"distill.method": methods}, command[1])
+            paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
+            resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
+            (folder / name).write_text(resolved.to_yaml())
+            arguments[1] = name
+        else:
+            arguments[1] = command[1]
+    return arguments
+
+
+def _overrides(command: Sequence[str]) -> list[str]:
+    """What follows each `--set` of a command, in its order."""
+    pairs = itertools.pairwise([*command, ""])
+    return [
+        after if word == "--set" else word.removeprefix("--set=")
+        for word, after in pairs
+        if word == "--set" or word.startswith("--set=")
+    ]
+
+
+def _from_here(path: str) -> str:
+    return os.path.abspath(expanded(path))
+
+
+def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:
+    """Submit; with `follow` stream the job's log until it ends. Returns the job's exit code (0 where it is not followed).
+
+    Raises:
+        ClusterError: no Ray dashboard answers, or it refuses.
+        ExperimentError: see `package`.
+    """
+    address = dashboard_address()
+    here = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
+        arguments = package(command, Path(folder))
+        entrypoint = shlex.join(["python", "-m", "service", *arguments])
+        runtime_env = {
+            "working_dir": folder,
+            "py_modules": [str(here), str(here.parent / "trainables")],
+            "env_vars": {"RAYDISTILL_RUNS": str(runs_root.absolute())},
+        }
+        client, job = _submit(address, entrypoint, runtime_env)
+    say(f"submitted {job}: {entrypoint}")
+    if not follow:
+        say(f"its log: ray job logs --follow {job} --address {address}")
+        return 0
+    try:
+        details = _follow(client, job, say)
+    except KeyboardInterrupt:
+        say(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
+        raise
+    except _failures() as error:
+        raise ClusterError(
+            f"{address} does not answer any more: {_reason(error)}; {job} goes on without a follower, "
+            f"its log: ray job logs --follow {job} --address {address}"
+        ) from error
+    if details.status == "SUCCEEDED":
+        return 0
+    return details.driver_exit_code or 1
+
+
+def _submit(address: str, entrypoint: str, runtime_env: dict[str, Any]) -> tuple[JobSubmissionClient, str]:
+    """A connection to the dashboard, and the job that it has taken. Raises ClusterError."""
+    from ray.exceptions import AuthenticationError
+
+    job = f"raysubmit_{secrets.token_hex(8)}"
+    mode, token = os.environ.get("RAY_AUTH_MODE"), _token()
+    try:
+        try:
+            client = _patiently(lambda: _take(address, {}, job, entrypoint, runtime_env))
+        except AuthenticationError:
+            if mode is not None or token is None:
+                raise
+            headers = {"Authorization": f"Bearer {token[0]}"}  # Ray itself sends one only with RAY_AUTH_MODE=token
+            client = _patiently(lambda: _take(address, headers, job, entrypoint, runtime_env))
+    except AuthenticationError as error:
+        instead = "give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"
+        if mode not in (None, "token"):
+            problem = f"asks for a token, and with RAY_AUTH_MODE={mode} none is sent: unset it"
+        elif token is not None:
+            problem = f"refuses the token of {token[1]}: {instead}"
+        elif path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            problem = f"asks for a token, and there is none in RAY_AUTH_TOKEN_PATH={path}: {instead}"
+        else:
+            problem = f"asks for a token, and none was found: {instead}"
+        raise ClusterError(f"{address} {problem}") from error
+    except _failures() as error:
+        raise ClusterError(
+            f"no job could be submitted to {address}: {_reason(error)}; start Ray or set RAY_API_SERVER_ADDRESS"
+        ) from error
+    return client, job
+
+
+def _take(address: str, headers: dict[str, str], job: str, entrypoint: str, runtime_env: dict[str, Any]) -> JobSubmissionClient:
+    """Submit under this name, unless the dashboard has a job of this name: what it answered with an error it may have taken."""
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address, headers=headers)
+    try:
+        client.get_job_info(job)
+    except RuntimeError as error:
+        if "status code 404" not in str(error):
+            raise
+        client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env=runtime_env)
+    return client
+
+
+def _token() -> tuple[str, str] | None:
+    """The token that Ray would send with RAY_AUTH_MODE=token, and where it lies."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token, "RAY_AUTH_TOKEN"
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
+
+
+def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobDetails:
+    """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
+    shown = pieces = 0
+
+    async def stream() -> None:
+        nonlocal shown, pieces
+        position = 0  # a log begins anew with each connection
+        async for text in client.tail_job_logs(job):
+            pieces += 1
+            new, position = text[max(0, shown - position) :], position + len(text)
+            if new:
+                shown = position
+                say(new.rstrip("\n"))
+
+    _patiently(lambda: asyncio.run(stream()), lambda: pieces)
+    while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:
+        time.sleep(0.5)
+    return details
+
+
+def _patiently(call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+    """What a call returns once the dashboard, or the job agent behind it, is not too busy to answer; see `PATIENCE_S`.
+
+    `progress`: a number that grows while an attempt succeeds: the patience begins anew with the first failure after that.
+    """
+    before, deadline = -1, 0.0
+    while True:
+        try:
+            return call()
+        except _failures() as error:
+            if progress() != before:
+                before, deadline = progress(), time.monotonic() + PATIENCE_S
+            if not _may_pass(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(PAUSE_S)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What Ray's client, and the libraries that it asks the dashboard with, raise where a request fails."""
+    import aiohttp
+
+    return RuntimeError, OSError, aiohttp.ClientError
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a failed request may succeed a little later: a 5xx, or a log's connection that was cut.
+
+    Ray says a status in words alone, and so that the connection was lost: `WebSocket connection closed unexpectedly …`.
+    """
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    found = _STATUS.search(str(error))
+    return str(error).startswith("WebSocket ") or int(found[1] if found else status or 0) >= 500
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

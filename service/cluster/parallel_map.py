@@ -1,0 +1,106 @@
+"""Independent pieces of work over the cores of this machine, or over the nodes of the Ray cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from service.cluster import resources as clusters
+from trainables.errors import DistillError
+
+Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, nothing elsewhere; yields what advances it."""
+    if not sys.stdout.isatty():
+        yield lambda count: None
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+               progress.TextColumn(unit), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())  # fmt: skip
+    # No thread of its own: the processes that do the work are forked while it stands.
+    with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task(title, total=total)
+        shown.refresh()
+        yield lambda count: shown.update(task, advance=count, refresh=True)
+
+
+def spread(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path) -> Iterator[Result]:
+    """`work` of each arguments, in their order, done by `processes` processes here, or by the cluster's CPUs.
+
+    Where `work` raises, so does this, and the others' work ends; DistillError where a process or a node dies. `shared` is a
+    folder that all nodes have to see.
+    """
+    if not clusters.is_local():
+        yield from _over_cluster(work, arguments, shared)
+    elif min(processes, len(arguments)) < 2:
+        yield from (work(*each) for each in arguments)
+    else:
+        yield from _over_cores(work, arguments, min(processes, len(arguments)))
+
+
+def _over_cores(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Result]:
+    # Forked where that is safe: the pool forks all its processes before it starts a thread, and each begins at once instead of
+    # after a second of imports.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_parent)
+    try:
+        yield from pool.map(work, *zip(*arguments, strict=True))
+    except BrokenProcessPool:
+        raise DistillError(
+            "a process was killed, most likely for want of memory; the same command with fewer --processes goes on"
+        ) from None
+    except BaseException:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the parent, and end where it ends, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _over_cluster(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
+    with clusters.connect(1, shared):
+        import ray
+
+        task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD")
+        for pending in [task.remote(*each) for each in arguments]:
+            try:
+                yield ray.get(pending)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, DistillError | OSError):
+                    raise error.cause from None
+                raise
+            except ray.exceptions.RayError as error:  # after Ray's own retries: a node died, or had no memory left
+                raise DistillError(
+                    f"a process or a node of the cluster was lost ({type(error).__name__}), most likely for want of memory; "
+                    "the same command goes on"
+                ) from None

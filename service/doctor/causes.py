@@ -1,0 +1,55 @@
+"""What a run loses its time to: one function a cause, from evidence to that cause with its effect, or none.
+
+Gains follow the project's model of a step (`service/search/formulas.py`): step = max(supply, work), see `evidence.after_ms`. In
+the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - T'/T) percent.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from service.doctor.compute import launches, teacher
+from service.doctor.evidence import LEAST_PCT, Cause, Evidence, Finding, predicted_pct
+from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
+from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal
+from service.doctor.ranks import all_reduce, straggler, uneven
+from service.doctor.teacher_service import service_waits
+
+RULES = (
+    no_prefetch, storage, decoding, lock, swapping, late_batches, unknown, copy, straggler, uneven, all_reduce, launches, teacher,
+    service_waits, thermal, slowdown, evaluation, checkpoints, between_epochs,
+)  # fmt: skip
+
+
+def findings(e: Evidence) -> list[Finding]:
+    """All that is predicted to gain 5% or more, the most first, and after each what gains only together with it.
+
+    A cause that the model of a step expects nothing of alone, since the step waits for another one anyway, is not named for
+    itself: it comes after that one, with the gain of both. Where neither of two gains alone they are one finding.
+    """
+    e = as_it_is_now(e)
+    causes = [cause for rule in RULES if (cause := rule(e)) is not None]
+    alone = {cause.name: predicted_pct(e, cause) for cause in causes}
+    singles = sorted((cause for cause in causes if alone[cause.name] >= LEAST_PCT), key=lambda cause: -alone[cause.name])
+    groups = {cause.name: [Finding(cause.name, cause.sentence, cause.change, alone[cause.name])] for cause in singles}
+    for gain, first, second in _pairs(e, causes, alone):
+        if second.name in groups and alone[second.name] > alone[first.name]:
+            first, second = second, first
+        if first.name not in groups:
+            both = f"{first.name} and {second.name}"
+            groups[both] = [Finding(both, f"{first.sentence}; {second.sentence}", f"{first.change}; and {second.change}", gain)]
+        elif second.name not in groups:
+            groups[first.name].append(Finding(second.name, second.sentence, second.change, gain, after=first.name))
+    return [finding for group in sorted(groups.values(), key=lambda group: -group[0].gain_pct) for finding in group]
+
+
+def _pairs(e: Evidence, causes: list[Cause], alone: dict[str, float]) -> list[tuple[float, Cause, Cause]]:
+    """Pairs that gain 5 points more than their members alone, the most first; a cause is in one of them at most."""
+    gains = [(predicted_pct(e, *pair), *pair) for pair in combinations(causes, 2)]
+    more = [one for one in gains if one[0] - alone[one[1].name] - alone[one[2].name] >= LEAST_PCT]
+    found, used = list[tuple[float, Cause, Cause]](), set[str]()
+    for one in sorted(more, key=lambda one: -one[0]):
+        if not used & {one[1].name, one[2].name}:
+            found.append(one)
+            used |= {one[1].name, one[2].name}
+    return found

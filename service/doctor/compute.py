@@ -1,0 +1,167 @@
+"""What a step computes: too little at a time, or with a teacher that outweighs its student."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence
+from service.doctor.teacher_service import advice
+
+FITS = 0.9
+"""Share of a GPU's memory that a larger batch may take."""
+MOST_TIMES = 64
+"""How many times larger a batch may be proposed to be."""
+
+
+def fixed_ms(e: Evidence) -> float | None:
+    """What a step costs however few images it has; None: unknown.
+
+    Of the models' work on b images in a micro-batches the part a·fixed/(a·fixed + b·further), where fixed = one - further, as
+    timed on one image and on a few more. A step adds the optimizer and what lies in no phase.
+    """
+    if e.one_image_ms is None or e.further_image_ms is None:
+        return None
+    fixed, further = e.accumulate * max(0.0, e.one_image_ms - e.further_image_ms), e.rank_batch * max(0.0, e.further_image_ms)
+    share = fixed / (fixed + further) if fixed else 0.0
+    return share * e.compute_ms + e.typical.optimizer_ms + e.rest_ms
+
+
+def most_times(e: Evidence) -> float:
+    """How many times as large a batch may be: the training images have to make one, and the GPUs' memory has to hold it."""
+    most = float(MOST_TIMES)
+    if e.train_images is not None:
+        most = min(most, e.train_images / e.global_batch)
+    if e.peak_memory_mib and e.gpu_memory_mib:
+        most = min(most, FITS * e.gpu_memory_mib / e.peak_memory_mib)
+    return most
+
+
+def launches(e: Evidence) -> Cause | None:
+    """A batch so small that what a step costs anyway is much of it. On a GPU see `idle_gpu`.
+
+    A batch k times as large pays the fixed cost once where k steps pay it k times: T'/T = 1 - (fixed/T)·(1 - 1/k). k is the least
+    power of 2 that brings the fixed cost below a tenth of the work on the images, as far as there are so many images.
+    """
+    step, fixed = e.typical, fixed_ms(e)
+    if e.on_gpu:
+        return idle_gpu(e)
+    most = most_times(e)
+    if fixed is None or most < 2:
+        return None
+    images_ms = max(1e-9, e.compute_ms + step.optimizer_ms + e.rest_ms - fixed)
+    times = 2
+    while 2 * times <= most and fixed / times > 0.1 * images_ms:
+        times *= 2
+    saved_ms = fixed * (1 - 1 / times)
+    return Cause(
+        "launch-bound",
+        f"{fixed:.1f} of a step's {step.step_ms:.1f} ms are what any step costs, and {e.rank_batch:g} images a worker are too "
+        "few to pay for it",
+        larger(times * e.global_batch),
+        Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times)),
+    )
+
+
+def larger(global_batch: int) -> str:
+    """How to train with a larger batch."""
+    return f"--set data.global_batch_size={global_batch} (with --set optim.lr_scaling=linear; an epoch has fewer steps)"
+
+
+def busy_pct(e: Evidence) -> float | None:
+    """How much of the training's time the GPUs are busy, in its last third where epochs are recorded; None: unknown."""
+    uses = [gpu for epoch in e.epochs[-max(1, len(e.epochs) // 3) :] for gpu in epoch.gpus] or list(e.gpus)
+    known = [gpu.util_pct for gpu in uses if gpu.util_pct is not None]
+    return sum(known) / len(known) if known else None
+
+
+def idle_gpu(e: Evidence) -> Cause | None:
+    """GPUs that no kernel runs on while the step waits for nothing: they wait for the host.
+
+    A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
+    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where a single image takes
+    half as long as the batch, launching is the longer one: a batch cut into micro-batches that the memory could hold as one is
+    mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single image is much faster
+    something else holds the host up.
+    """
+    step, busy, idle, room = e.typical, busy_pct(e), idle_share(e), most_times(e)
+    if busy is None or idle is None:
+        return None
+    computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
+    idle_ms = idle * computing_ms
+    memory = ""
+    if e.peak_memory_mib and e.gpu_memory_mib:
+        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+    busy_so_long = (
+        f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step.step_ms:.1f} ms"
+    )
+    if e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms:
+        return Cause(
+            "host-bound",
+            f"{busy_so_long}, which could launch a step in {e.accumulate * e.one_image_ms:.1f} ms{memory}",
+            "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
+            "and see what else runs on that node",
+            Effect(work_ms=idle_ms),
+        )
+    if e.accumulate > 1 and (in_memory := room_in_memory(e)) >= 2:
+        fewer = math.ceil(e.accumulate / in_memory)
+        cut = f"{busy_so_long}, since a batch is cut into {e.accumulate} micro-batches{memory}"
+        return Cause("memory unused", cut, f"--set optim.accumulate={fewer}", Effect(work_ms=idle_ms))
+    few = f"{busy_so_long}: {e.rank_batch:g} images a worker are too few{memory}"
+    if room < 2:
+        kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
+        less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
+        fewer_workers = (
+            "fewer workers, each with a larger part of the batch; " if e.num_workers > 1 and room_in_memory(e) >= 2 else ""
+        )
+        change = f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs beside this one on the same GPU"
+        return Cause("launch-bound", few, change, Effect(work_ms=idle_ms))
+    times = 2
+    while 2 * times <= room and times * (1 - idle) < 1:
+        times *= 2
+    saved_ms = min(idle_ms, computing_ms * (1 - 1 / times))
+    return Cause(
+        "launch-bound", few, larger(times * e.global_batch), Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
+    )
+
+
+def idle_share(e: Evidence) -> float | None:
+    """The part of what ranks compute in which their GPUs are idle; None: unknown.
+
+    A GPU that waits for other ranks is busy, with NCCL's kernel; one that waits for images or a teacher's service is not.
+    """
+    busy, step_ms = busy_pct(e), e.typical.step_ms
+    if busy is None:
+        return None
+    computing_ms = fmean(e.computing_ms(rank) for rank in e.ranks) - e.service_ms
+    kernels_ms = busy / 100 * step_ms - fmean(rank.allreduce_wait_ms or 0.0 for rank in e.ranks)
+    return min(1.0, max(0.0, 1 - kernels_ms / computing_ms)) if computing_ms > 0 else 0.0
+
+
+def fewer_all_reduces_ms(e: Evidence, saved_ms: float, times: float) -> float:
+    """What a batch so many times as large saves of the all-reduce, where a larger batch is worth it without that."""
+    worth_it = 100 * saved_ms >= LEAST_PCT * e.typical.step_ms
+    return (e.exposed_ms or 0.0) * (1 - 1 / times) if worth_it else 0.0
+
+
+def room_in_memory(e: Evidence) -> float:
+    """How many times as large a micro-batch the GPUs' memory holds."""
+    if e.peak_memory_mib and e.gpu_memory_mib:
+        return FITS * e.gpu_memory_mib / e.peak_memory_mib
+    return float(MOST_TIMES)
+
+
+def teacher(e: Evidence) -> Cause | None:
+    """A teacher that takes longer than all of the student's own work. Logits that are kept save it: T' = T - teacher."""
+    step = e.typical
+    if e.teacher_actors is not None or step.teacher_ms <= e.compute_ms - step.teacher_ms:
+        return None
+    cheaper = "--set precision=bf16, " if e.precision == "fp32" and e.gpus else ""
+    return Cause(
+        "teacher-bound",
+        f"the teacher takes {step.teacher_ms:.1f} of a step's {step.step_ms:.1f} ms, more than the student's forward and "
+        "backward together",
+        f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, keep its answers for all epochs, trials "
+        f"and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share); or, {advice(e)}",
+        Effect(work_ms=step.teacher_ms),
+    )

@@ -1,0 +1,188 @@
+"""From a run directory's records to evidence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from service.config.experiment import Experiment, Resolved
+from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
+from trainables.errors import ExperimentError
+from trainables.metrics.phases import PHASES
+from trainables.rundir import RunDir, StageDir, read_lines
+
+Metrics = Mapping[str, float]
+_LOADER = ("image_ms", "read_wait_ms", "cpu_ms", "core_wait_ms", "threads")
+_CLOCK = ("train_s", "eval_s", "checkpoint_s", "other_s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One stage or trial to speak of."""
+
+    name: str
+    evidence: Evidence
+
+
+def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> list[Case]:
+    """What a run directory tells: a run's last stage, or a sweep's trials, the best one first and the others as they stand.
+
+    Raises:
+        ExperimentError: no step has been timed yet.
+    """
+    if result["kind"] == "sweep":
+        rows = [row for row in result.get("trials", []) if row["status"] == "ok" and "phase/step_ms" in row["metrics"]]
+        best = (result.get("best") or {}).get("id")
+        cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row["id"] != best))]
+    else:
+        names = ("student", *reversed(resolved.experiment.preparation))
+        cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
+    if not cases:
+        raise ExperimentError(_nothing_timed(run_dir, result))
+    return cases
+
+
+def _nothing_timed(run_dir: RunDir, result: Mapping[str, Any]) -> str:
+    """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
+    parts = result.get("trials" if result["kind"] == "sweep" else "stages", [])
+    over = [part for part in parts if part["status"] not in ("running", "pending", "untested")]
+    if not over:
+        return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
+    counts = Counter(part["status"] for part in over)
+    counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    what = "trials" if result["kind"] == "sweep" else "stages"
+    reason = next((f"; the first reason: {part['reason']}" for part in over if part.get("reason")), "")
+    return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
+
+
+def _trial(resolved: Resolved, run_dir: RunDir, row: Mapping[str, Any]) -> Case:
+    experiment = resolved.override(row["params"], "trial", reading=True).experiment
+    scale = row["scale"]
+    name = (
+        f"trial {row['id']} ({scale['scale.num_workers']} × batch {scale['data.global_batch_size']} × "
+        f"{scale['data.loader_workers']} loader workers)"
+    )
+    lines = read_lines(run_dir.trial(row["id"]).stage("student").metrics)
+    return Case(name, evidence_of(experiment, row["metrics"], lines, scale["data.loader_workers"]))
+
+
+def _stage(experiment: Experiment, run_dir: RunDir, result: Mapping[str, Any], name: str) -> Case | None:
+    """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
+    stage = run_dir.stage(name)
+    lines, metrics = read_lines(stage.metrics), _summary(stage)
+    metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
+    if "phase/step_ms" not in metrics:
+        return None
+    evidence = evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
+    return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
+
+
+def _summary(stage: StageDir) -> dict[str, float]:
+    try:
+        return dict(json.loads(stage.result.read_text())["metrics"])
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def plain(metrics: Metrics) -> dict[str, float]:
+    """A line's metrics by the names that a summary has: those of log lines begin with `train/`, those of epochs with `epoch/`."""
+    return {name.removeprefix("epoch/").removeprefix("train/"): value for name, value in metrics.items()}
+
+
+def evidence_of(
+    experiment: Experiment, metrics: Metrics, lines: Iterable[Mapping[str, Any]] = (), loader_workers: int | str = 1
+) -> Evidence:
+    """Evidence from a summary's metrics and the lines of `metrics.jsonl`. `loader_workers` as resolved; `auto` counts as some."""
+    lines = list(lines)
+    start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
+    evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
+    samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
+    nodes = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
+    return Evidence(
+        global_batch=experiment.data.global_batch_size,
+        ranks=_ranks(metrics, experiment.scale.num_workers),
+        loader_workers=loader_workers if isinstance(loader_workers, int) else 1,
+        accumulate=experiment.optim.accumulate,
+        precision=experiment.precision,
+        exposed_ms=metrics.get("phase/allreduce_ms"),
+        decodes_on_device=experiment.data.decodes_on_device,
+        prefetch_batches=experiment.data.prefetch_batches,
+        loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+        if all(f"loader/{name}" in metrics for name in _LOADER) else None,
+        copy_batch_ms=metrics.get("loader/copy_ms"),
+        one_image_ms=metrics.get("one_image_ms"),
+        further_image_ms=metrics.get("further_image_ms"),
+        nodes=tuple(
+            NodeUse(*(metrics.get(f"node{n}/{name}") for name in ("cpu_pct", "disk_read_mib_per_s", "swap_in_mib_per_s")))
+            for n in nodes
+        ),
+        gpus=_gpus(metrics),
+        peak_memory_mib=metrics.get("peak_memory_mib"),
+        gpu_memory_mib=metrics.get("gpu_memory_mib"),
+        steps_per_epoch=int(start["steps_per_epoch"]) if start else None,
+        train_images=int(samples) if samples else None,
+        num_epochs=int(start["epochs"]) if "epochs" in start else None,
+        evaluate_every=experiment.train.evaluate_every,
+        grace_epochs=experiment.sweep.grace_epochs if experiment.sweep.policy == "asha" else None,
+        has_ended="steps" in metrics,  # as in a summary, and in no line before it
+        compiled=experiment.train.compile,
+        clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
+        val_images=evaluated[-1] if evaluated else 0.0,
+        epochs=epochs,
+        teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
+    )  # fmt: skip
+
+
+def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
+    """Each rank's times; where they are not recorded, the means for every one."""
+
+    def times(name_of: Callable[[str], str]) -> RankTimes:
+        """A phase that nothing is recorded of took no time; what has a default may be unknown."""
+        known = {field.name: metrics.get(name_of(field.name)) for field in fields(RankTimes)}
+        needed = {field.name: 0.0 for field in fields(RankTimes) if field.default is MISSING}
+        return RankTimes(**needed | {name: value for name, value in known.items() if value is not None})
+
+    if "rank0/step_ms" in metrics:
+        ranks = [rank for rank in range(num_workers) if f"rank{rank}/step_ms" in metrics]
+        return tuple(times(f"rank{rank}/{{}}".format) for rank in ranks)
+    return (times(lambda name: name.replace("_", "/", 1) if name.startswith("loader_") else f"phase/{name}"),) * num_workers
+
+
+def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
+    names = {m[0] for name in metrics if (m := re.match(r"node\d+/gpu\d+(?=/)", name))}
+    return tuple(
+        GpuUse(
+            name,
+            util_pct=metrics.get(f"{name}/util_pct"),
+            temperature_c=metrics.get(f"{name}/temperature_c"),
+            clock_mhz=metrics.get(f"{name}/sm_clock_mhz"),
+            clock_limit_mhz=metrics.get(f"{name}/sm_clock_limit_mhz"),
+            throttle_reasons=int(metrics.get(f"{name}/throttle_reasons", 0)),
+            throttled_pct=metrics.get(f"{name}/throttled_pct"),
+        )
+        for name in sorted(names)
+    )
+
+
+def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:
+    """The epochs that ended, each with the mean of its steps and their phases as its log lines have it."""
+    found, before = list[EpochUse](), 0
+    total_ms, count = dict.fromkeys((*PHASES, "step"), 0.0), 0
+    for line in lines:
+        metrics, step = plain(line["metrics"]), int(line["step"])
+        if line["kind"] == "step":
+            if "phase/step_ms" in metrics and step > before:
+                for phase in total_ms:
+                    total_ms[phase] += metrics.get(f"phase/{phase}_ms", 0.0) * (step - before)
+                count += step - before
+            before = step
+        elif line["kind"] == "epoch" and count:
+            means_ms = {phase: total / count for phase, total in total_ms.items()}
+            step_ms = means_ms.pop("step")
+            found.append(EpochUse(step_ms, metrics.get("eval_s", 0.0), _gpus(metrics), means_ms))
+            total_ms, count = dict.fromkeys(total_ms, 0.0), 0
+    return tuple(found)

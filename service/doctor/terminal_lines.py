@@ -1,0 +1,115 @@
+"""The doctor's words: lines for a terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from service.doctor.causes import findings
+from service.doctor.evidence import LEAST_PCT, Evidence, Finding
+from service.doctor.input_path import SWAPS_MIB_PER_S, swap_mib_per_s
+from service.doctor.read_run import Case
+from trainables.metrics.phases import PHASES
+
+HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
+
+
+def tell(cases: Sequence[Case]) -> list[str]:
+    """What is to be said of a run, or of a sweep: its best trial, and what the others do.
+
+    The first line is the main finding.
+    """
+    first = cases[0]
+    found = findings(first.evidence)
+    lines = [f"{number}. {line}" if len(found) > 1 else line for number, line in enumerate(map(headline, found), start=1)]
+    told = [part for line, finding in zip(lines, found, strict=True) for part in (line, f"   change: {finding.change}")]
+    told = told or [healthy(first.evidence)]
+    told.append(f"{first.name}: {where_time_goes(first.evidence)}")
+    told += notes(first.evidence)
+    return told + (others(first.evidence, cases[1:]) if len(cases) > 1 else [])
+
+
+def headline(finding: Finding) -> str:
+    """Cause, gain and sentence."""
+    if finding.after is not None:
+        return f"then {finding.cause}, both together {finding.gain_pct:.0f}% to gain: {finding.sentence}"
+    if " and " in finding.cause:
+        return (
+            f"{finding.cause}, {finding.gain_pct:.0f}% to gain by both together, by one alone next to nothing: {finding.sentence}"
+        )
+    return f"{finding.cause}, {finding.gain_pct:.0f}% to gain: {finding.sentence}"
+
+
+def healthy(e: Evidence) -> str:
+    """What is said where no rule finds 5%."""
+    share = 100 * e.compute_ms / e.typical.step_ms if e.typical.step_ms else 0.0
+    return f"{HEALTHY}: compute-bound, the models' own work is {share:.0f}% of a step"
+
+
+def where_time_goes(e: Evidence) -> str:
+    """A step by its phases, the longest first."""
+    step = e.typical
+    shares = sorted(((getattr(step, f"{phase}_ms"), phase) for phase in PHASES), reverse=True)
+    parts = ", ".join(f"{phase} {100 * ms / step.step_ms:.0f}%" for ms, phase in shares if ms >= 0.005 * step.step_ms)
+    waits = f", of the backward {e.exposed_ms:.1f} ms waiting for the all-reduce" if e.exposed_ms else ""
+    return f"a step of {step.step_ms:.1f} ms is {parts}{waits}"
+
+
+def notes(e: Evidence) -> list[str]:
+    """What may be worth a try, or a thought, and whose gain the records do not tell."""
+    step, said = e.typical, list[str]()
+    if e.gpus and e.precision == "fp32":
+        said.append("not tried here: --set precision=bf16")
+    if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
+        share = 100 * step.teacher_ms / step.step_ms
+        said.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
+    if e.clock is not None and e.clock.wall_s > 0:
+        parts = {
+            "steps": e.clock.train_s,
+            "evaluation": e.clock.eval_s,
+            "checkpoints": e.clock.checkpoint_s,
+            "the rest": e.clock.other_s,
+        }
+        shares = ", ".join(f"{name} {100 * part_s / e.clock.wall_s:.0f}%" for name, part_s in parts.items())
+        said.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
+    elif e.eval_s and e.steps_per_epoch:
+        share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
+        if share > LEAST_PCT:
+            said.append(f"evaluations take {share:.0f}% of the time")
+    if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
+        said.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
+    if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
+        said.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
+    return said
+
+
+def others(best: Evidence, cases: Sequence[Case]) -> list[str]:
+    """Why a sweep's other trials are slower than its best: a line for each part of a step that takes most of their extra time."""
+    slower: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for case in cases:
+        extra_pct, part = excess(best, case.evidence)
+        slower[part].append((extra_pct, case.name))
+    lines = []
+    for part, trials in sorted(slower.items(), key=lambda item: -len(item[1])):
+        most_pct, worst = max(trials)
+        count = f"{len(trials)} other trial{'s' if len(trials) > 1 else ''}"
+        lines.append(
+            f"{count}, most of the difference in {part}: up to {most_pct:.0f}% more time an image ({worst})"
+            if most_pct >= 0.5
+            else f"{count} with a typical step no slower than the best one's ({worst})"
+        )
+    return lines
+
+
+def excess(best: Evidence, other: Evidence) -> tuple[float, str]:
+    """By how many percent more time an image takes than in the best trial, and the part of a step where most of that is."""
+
+    def an_image(e: Evidence) -> dict[str, float]:
+        step, waits_ms = e.typical, e.exposed_ms or 0.0
+        parts = {phase: getattr(step, f"{phase}_ms") for phase in PHASES} | {"the all-reduce": waits_ms}
+        parts["backward"] -= waits_ms
+        return {part: ms / e.global_batch for part, ms in parts.items()}
+
+    ours, theirs = an_image(best), an_image(other)
+    ratio = (other.typical.step_ms / other.global_batch) / (best.typical.step_ms / best.global_batch)
+    return 100 * (ratio - 1), max(theirs, key=lambda part: theirs[part] - ours[part])

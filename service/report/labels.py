@@ -1,0 +1,88 @@
+"""How the report writes keys, points and numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from service.report.run_records import SCALE, Row, ended, ran, value
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+
+AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
+METRICS = {
+    "images_per_s": ("images/s", 1), "epoch_s": ("s an epoch", 2), "step_s": ("s a step", 4),
+    "gpu_s_per_epoch": ("GPU-s an epoch", 2), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
+    "top5_pct": ("% top-5", 2), "val_loss": ("validation loss", 4),
+    "time_to_accuracy_s": ("s of training to the accuracy", 1),
+    "data_pct": ("% of a step waiting for data", 1), "peak_memory_mib": ("MiB peak memory", 0),
+}  # fmt: skip
+
+ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
+"""What a status that does not say it itself means."""
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number for a cell; a dash where there is none."""
+    return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def short(value: float) -> str:
+    """Three significant digits, or all of an integer's."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def axis(key: str, unit: str) -> str:
+    """An axis' name: the three of every sweep in words, others by their key."""
+    return f"{unit}s" if key == NUM_WORKERS else AXES.get(key, key)
+
+
+def counted(count: Any, unit: str) -> str:
+    """1 GPU, 2 GPUs."""
+    return f"{count} {unit}" + ("s" if count != 1 else "")
+
+
+def at(key: str, held: Any, unit: str) -> str:
+    """One value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
+    if key == NUM_WORKERS:
+        return counted(held, unit)
+    if key == LOADER_WORKERS:
+        return counted(held, "loader worker")
+    return f"batch {held}" if key == GLOBAL_BATCH else f"{key} {held}"
+
+
+def point(row: Row, unit: str, extras: Sequence[str]) -> str:
+    """A trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
+    scale = " × ".join(at(key, value(row, key), unit) for key in SCALE)
+    return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE)])
+
+
+def metric(name: str, held: float) -> str:
+    """A metric's value with its unit."""
+    unit, digits = METRICS.get(name, (name, 3))
+    return f"{number(held, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+
+
+def statuses(rows: Sequence[Row]) -> dict[str, int]:
+    """How many of the trials have ended in which way, the ways in alphabetical order but what could never run last."""
+    found = sorted({row["status"] for row in rows}, key=lambda status: (status == "infeasible", status))
+    return {status: sum(row["status"] == status for row in rows) for status in found}
+
+
+def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
+    """The end of a figure's caption: which of the trials that have ended are not in it, and why.
+
+    `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
+    """
+    speeds = {row["id"] for row in ran(rows)}
+    left = [row for row in ended(rows) if row["id"] not in shown]
+    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
+    if without := sum(row["id"] in speeds for row in left):
+        parts.append(f"{without} without {missing}")
+    return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
+
+
+def natural(text: str) -> list[int]:
+    """Sort key: node2 before node10."""
+    return [int(digits) for digits in re.findall(r"\d+", text)]

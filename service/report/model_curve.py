@@ -1,0 +1,65 @@
+"""The step-time model's word on points of a sweep that were not measured: fitted to the rows, asked along an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from service.report.run_records import SCALE, Row, ran
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Point
+from service.search.replay import observation
+from service.search.rows import point_of
+from service.search.step_time_model import StepTime, fit
+
+FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster
+MOST = 120  # points that are fitted: more tell the curve nothing new, and take seconds
+ALONG = 33  # points of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Images/s along an axis, with one standard deviation of what the model's parameters leave open."""
+
+    at: list[float]
+    images_per_s: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def model_of(result: Mapping[str, Any], rows: Sequence[Row]) -> StepTime | None:
+    """The model fitted to the measured rows, of many to some all over the space.
+
+    None where these are too few, or where the hardware is not known (older runs).
+    """
+    known = result.get("hardware")
+    measured = [row for row in ran(rows) if row["status"] == "ok" and all(isinstance(row["scale"][key], int) for key in SCALE)]
+    if not known or len(measured) < FEWEST:
+        return None
+    if len(measured) > MOST:
+        chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
+        measured = [measured[place] for place in sorted(chosen)]
+    hardware = Hardware(int(known["nodes"]), int(known["slots_per_node"]), float(known["cpus_per_node"]))
+    return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware)
+
+
+def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:
+    """Speed along `key` from `low` to `high`, every other value as in `base`."""
+    if key == GLOBAL_BATCH:
+        # Batches that the workers share evenly: between them the largest share is what counts, in jumps.
+        workers = base[NUM_WORKERS]
+        at = np.unique((np.geomspace(low, high, ALONG) / workers).round().clip(1) * workers)
+    else:
+        at = np.unique(np.linspace(low, high, min(ALONG, round(high - low) + 1)).round())
+    points = [{**base, key: int(place)} for place in at]
+    predicted = model.predict(points)
+    batch = np.array([float(point[GLOBAL_BATCH]) for point in points])
+    speed, off = batch / predicted.step_s, predicted.step_sd_s / predicted.step_s
+    return Curve(at.tolist(), speed.tolist(), (speed / (1 + off)).tolist(), (speed * (1 + off)).tolist())
+
+
+def can_follow(key: str) -> bool:
+    """Whether the model has an axis of this key along which it can be asked between the values tried."""
+    return key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)

@@ -1,0 +1,166 @@
+"""What a report is made of: a run directory read into plain rows, however far the run has come."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.config.dotted import flatten
+from service.config.uris import without_password
+from service.runs.run_directory import reopen
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.search.probes import relative_error
+from trainables.rundir import RunDir, StageDir
+
+SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
+UNRUN = ("pending", "untested")  # how a trial stands that has not ended
+Row = Mapping[str, Any]
+_STEP = b'"kind": "step"'
+_WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
+_FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
+
+
+@dataclass(frozen=True)
+class History:
+    """What one stage wrote while it ran: its `metrics.jsonl` in the order of writing."""
+
+    label: str  # "trial 003", "teacher", "assistant1", "student"
+    lines: Sequence[Mapping[str, Any]]
+    windows_s: Sequence[float] = ()  # mean step time between log lines
+
+    def of(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """The lines of these kinds."""
+        return [line for line in self.lines if line["kind"] in kinds]
+
+    @property
+    def start_ms(self) -> float:
+        """When the stage was first started; before its first line."""
+        return float(self.lines[0]["time_ms"]) if self.lines else math.nan
+
+
+@dataclass(frozen=True)
+class Records:
+    """A run directory as the report sees it."""
+
+    root: Path
+    result: Mapping[str, Any]
+    experiment: Mapping[str, Any]  # by dotted keys; URIs without passwords
+    sources: Mapping[str, str]
+    rows: Sequence[Row] = ()  # of a sweep; each with "error", the relative standard error of its mean step, or None
+    histories: Sequence[History] = field(default_factory=tuple)
+
+    @property
+    def is_sweep(self) -> bool:
+        return bool(self.result["kind"] == "sweep")
+
+    @property
+    def best(self) -> Row | None:
+        """The winner's row."""
+        chosen = (self.result.get("best") or {}).get("id")
+        return next((row for row in self.rows if row["id"] == chosen), None)
+
+    @property
+    def unit(self) -> str:
+        """What one worker runs on."""
+        return "GPU" if self.result.get("use_gpu") else "worker"
+
+
+def open_records(path: Path) -> Records:
+    """The records of a run directory.
+
+    Raises:
+        ExperimentError: no run there.
+    """
+    resolved, run_dir, result = reopen(path)
+    return read_records(run_dir, result, resolved.experiment, resolved.sources)
+
+
+def read_records(run_dir: RunDir, result: Mapping[str, Any], experiment: Any, sources: Mapping[str, str]) -> Records:
+    """Rows and histories of a run directory; files that are not there yet are left out."""
+    values = flatten(experiment.model_dump(mode="json"))
+    flat = {key: without_password(held) if isinstance(held, str) else held for key, held in values.items()}
+    if result["kind"] != "sweep":
+        stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
+        histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
+        return Records(run_dir.root, result, flat, sources, (), histories)
+    rows, histories = [], []
+    for row in result.get("trials", []):
+        history = read_history(f"trial {row['id']}", run_dir.trial(row["id"]).stage("student"), steps=False)
+        rows.append({**row, "error": spread(row.get("steps_s") or history.windows_s)})
+        if history.lines:
+            histories.append(history)
+    return Records(run_dir.root, result, flat, sources, rows, histories)
+
+
+def read_history(label: str, stage: StageDir, steps: bool) -> History:
+    """A stage's lines. Without `steps`, the many lines of log steps only give the mean step time of each window."""
+    lines, windows_s = [], []
+    for raw in _raw_lines(stage.metrics):
+        if _STEP in raw[:40]:
+            if found := _WINDOW_MS.search(raw):
+                windows_s.append(float(found[1]) / 1e3)
+            if not steps:
+                continue
+        try:
+            line = json.loads(raw)
+        except ValueError:  # torn by a death in the middle of a write
+            continue
+        if isinstance(line, dict) and line.keys() >= {"kind", "step", "time_ms", "metrics"}:
+            lines.append(line)
+    return History(label, lines, windows_s[1:])  # the first window has the warm-up in it
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except FileNotFoundError:
+        return
+
+
+def spread(times_s: Sequence[float]) -> float | None:
+    """Relative standard error of the mean step time (see `relative_error`); None where too little is known."""
+    return relative_error(times_s) if len(times_s) >= _FEWEST_WINDOWS else None
+
+
+def value(row: Row, key: str) -> Any:
+    """What a trial has on an axis: `auto` loader workers as the number that they came to."""
+    return row["scale"][key] if key in row["scale"] else row["params"].get(key)
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """Numbers by size, then words: `auto` loader workers stay a word where a trial was recalled by a resumed sweep.
+
+    Lists, and the nothing of a point that a sweep lists without this key, stand among the words.
+    """
+    found = {repr(held): held for held in values}.values()
+    return sorted(found, key=lambda held: (0, held, "") if isinstance(held, int | float) else (1, 0, str(held)))
+
+
+def axes(rows: Sequence[Row]) -> list[str]:
+    """The keys in which the trials differ, the three of every sweep first."""
+    keys = dict.fromkeys([*SCALE, *(key for row in rows for key in row["params"])])
+    return [key for key in keys if len({repr(value(row, key)) for row in rows}) > 1]
+
+
+def ran(rows: Sequence[Row]) -> list[Row]:
+    """The trials that have a speed."""
+    return [row for row in rows if row["status"] in ("ok", "stopped") and row["metrics"].get("images_per_s")]
+
+
+def ended(rows: Sequence[Row]) -> list[Row]:
+    """The trials that have ended, with a result or without."""
+    return [row for row in rows if row["status"] not in UNRUN]
+
+
+def gpu_s_per_epoch(row: Row) -> float | None:
+    """What an epoch costs: GPU-seconds (slot-seconds where there is no GPU)."""
+    m = row["metrics"]
+    if "epoch_s" not in m:
+        return None
+    return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row["scale"][NUM_WORKERS]))

@@ -1,0 +1,114 @@
+"""Where a run's wall time went, stage by stage: start, steps, evaluations, checkpoints, what lies between, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from service.report import labels as names
+from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
+from service.report.run_records import Row
+from trainables.metrics.wall_clock import PARTS
+
+COLOURS = {
+    "start": GREY,
+    "training": BLUE,
+    "evaluation": GREEN,
+    "checkpoints": ORANGE,
+    "other": PURPLE,
+    "end": SKY,
+    "interruptions": VERMILION,
+}
+
+TOTALS = {*(f"{part}_s" for part in PARTS), "wall_s"}
+
+
+def parts(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
+
+    `start` is until the loop begins, `end` from its last record on. `interruptions` is what the driver waited beyond all
+    that: restarts, and work that a death took with it.
+    """
+    m = entry["metrics"]
+    if not m.keys() >= TOTALS:
+        return {}
+    found = {
+        "start": entry.get("start_s") or 0.0,
+        "training": m["train_s"],
+        "evaluation": m["eval_s"],
+        "checkpoints": m["checkpoint_s"],
+        "other": m["other_s"],
+        "end": entry.get("end_s") or 0.0,
+    }
+    return found | {"interruptions": max(0.0, entry.get("seconds", 0.0) - sum(found.values()))}
+
+
+def sentence(metrics: Mapping[str, float]) -> str:
+    """What an epoch takes by the clock beside its steps; "" where no epoch was timed."""
+    if "epoch_wall_s" not in metrics or "epoch_s" not in metrics:
+        return ""
+    whole_s, steps_s = metrics["epoch_wall_s"], metrics["epoch_s"]
+    return f"By the clock an epoch takes {names.short(whole_s)} s, its steps at the steady speed {names.short(steps_s)} s."
+
+
+def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
+    """The parts of some trials, the best one first. `rows`: of all trials."""
+    found = figure([(f"trial {row['id']}", row) for row in shown], {}, main=0)
+    if found is None:
+        return None
+    timed = {row["id"] for row in shown if parts(row)}
+    highest = "accuracies" if any("top1_pct" in row["metrics"] for row in shown) else "speeds"
+    return replace(found, caption=found.caption + names.left_out(rows, timed, f"one of the highest {highest}"))
+
+
+def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:
+    """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
+
+    `main`: the entry on whose epochs the caption has a sentence.
+    """
+    known = [(label, entry["metrics"], found) for label, entry in entries if (found := parts(entry))]
+    if not known:
+        return None
+    labels = [plain(label) for label, _, _ in known]
+    traces = []
+    for part, colour in COLOURS.items():
+        seconds = [found[part] for _, _, found in known]
+        if any(one >= 0.001 for one in seconds):
+            tips = [
+                hover(label, f"{part}: {names.short(one)} s, {one / sum(found.values()):.0%}")
+                for one, (label, _, found) in zip(seconds, known, strict=True)
+            ]
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": part,
+                    "x": seconds,
+                    "y": labels,
+                    "hovertext": tips,
+                    "hoverinfo": "text",
+                    "marker": {"color": colour},
+                }
+            )
+    words = list(filter(None, [sentence(known[main][1])]))
+    outside_s = run.get("seconds", 0.0) - sum(sum(found.values()) for _, _, found in known)
+    if run.get("status") != "running" and outside_s >= 0:  # otherwise a session was killed before it could write its time down
+        words.append(
+            f"The run took {names.short(run['seconds'])} s; {names.short(outside_s)} s of them lie outside its stages, "
+            "where Ray starts and records are written."
+        )
+    table = [
+        [label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
+        for label, _, found in known
+    ]
+    return Figure(
+        "wall",
+        "Where the wall time goes",
+        " ".join(["Seconds of each stage, from the launch of its workers to its result.", *words]),
+        traces,
+        {"xaxis": {"title": {"text": "s"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
+        ["what", *(f"{part} s" for part in COLOURS), "together s"],
+        table,
+        height=160 + 60 * len(known),
+    )

@@ -1,0 +1,176 @@
+"""What a user sees while workers work: bars on a terminal, plain lines in a log file or a job.
+
+Reads the files that rank 0 writes (`metrics.jsonl`, `logs/train.log`), so that watching never disturbs training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from service.cluster import ray_thread as work_thread
+from service.cluster.resources import check_ray
+from trainables.rundir import StageDir
+
+T = TypeVar("T")
+
+
+def output() -> Console:
+    """Standard output, text as it is: names of classes and reasons of failures may hold brackets and colons.
+
+    In a file or a job, where nobody has a width, tables may be as wide as they are.
+    """
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+
+
+def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] = lambda: None) -> T:
+    """Run `work` in a thread and keep the display alive; Ctrl-C reaches the caller at once, whatever Ray is waiting for.
+
+    Raises:
+        RayLostError: at once too; whatever `work` makes of it.
+    """
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # re-raised below, in the main thread
+            failure.append(error)
+
+    thread = work_thread.begin(target)
+    while thread.is_alive():
+        thread.join(0.25)
+        check_ray()
+        display.tick()
+        tick()
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+@dataclass
+class Tail:
+    """Complete lines that a growing file has gained since the last look."""
+
+    path: Path
+    offset: int = 0
+
+    def lines(self) -> list[str]:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                raw = file.read()
+        except FileNotFoundError:
+            return []
+        whole = raw[: raw.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+@dataclass
+class Followed:
+    """A stage on the display."""
+
+    label: str
+    metrics: Tail
+    log: Tail
+    task: TaskID | None
+    steps: int = 0
+
+    def take_start(self, record: dict[str, Any]) -> None:
+        """How many steps there will be, where that is the record that says so."""
+        metrics = record["metrics"]
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's: then nobody knows how many
+            if record["kind"] == "start":
+                self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
+
+
+class Display:
+    """Follows stages; `tick` is called a few times a second by the main thread."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or output()
+        self._followed: dict[str, Followed] = {}
+        self._bars: Progress | None = None
+        self._overall: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+                TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=self.console, transient=True,
+            )  # fmt: skip
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def trials(self, done: int, total: int) -> None:
+        """How far a sweep is."""
+        if self._bars:
+            if self._overall is None:
+                self._overall = self._bars.add_task("trials", total=total, info="")
+            self._bars.update(self._overall, completed=done, total=total)
+
+    def follow(self, label: str, stage: StageDir) -> None:
+        """Show a stage from where its files now end: after a resume the past is not told again."""
+        if label not in self._followed:
+            ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
+            task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
+            followed = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
+            self._followed[label] = followed
+            with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
+                if (record := _record(file.readline())) is not None:  # of a stage that is resumed
+                    followed.take_start(record)
+
+    def unfollow(self, label: str) -> None:
+        """The stage has ended."""
+        self.tick()
+        followed = self._followed.pop(label, None)
+        if followed and followed.task is not None and self._bars:
+            self._bars.remove_task(followed.task)
+
+    def tick(self) -> None:
+        """Show what is new."""
+        for followed in self._followed.values():
+            lines = followed.log.lines()
+            for line in lines:
+                if self._bars is None or " teacher.cache: " in line:  # what takes room on a disk is said beside bars too
+                    self.say(f"[{followed.label}] {line}")
+            for text in followed.metrics.lines():
+                if (record := _record(text)) is not None:
+                    self._update(followed, record)
+
+    def _update(self, followed: Followed, record: dict[str, Any]) -> None:
+        if self._bars is None or followed.task is None:
+            return
+        metrics = record["metrics"]
+        followed.take_start(record)
+        shown = (("train/images_per_s", "{:.0f} images/s"), ("train/loss", "loss {:.3f}"), ("val/top1_pct", "val {:.2f}%"))
+        info = "  ".join(form.format(metrics[name]) for name, form in shown if name in metrics)
+        self._bars.update(followed.task, total=followed.steps or None, completed=record["step"], info=info)
+
+
+def _record(line: str | bytes) -> dict[str, Any] | None:
+    """A record of a stage's metrics; None where the line is damaged or says something else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("metrics"), dict) and "step" in record else None

@@ -1,0 +1,116 @@
+"""`distill evaluate`: exact accuracy of a checkpoint, on as many workers as asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.cluster import resources as clusters
+from service.config.dotted import put
+from service.config.experiment import parse_override
+from service.config.messages import explain
+from service.runs.display import Display, wait_for
+from service.runs.plan import absolute
+from service.runs.preflight import check_source
+from service.runs.run_directory import check_places
+from trainables.config import EvaluateConfig
+from trainables.errors import CheckpointError, ClusterError, ExperimentError
+from trainables.failures import WorkersFailedError
+from trainables.models.checkpoint_header import locate, read_header
+from trainables.rundir import RunDir
+
+CHANGEABLE = ("data", "scale", "precision")
+
+
+def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateConfig:
+    """The evaluation of `checkpoint` as it was trained, on other data; `--set` changes data.*, scale.* and precision.
+
+    Raises:
+        CheckpointError: no such checkpoint, a damaged one, or one of other classes than the data's.
+        DataError: the data cannot be read.
+        ExperimentError: an override that does not fit.
+    """
+    tree: dict[str, Any] = {
+        "checkpoint": "unset",
+        "output": "unset",
+        "data": {"path": absolute(data_path), "global_batch_size": 256},
+    }
+    for text in overrides:
+        key, value = parse_override(text)
+        if key.split(".")[0] not in CHANGEABLE:
+            raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
+        put(tree, key, value, f"--set {text}")
+    checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
+    path = locate(str(checkpoint)) or checkpoint
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+    read_header(path)
+    return fitted(path, tree)
+
+
+def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
+    """The evaluation with what the checkpoint says of its images, once the model was seen to fit the data. See `resolve`."""
+    from trainables.engine.checkpoint import read
+    from trainables.models.weights import load_teacher
+
+    _, about = read(checkpoint)
+    trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
+    tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
+    config = checked(tree)
+    classes = check_source(config.data, "val").classes
+    size = config.data.image_size
+    load_teacher(about["model"], str(checkpoint), num_classes=len(classes), image_size=size, classes=classes, seed=0)
+    return config
+
+
+def checked(tree: dict[str, Any]) -> EvaluateConfig:
+    """Raises ExperimentError with a line for each mistake."""
+    try:
+        return EvaluateConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ExperimentError(explain(error, EvaluateConfig, "--set")) from error
+
+
+def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:
+    """Top-1, top-5, loss, the number of images, and the names of the unreadable ones, each with its reason.
+
+    Raises:
+        DistillError: one line.
+    """
+    check_places(root, None)
+    config = resolve(checkpoint, data_path, overrides)
+    if not clusters.is_local():
+        clusters.knock(os.environ["RAY_ADDRESS"])
+    capacity = clusters.local_capacity()
+    workers = config.data.loader_workers
+    cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)
+    storage = RunDir(root.absolute() / ".evaluate")
+    if clusters.is_local() and (refusal := capacity.refusal(clusters.Need(config.scale.num_workers, cpus))):
+        raise ClusterError(f"{refusal}: lower scale.num_workers")
+    storage.root.mkdir(parents=True, exist_ok=True)
+    with Display() as display, clusters.connect(config.scale.num_workers * cpus, storage.root) as cluster:
+        from trainables.worker import entry_points as worker
+
+        if workers == "auto":
+            workers = clusters.auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
+        gpu = clusters.use_gpu(config.scale.use_gpu, cluster)
+        need = clusters.Need(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
+        if refusal := cluster.refusal(need):
+            raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
+        display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
+        output = storage.root / f"{checkpoint.stem}-{id(config):x}.json"
+        data = config.data.model_copy(update={"loader_workers": workers})
+        try:
+            job = config.model_copy(update={"data": data, "output": str(output)})
+            fit = partial(worker.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
+            wait_for(fit, display)
+            return dict(json.loads(output.read_text()))
+        except (WorkersFailedError, worker.NoRoomError) as error:
+            raise CheckpointError(f"evaluation failed: {error}") from error
+        finally:
+            output.unlink(missing_ok=True)

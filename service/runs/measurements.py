@@ -1,0 +1,69 @@
+"""A point that was measured several times: all measurements in its one outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from service.runs.trial import Outcome
+
+SUMS = ("steps", "steady_steps", "warmup_s", "train_s", "eval_s", "checkpoint_s", "other_s", "wall_s")
+LARGEST, SMALLEST = ("peak_memory_mib", "reserved_memory_mib"), ("free_memory_mib",)
+
+
+def combined(measurements: Sequence[Outcome]) -> Outcome:
+    """The outcome of a point: one that ran at least once is `ok`, whatever its other measurements ended in.
+
+    `measurements` are added where there are several. `metrics`: see `pooled`; seconds and starts are summed.
+    """
+    last = measurements[-1]
+    if len(measurements) == 1:
+        return last
+    ran = [one for one in measurements if one.status == "ok"]
+    starts_s = [one.start_s for one in measurements if one.start_s is not None]
+    ends_s = [one.end_s for one in measurements if one.end_s is not None]
+    return Outcome(
+        status="ok" if ran else last.status,
+        reason="" if ran else last.reason,
+        metrics=pooled([(one.metrics, len(one.steps_s)) for one in ran]),
+        restarts=sum(one.restarts for one in measurements),
+        steps_s=[step_s for one in ran for step_s in one.steps_s],
+        seconds=sum(one.seconds for one in measurements),
+        start_s=sum(starts_s) if starts_s else None,
+        end_s=sum(ends_s) if ends_s else None,
+        ended_s=last.ended_s,
+        measurements=[{key: value for key, value in asdict(one).items() if key != "measurements"} for one in measurements],
+    )
+
+
+def pooled(measured: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """One set of metrics for several measurements of so many steps: means over all steps.
+
+    Images per second are all images over all seconds. Least, most and peak are those of all, counts of steps are summed.
+    """
+    if len(measured) < 2:
+        return dict(measured[0][0]) if measured else {}
+    found = {}
+    for name in dict.fromkeys(name for metrics, _ in measured for name in metrics):
+        values = [(metrics[name], max(steps, 1), metrics.get("step_s", 1.0)) for metrics, steps in measured if name in metrics]
+        if name in SUMS:
+            found[name] = sum(value for value, _, _ in values)
+        elif name.endswith("_min_ms") or name in SMALLEST:
+            found[name] = min(value for value, _, _ in values)
+        elif name.endswith("_max_ms") or name in LARGEST:
+            found[name] = max(value for value, _, _ in values)
+        else:
+            weighted = [(value, steps * (step_s if name == "images_per_s" else 1.0)) for value, steps, step_s in values]
+            found[name] = sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
+    return found
+
+
+def recorded(outcome: Outcome) -> list[Outcome]:
+    """The measurements that an outcome is made of."""
+    return [Outcome(**one) for one in outcome.measurements] or [outcome]
+
+
+def outcome_of(row: Mapping[str, Any]) -> Outcome:
+    """The outcome that a row of `result.json` shows."""
+    return Outcome(**{part.name: row[part.name] for part in fields(Outcome) if part.name in row})

@@ -1,0 +1,165 @@
+"""`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from service.cluster.parallel_map import bar, spread
+from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
+from trainables.data.pack.join import join
+from trainables.data.pack.modes import Mode
+from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
+from trainables.data.pack.shard import write_shard
+from trainables.errors import DataError
+from trainables.rundir import expanded, write_json
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What came out of one command."""
+
+    index: Index
+    num_written: int
+    """Shards that this command wrote; the others were finished before."""
+    seconds: float
+
+
+def pack(
+    source: Path, dest: Path, mode: Mode, *, check: bool, strict: bool, processes: int, shard_bytes: int = SHARD_BYTES
+) -> Packing:
+    """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
+
+    Raises:
+        DataError: see `plan_pack` and `join`; a disk or a network fails; `dest` holds something else, another command works
+            on it, or its disk is too small.
+        ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
+    """
+    began = time.monotonic()
+    source, dest = expanded(source).resolve(), expanded(dest).resolve()
+    _refuse_foreign(dest)
+    with _told(source, dest):
+        plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
+        if (dest / INDEX).exists():
+            index = read_index(dest)
+            _refuse_other(dest, plan, index.source.get("plan"), "a set packed")
+            if strict and index.num_unreadable:
+                raise DataError(
+                    f"{dest} is finished without {index.num_unreadable} unreadable images, all in {dest / UNREADABLE}; "
+                    "mend or remove them and pack into another folder, or leave out --strict"
+                )
+            verify(dest, index, processes)
+            shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
+            return Packing(index, 0, time.monotonic() - began)
+        with _alone(dest):
+            _begin(dest, plan)
+            missing = [job for job in plan.jobs if not job.is_whole()]
+            num_missing = sum(len(job.listed.places) for job in missing)
+            _refuse_small(dest, plan, num_missing)
+            with bar("packing", "images", plan.num_samples) as advance:
+                advance(plan.num_samples - num_missing)
+                for count in spread(write_shard, [(job,) for job in missing], processes, dest):
+                    advance(count)
+            index = join(plan, dest, version("raydistill"), strict=strict)
+        verify(dest, index, processes)
+        return Packing(index, len(missing), time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _told(source: Path, dest: Path) -> Iterator[None]:
+    """An error of disk or network ends the command in one line; nothing that was finished is lost."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or f"packing {source} into {dest}"
+        raise DataError(f"{where}: {error.strerror or error}; mend that, and the same command goes on") from None
+
+
+def verify(dest: Path, index: Index, threads: int) -> None:
+    """Read every file and compare its checksum.
+
+    Raises:
+        DataError: what is wrong with the first that differs, and with how many.
+    """
+    files = index.files()
+    with bar("verifying", "files", len(files)) as advance:
+        wrong = []
+        # Threads: hashing and reading both leave the interpreter to others.
+        with ThreadPoolExecutor(threads) as pool:
+            for fault in pool.map(partial(check_file, dest), files):
+                advance(1)
+                wrong += [fault] if fault else []
+    if wrong:
+        more = f", and {len(wrong) - 1} more of {len(files)} files" if len(wrong) > 1 else ""
+        raise DataError(f"{wrong[0]}{more}: copy the set again, or remove it and pack it again")
+
+
+def _begin(dest: Path, plan: Plan) -> None:
+    """Say in `dest` what is being packed, or see that it is the same as before."""
+    said = dest / UNFINISHED / "plan.json"
+    try:
+        _refuse_other(dest, plan, json.loads(said.read_bytes())["plan"], "an unfinished set")
+    except (OSError, ValueError, KeyError):
+        write_json(said, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
+    for torn in dest.glob(".*.tmp"):  # what a killed process was writing
+        torn.unlink(missing_ok=True)
+
+
+def _refuse_foreign(dest: Path) -> None:
+    if dest.exists() and not dest.is_dir():
+        raise DataError(f"{dest} is a file; give a folder for the packed set")
+    if dest.is_dir() and not (dest / INDEX).exists() and not (dest / UNFINISHED).exists() and any(dest.iterdir()):
+        raise DataError(f"{dest} holds other things than a packed set; give a new folder")
+
+
+def _refuse_other(dest: Path, plan: Plan, fingerprint: object, what: str) -> None:
+    if fingerprint != plan.fingerprint:
+        raise DataError(
+            f"{dest} holds {what} from other images or in another mode than {plan.source} {plan.mode}; "
+            "give another folder, or remove it"
+        )
+
+
+def _refuse_small(dest: Path, plan: Plan, num_missing: int) -> None:
+    needed, free = plan.expected_bytes * num_missing // plan.num_samples, shutil.disk_usage(dest).free
+    if needed > free:
+        raise DataError(f"{dest}: about {needed >> 20:,} MiB are still to be written, and its disk has {free >> 20:,} MiB free")
+
+
+@contextlib.contextmanager
+def _alone(dest: Path) -> Iterator[None]:
+    """One command at a time works on `dest`; the lock ends with its process."""
+    (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    with open(dest / UNFINISHED / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{dest}: another `distill pack` works on it; wait for its end") from None
+        except OSError as error:
+            raise DataError(
+                f"{dest}: its file system cannot lock files ({error.strerror}), which holds two packs apart; "
+                "pack into a folder on another disk, then copy it"
+            ) from None
+        yield
+
+
+def said(dest: Path, packing: Packing) -> str:
+    """A packing in one line."""
+    index = packing.index
+    counts = ", ".join(f"{split.rows.rows:,} {name}" for name, split in index.splits.items())
+    mib = sum(file.bytes for file in index.files()) / 2**20
+    shards = sum(len(split.shards) for split in index.splits.values())
+    left_out = f"; {index.num_unreadable} unreadable images left out, listed in {dest / UNREADABLE}"
+    return (
+        f"{dest}: {counts} images of {len(index.classes)} classes in {shards} shards ({packing.num_written} written now), "
+        f"{mib:,.0f} MiB, verified, {packing.seconds:.1f} s{left_out if index.num_unreadable else ''}"
+    )

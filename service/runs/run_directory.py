@@ -1,0 +1,113 @@
+"""Where a run is written: a directory that is chosen, begun, held by one driver at a time, and opened again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from service.config.experiment import Resolved, read_resolved
+from service.runs.result import read_result
+from trainables.errors import ExperimentError
+from trainables.rundir import RunDir, unwritable, write_atomic, write_json
+
+Kind = Literal["train", "sweep"]
+
+
+def check_places(root: Path, out: Path | None) -> None:
+    """Refuse a place that holds a run already or cannot be written, before anything is created.
+
+    Raises:
+        ExperimentError: see above.
+    """
+    if out is not None and (RunDir(out).experiment.exists() or RunDir(out).result.exists()):
+        raise ExperimentError(f"{out} already holds a run: continue it with `distill resume {out}`, or choose another --out")
+    for option, path in (("--runs", root), ("--out", out)):
+        if path is None:
+            continue
+        if reason := unwritable(path):
+            raise ExperimentError(f"{option} {path} cannot be written: {reason}; choose another {option}")
+
+
+def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
+    """Create `out`, or ROOT/<name>-<time>/, which is nobody else's.
+
+    Raises:
+        ExperimentError: it cannot be created.
+    """
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    serial = 1
+    while True:
+        path = (out or root / (stem if serial == 1 else f"{stem}_{serial}")).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=out is not None)
+        except FileExistsError:
+            if out is not None:
+                raise ExperimentError(f"--out {out} cannot be written: it is not a folder; choose another --out") from None
+            serial += 1  # two that began in the same second
+        except OSError as error:
+            raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another --out or --runs") from error
+        else:
+            return RunDir(path)
+
+
+def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
+    """Write down what is going to be carried out: from here on `distill resume` can continue it."""
+    try:
+        write_atomic(run_dir.experiment, resolved.to_yaml().encode())
+        write_json(run_dir.result, {
+            "kind": kind, "name": resolved.experiment.name, "status": "running",
+            "started": datetime.now().isoformat(timespec="seconds"),
+            "runs_root": str(root.absolute()), "sources": resolved.sources,
+        })  # fmt: skip
+    except OSError as error:
+        raise ExperimentError(
+            f"{run_dir.root} cannot be written: {error.strerror}; free space or choose another --out"
+        ) from error
+
+
+def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, dict[str, Any]]:
+    """A run directory as it stands.
+
+    Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
+
+    Raises:
+        ExperimentError: no run there, or one that is damaged; or it cannot be continued by this version.
+    """
+    run_dir = RunDir(path.absolute())
+    if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
+        raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
+    resolved = read_resolved(run_dir.experiment, reading=not to_continue)
+    result = read_result(run_dir.result, run_dir.experiment)
+    return replace(resolved, sources=result.get("sources", {})), run_dir, result
+
+
+@contextlib.contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Hold a run directory against a second driver, which would train into the same files.
+
+    Raises:
+        ExperimentError: another process carries this run out.
+    """
+    with open(run_dir.root / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExperimentError(
+                f"{run_dir.root} is being carried out by another process: wait for it, or end it first"
+            ) from None
+        yield
+
+
+def abandoned(run_dir: RunDir) -> bool:
+    """Whether a run that has begun is in nobody's hands: the lock of `locked` could be had. It is not kept."""
+    try:
+        with open(run_dir.root / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, not there yet, or on a file system without locks
+        return False
+    return True

@@ -1,0 +1,58 @@
+"""`distill cache`: a teacher's logits computed ahead of all trainings that will read them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from service.cluster import resources as clusters
+from service.config.experiment import Resolved
+from service.runs.display import Display, wait_for
+from service.runs.plan import Plan, absolute
+from service.runs.preflight import check_inputs
+from service.runs.run_directory import check_places
+from service.runs.trial import carry_out
+from trainables.config import FillConfig
+from trainables.errors import ExperimentError, TrainingError
+from trainables.rundir import RunDir, StageDir
+
+
+def fill(resolved: Resolved, root: Path) -> str:
+    """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that says what was done.
+
+    Raises:
+        DistillError: one line.
+    """
+    experiment, teacher = resolved.experiment, resolved.experiment.teacher
+    if teacher is None or teacher.cache is None:
+        raise ExperimentError("teacher.cache: names no folder to fill: write --set teacher.cache=FOLDER")
+    if teacher.weights is None:
+        raise ExperimentError(
+            "teacher.weights: the teacher is not trained yet: give its checkpoint; `distill train` trains it first, and fills "
+            "teacher.cache while it distils"
+        )
+    check_places(root, None)
+    check_inputs(resolved, "train")
+    run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
+    wanted = Plan.on(experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
+    with Display() as display, clusters.connect(wanted, run_dir.root, experiment.written_cache("train")) as cluster:
+        plan = Plan.on(experiment, cluster)
+        plan.check(cluster)
+        after_teacher = [name for name in experiment.preparation if name != "teacher"]
+        display.say(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
+        work = plan.assign(next(iter(after_teacher), "student"), run_dir, {"run": run_dir.root.name}, absolute(teacher.weights))
+        stage = StageDir(run_dir.stage("cache").root)
+        told = {**work.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
+        work = replace(work, config=FillConfig.model_validate(told))
+        display.follow("cache", stage)
+        outcome = wait_for(lambda: carry_out(work), display)
+        display.unfollow("cache")
+    if outcome.status != "ok":
+        raise TrainingError(f"{outcome.reason}; the log is {stage.log}")
+    shutil.rmtree(run_dir.root, ignore_errors=True)
+    done = outcome.metrics
+    unread = f", all but {done['missing']:,.0f} that cannot be read" if done["missing"] else ""
+    kept = done["rows"] - done["missing"]
+    return f"{teacher.cache} holds the logits of {kept:,.0f} images{unread}; {done['images']:,.0f} were computed now"

@@ -1,0 +1,79 @@
+"""Which of the leading points to measure again before one of them is called the best.
+
+One probe may have been lucky, or older than a change of the cluster. The leaders are measured in turn, and so under about the
+same conditions, until what is lost by taking the one in front is immaterial, or not worth another probe.
+
+Shapes: C leading points, S draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.search.pareto_front import Rows
+from service.search.posterior import Belief
+
+LEADERS = 4  # that are compared; the fourth hardly ever wins
+IMMATERIAL = 0.005  # expected loss at which it does not matter which one is taken
+LEAST_VISITS, MOST_VISITS = 2, 5  # of the one in front; of any
+UNLIKELY = 0.02  # chance of being the best below which a leader is not measured again
+
+
+@dataclass(frozen=True)
+class Contest:
+    """How the leaders stand."""
+
+    rows_C: Rows  # the one in front first
+    loss: float  # expected, of taking the one in front; relative
+    lead: float  # on the next one, relative, and its standard deviation
+    lead_sd: float
+    gains_C: tuple[float, ...]  # what each of the others is expected to be better by
+    visits: Counter[int]
+    clean: Counter[int]  # of those, the ones that nobody disturbed
+
+    @classmethod
+    def of(cls, belief: Belief, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> Contest:
+        """`rows` of the measurements so far, `clean` are those that were not disturbed."""
+        rows_C = belief.leaders(LEADERS)
+        rows_C = rows_C[np.isfinite(belief.cost_U[np.argsort(belief.cost_U, kind="stable")[:LEADERS]])]
+        cost_SC = belief.among(rows_C, np.random.default_rng(seed))
+        ahead_SC = cost_SC[:, :1] - cost_SC
+        loss = float(ahead_SC.max(axis=1).mean())
+        gains_C = tuple(np.maximum(ahead_SC, 0.0).mean(axis=0).tolist())
+        next_S = -ahead_SC[:, 1] if len(rows_C) > 1 else np.array([math.inf])
+        return cls(
+            rows_C,
+            loss,
+            float(next_S.mean()),
+            float(next_S.std()) if len(rows_C) > 1 else 0.0,
+            gains_C,
+            Counter(rows),
+            Counter(clean),
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the one in front was confirmed, and what may be lost by taking it is immaterial."""
+        return self.loss <= IMMATERIAL and self.clean[int(self.rows_C[0])] >= LEAST_VISITS
+
+    def candidates(self) -> list[int]:
+        """Those that another measurement may tell something about, the most useful first."""
+        best = int(self.rows_C[0])
+        if self.clean[best] < LEAST_VISITS:
+            return [best] if self.visits[best] < MOST_VISITS else []
+        rivals = [place for place in range(1, len(self.rows_C)) if self.gains_C[place] > 0.25 * self.loss]
+        rows = [best, *(int(self.rows_C[place]) for place in sorted(rivals, key=lambda place: -self.gains_C[place]))]
+        return sorted((row for row in rows if self.visits[row] < MOST_VISITS), key=lambda row: self.visits[row])
+
+    def summary(self) -> str:
+        """What the contest says of the one in front, as the end of a sentence."""
+        if len(self.rows_C) < 2:
+            return ""
+        times = self.visits[int(self.rows_C[0])]
+        measured = f"measured {times} times" if times > 1 else "measured once"
+        return f"; it was {measured} and leads the next one by {self.lead:.1%} ± {1.96 * self.lead_sd:.1%}"

@@ -1,0 +1,1 @@
+"""A sweep carried out: its trials in the hands of Ray Tune."""

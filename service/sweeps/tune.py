@@ -1,0 +1,101 @@
+"""Trials in the hands of Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they visit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from service.config.sweep import SweepConfig
+from service.runs.trial import Assignment, run_trial, run_visit
+from trainables.config import TrainConfig
+from trainables.rundir import RunDir
+
+if TYPE_CHECKING:
+    from ray.tune.schedulers import ASHAScheduler
+
+LEADER = {"node:__internal_head__": 0.001}
+"""What the function of a trial reserves. It only waits for its workers, which reserve what they use, and Tune wants it to
+reserve something: a grain of the head node costs no CPU that a trial may need."""
+
+
+def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
+    """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
+    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
+    # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
+    os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
+    from ray import tune
+
+    if sweep.policy == "asha":
+        assignments = {trial: replace(work, config=reporting_each_epoch(work.config)) for trial, work in assignments.items()}
+    function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
+    trainable = tune.with_resources(function, LEADER)
+    # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
+    path = run_dir.tune / "tune"
+    if path.exists() and sweep.policy != "asha":
+        path = path.with_name(f"tune-{time.time_ns():x}")
+    if tune.Tuner.can_restore(str(path)):
+        tuner = tune.Tuner.restore(str(path), trainable, restart_errored=True)
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space={"trial": tune.grid_search(sorted(assignments))},
+            tune_config=tune.TuneConfig(
+                max_concurrent_trials=at_once,
+                scheduler=stopper(sweep) if sweep.policy == "asha" else None,
+                trial_dirname_creator=lambda trial: trial.config["trial"],
+            ),
+            run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
+        )
+    tuner.fit()
+
+
+def stopper(sweep: SweepConfig) -> ASHAScheduler:
+    """What ends the worse trials early. Epochs of a method's warm-up stage do not count: no label is learned in them."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    return ASHAScheduler(
+        time_attr="training_epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
+        reduction_factor=sweep.reduction_factor, max_t=10**6,
+    )  # fmt: skip
+
+
+def reporting_each_epoch(config: TrainConfig) -> TrainConfig:
+    """A trial that waits at each epoch until Ray has its report: it must not run ahead of what may end it."""
+    return config.model_copy(update={"report_each_epoch": True})
+
+
+def sharing_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
+    """The same work for workers that visit several points: they reserve loader workers for the hungriest with their number."""
+    most: dict[int, int] = {}
+    for work in assignments.values():
+        count = work.config.scale.num_workers
+        most[count] = max(work.loader_workers, most.get(count, 0))
+    return {trial: replace(work, loader_workers=most[work.config.scale.num_workers]) for trial, work in assignments.items()}
+
+
+def guide_trials(result: Mapping[str, Any], assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
+    """Let the planner choose trials, and Ray Tune run groups of workers that visit them; returns when no probe is worth it."""
+    import ray
+    from ray import tune
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from service.search.searcher import GuidedSearcher
+    from service.search.visits import Visits
+
+    # A visit for as long as the guide has one: points may be measured again, so that nobody knows how many these are.
+    # Beside the driver: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    guide = ray.remote(Visits).options(num_cpus=0, scheduling_strategy=here).remote(result, assignments, str(run_dir.root))
+    trainable = tune.with_resources(partial(run_visit, guide=guide), LEADER)
+    tune.Tuner(
+        trainable,
+        tune_config=tune.TuneConfig(
+            search_alg=GuidedSearcher(guide), num_samples=-1, max_concurrent_trials=at_once,
+            trial_dirname_creator=lambda trial: f"visit-{trial.config['visit']}",
+        ),
+        run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=str(run_dir.tune), verbose=0),
+    ).fit()  # fmt: skip

@@ -1,0 +1,310 @@
+"""What a submitted command is on the cluster, where this machine's working directory is not."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from service.cluster import jobs
+from service.cluster.jobs import package, submit
+from service.config.experiment import load
+from trainables.errors import ClusterError, ExperimentError
+
+
+def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "90").mkdir()
+    assert package(["pack", "images", "new/packed", "--quality", "90", "--check"], tmp_path) == [
+        "pack", f"{tmp_path}/images", f"{tmp_path}/new/packed", "--quality", "90", "--check"
+    ]  # fmt: skip
+    assert package(["data", "--sheet", "sheet.png", "packed"], tmp_path) == [
+        "data", "--sheet", f"{tmp_path}/sheet.png", f"{tmp_path}/packed"
+    ]  # fmt: skip
+
+
+def test_what_is_no_command_of_ours_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="give one of train, sweep, resume, cache, evaluate, report, sync, pack, data"):
+        package(["ui"], tmp_path)
+
+
+def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
+    for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
+        with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):
+            package(["train", "digits", "--set", "seed=1", *wrong], tmp_path)
+
+
+OWN = "/cluster/own.py:Own"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"distill.method={OWN}", "optim.lr=0.1"),
+        (f"distill.method={OWN}", "optim.losses.critic.lr=0.1"),
+        (f'distill={{"method": "{OWN}"}}', "distill.options.Own.weight=2"),
+        ("teacher.cache=/tmp/x", "distill.method=kd"),
+        ("teacher=null", "distill.method=none"),
+    ],
+)
+def test_overrides_that_are_right_together_are_submitted(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    own = tmp_path / "crd.yaml"
+    own.write_text("{name: crd, base: digits, distill: {method: crd}}")
+    (tmp_path / "package").mkdir()
+    sets = [word for text in overrides for word in ("--set", text)]
+    assert package(["train", str(own), *sets], tmp_path / "package") == ["train", "crd.yaml", *sets]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"distill.method={OWN}", "optim.lr=x"), r"--set: optim\.lr: must be a number"),
+        ((f"distill.method={OWN}", "distill.methods=kd"), r"--set: distill\.methods: no such key"),
+        ((f"distill.method={OWN}", "student.model=resnet2"), r"--set: student\.model: "),
+        (("distill.method=crb",), "did you mean crd"),
+        (("distill.options.kd.temprature=2",), r"distill\.options\.kd\.temprature: no such key"),
+        (("distill.method=crd", "teacher=null"), "crd needs a teacher"),
+    ],
+)
+def test_a_wrong_override_beside_a_method_of_the_cluster_is_refused(
+    overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError, match=words):
+        package(["train", "digits", *(word for text in overrides for word in ("--set", text))], tmp_path)
+
+
+def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = "data: {path: digits, image_size: 8}"
+    Path("labels.yaml").write_text(f"{{name: labels, student: {{model: convnet_small}}, {data}, distill: {{method: none}}}}")
+    there = tmp_path / "package"
+    there.mkdir()
+    assert package(["train", "labels.yaml"], there) == ["train", "labels.yaml"]
+    sent = load(str(there / "labels.yaml")).experiment
+    assert not sent.distill.method
+    assert sent.name == "labels"
+
+
+# A dashboard that does not do as it is asked at once
+
+
+class Dashboard(http.server.ThreadingHTTPServer):
+    """Answers as Ray's dashboard does, at its addresses: what it is about to answer next stands in its lists."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.token: str | None = None
+        self.failures = 0
+        """So many requests for jobs will be answered with 500."""
+        self.takes_failing = False
+        """A job is taken though its request is answered with 500."""
+        self.jobs: list[str] = []
+        self.sent: list[str | None] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    server: Dashboard
+
+    def do_GET(self) -> None:
+        if self._refused():
+            return
+        job = self.path.rpartition("/")[2]
+        if self.path == "/api/version":
+            self._answer(200, {"ray_version": "2.60.0", "ray_commit": "", "version": "4", "session_name": ""})
+        elif self.path.startswith("/api/packages"):
+            self._answer(200, {})
+        elif self.path.startswith("/api/jobs") and self.server.failures:
+            self.server.failures -= 1
+            self._answer(500, "the agent is busy\nand says so at length")
+        elif job in self.server.jobs:
+            self._answer(200, {"type": "SUBMISSION", "status": "SUCCEEDED", "entrypoint": "", "submission_id": job})
+        else:
+            self._answer(404, f"Job {job} does not exist")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._refused():
+            return
+        if not self.server.failures or self.server.takes_failing:
+            assert body["submission_id"] not in self.server.jobs
+            self.server.jobs.append(body["submission_id"])
+        if self.server.failures:
+            self.server.failures -= 1
+            self._answer(500, "the agent is busy\nand says so at length")
+        else:
+            self._answer(200, {"job_id": None, "submission_id": body["submission_id"]})
+
+    def _refused(self) -> bool:
+        sent = self.headers.get("Authorization")
+        self.server.sent.append(sent)
+        if self.server.token is None or sent == f"Bearer {self.server.token}":
+            return False
+        self._answer(403 if sent else 401, "no")
+        return True
+
+    def _answer(self, status: int, body: object) -> None:
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashboard]:
+    server = Dashboard()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.address)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(jobs, "PAUSE_S", 0.05)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def submitted(tmp_path: Path) -> list[str]:
+    lines: list[str] = []
+    assert submit(["train", "digits"], tmp_path / "runs", follow=False, say=lines.append) == 0
+    return lines
+
+
+def test_a_dashboard_that_is_busy_is_asked_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:
+    dashboard.failures = 3
+    (first, _) = submitted(tmp_path)
+    assert len(dashboard.jobs) == 1
+    assert first.startswith(f"submitted {dashboard.jobs[0]}: python -m service train digits")
+
+
+def test_a_job_that_was_taken_though_the_answer_was_an_error_is_not_submitted_twice(dashboard: Dashboard, tmp_path: Path) -> None:
+    dashboard.failures, dashboard.takes_failing = 2, True
+    assert submitted(tmp_path)[0].startswith(f"submitted {dashboard.jobs[0]}")
+    assert len(dashboard.jobs) == 1
+
+
+def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.3)
+    dashboard.failures = 10**6
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert str(refused.value) == (
+        f"no job could be submitted to {dashboard.address}: Request failed with status code 500: the agent is busy; "
+        "start Ray or set RAY_API_SERVER_ADDRESS"
+    )
+    assert not dashboard.jobs
+
+
+def test_the_clusters_token_is_sent_where_it_is_asked_for_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("secret\n")
+    submitted(tmp_path)
+    assert set(dashboard.sent) == {None}
+    dashboard.token = "secret"
+    submitted(tmp_path)
+    assert len(dashboard.jobs) == 2
+    dashboard.token = "another"
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert str(refused.value).startswith(
+        f"{dashboard.address} refuses the token of {tmp_path}/.ray/auth_token: give the cluster's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "asks for a token, and none was found: give the cluster's with RAY_AUTH_TOKEN_PATH=FILE"),
+        ({"RAY_AUTH_TOKEN": "wrong"}, "refuses the token of RAY_AUTH_TOKEN: give the cluster's"),
+        ({"RAY_AUTH_TOKEN_PATH": "/none"}, "asks for a token, and there is none in RAY_AUTH_TOKEN_PATH=/none"),
+        ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and with RAY_AUTH_MODE=disabled none is sent: unset it"),
+    ],
+)
+def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
+    environment: dict[str, str], words: str, dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dashboard.token = "secret"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError) as refused:
+        submitted(tmp_path)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# A log that is followed
+
+
+class Log:
+    """A client whose connections to the log, and requests for the job, go as its lists have it."""
+
+    def __init__(self, *connections: list[str | Exception]):
+        self.connections = list(connections)
+
+    async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+        for each in self.connections.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            await asyncio.sleep(0.02)
+            yield each
+
+    def get_job_info(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(status="SUCCEEDED")
+
+
+def followed(*connections: list[str | Exception]) -> list[str]:
+    lines: list[str] = []
+    assert jobs._follow(cast(Any, Log(*connections)), "job", lines.append).status == "SUCCEEDED"
+    return lines
+
+
+BUSY = RuntimeError("Request failed with status code 500: busy.")
+CUT = RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_log_that_is_cut_off_is_taken_up_where_it_was() -> None:
+    assert followed(["one\n", CUT], ["one\ntw", RuntimeError("WebSocket error for job job: gone")], ["one\ntwo\n"]) == [
+        "one",
+        "tw",
+        "o",
+    ]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_patience_with_a_busy_dashboard_begins_anew_with_each_piece_of_text() -> None:
+    long = [f"{number}\n" for number in range(5)]  # each takes longer than a pause, all of them longer than the patience
+    assert followed([*long, BUSY], [BUSY], [*long, "5\n", BUSY], [BUSY], [*long, "5\n", "6\n"]) == list("0123456")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("failure", [BUSY, CUT])
+def test_a_log_without_a_word_is_given_up(failure: Exception) -> None:
+    failing: list[str | Exception] = [failure]
+    with pytest.raises(RuntimeError, match=str(failure)):
+        followed(["one\n", failure], *[failing] * 1000)

@@ -1,0 +1,51 @@
+"""Spread work that fails: in one line where a cluster loses a part of it, and with its own processes alone."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from service.cluster import parallel_map as spread
+from trainables.errors import DistillError
+
+
+@pytest.mark.parametrize("lost", [ray.exceptions.NodeDiedError("gone"), ray.exceptions.OutOfMemoryError("a\nlong\nstory")])
+def test_a_node_that_dies_ends_the_command_in_one_line(lost: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(_: object) -> None:
+        raise lost
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(spread.clusters, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(ray, "remote", lambda _: task)
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DistillError) as caught:
+        list(spread.spread(len, [("a",), ("b",)], 2, tmp_path))
+    assert str(caught.value) == (
+        f"a process or a node of the cluster was lost ({type(lost).__name__}), most likely for want of memory; "
+        "the same command goes on"
+    )
+
+
+def refuse(word: str) -> None:
+    raise DistillError(word)
+
+
+def test_work_that_fails_ends_its_own_processes_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    bystander = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    bystander.start()
+    try:
+        with pytest.raises(DistillError, match="no"):
+            list(spread.spread(refuse, [("no",), ("no",)], 2, tmp_path))
+        bystander.join(0.5)
+        assert bystander.is_alive()
+    finally:
+        bystander.kill()
+        bystander.join()

@@ -1,0 +1,55 @@
+"""A process ends with its own exit code, whether the thread that worked for it has ended or not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from service.cluster import ray_thread as work
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -> None:
+    code = (
+        "import atexit, time\nfrom service import work\natexit.register(print, 'whole')\n"
+        f"thread = work.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
+        "assert work.goes_on() == thread.is_alive()\nwork.leave(130)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
+
+
+@pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])
+def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(again: int) -> None:
+    code = (
+        "import os, psutil, signal, subprocess, sys, time\nfrom service import work\nsuspend = psutil.Process.suspend\n"
+        f"psutil.Process.suspend = lambda process: (suspend(process), os.kill(os.getpid(), {int(again)}))\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
+        "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
+        "print(process.pid, int(process.stdout.readline()), flush=True)\n"
+        "work.begin(lambda: time.sleep(600))\nwork.leave(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    started = [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))]
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_a_thread_of_another_library_is_not_taken_for_it_whatever_its_name() -> None:
+    other = threading.Event()
+    thread = threading.Thread(target=other.wait, name="work", daemon=True)
+    thread.start()
+    assert not work.goes_on()
+    own = work.begin(other.wait)
+    assert work.goes_on()
+    other.set()
+    own.join()
+    assert not work.goes_on()
+    thread.join()

@@ -1,0 +1,724 @@
+"""The experiment: recipes and files, bases and overrides, and the one line that each mistake gets."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.config import strict_yaml
+from service.config.experiment import Experiment, Resolved, load, read_resolved, recipes
+from service.config.messages import known_keys, nearest
+from service.config.method_rules import asks_teacher
+from trainables.config import DistillConfig, MethodOptions, Section
+from trainables.errors import ExperimentError
+from trainables.methods import METHODS
+from trainables.methods.distillation_module import choose
+
+KEYS = list(known_keys(Experiment))
+
+
+def refusal(*overrides: str, recipe: str = "digits") -> str:
+    """The text of the error that the overrides meet."""
+    with pytest.raises(ExperimentError) as caught:
+        load(recipe, overrides)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str | bytes, name: str = "mine.yaml") -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+# What is right
+
+
+def test_the_promised_recipes_ship_with_a_line_about_each() -> None:
+    assert {"digits", "cifar10", "imagenet_r34_r18", "synthetic"} <= recipes().keys()
+    assert all(len(text) > 20 for text in recipes().values())
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_loads_under_its_own_name(name: str) -> None:
+    resolved = load(name)
+    assert resolved.experiment.name == name
+    assert resolved.experiment.teacher is not None
+    assert resolved.experiment.sweep.space
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_resolved_recipe_reads_back_as_the_same_experiment(name: str, tmp_path: Path) -> None:
+    resolved = load(name, ["seed=7", "data.mean=[0.1, 0.2, 0.3]"])
+    path = Path(written(tmp_path, resolved.to_yaml(), "experiment.yaml"))
+    assert read_resolved(path).experiment == resolved.experiment
+
+
+def test_a_text_that_looks_like_a_number_reads_back_as_text(tmp_path: Path) -> None:
+    resolved = load("digits", ['name="1e5"'])
+    assert read_resolved(Path(written(tmp_path, resolved.to_yaml()))).experiment.name == "1e5"
+
+
+def test_imagenet_is_the_published_recipe() -> None:
+    e = load("imagenet_r34_r18").experiment
+    assert e.teacher is not None
+    assert (e.teacher.model, e.teacher.weights, e.student.model) == ("resnet34", "IMAGENET1K_V1", "resnet18")
+    assert (e.optim.epochs, e.data.global_batch_size, e.optim.lr, e.optim.milestones) == (100, 256, 0.1, (30, 60, 90))
+
+
+def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
+    others = "teacher.others=[{model: mlp_large, weights: other.pt, share: 3}]"
+    experiment = load("digits", [others, "assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
+    assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
+    told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
+    assert [(stage.model, stage.optim.epochs) for stage in told] == [
+        ("convnet_large", 12), ("resnet14", 7), ("resnet8", 12), ("convnet_small", 12),
+    ]  # fmt: skip
+    assert told[0].teacher is None
+    assert told[0].distill is None
+    teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
+    assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
+        ("convnet_large", "before.safetensors", 1), ("resnet14", "before.safetensors", 0), ("resnet8", "before.safetensors", 0),
+    ]  # fmt: skip
+    assert all(stage.distill == experiment.distill for stage in told[1:])
+
+
+def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
+    experiment = load("digits", ["distill.method=none"]).experiment
+    student = experiment.stage("student", Path("/s"), {}, "weights")
+    assert student.distill is None
+    assert experiment.distill.method == ()
+    assert Experiment.model_validate(experiment.model_dump(mode="json")) == experiment
+
+
+@pytest.mark.parametrize(("weight", "losses"), [(0, {"task"}), (0.5, {"task", "at"})])
+def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimizer(weight: float, losses: set[str]) -> None:
+    own = "optim.losses={task: {lr: 0.2}, at: {lr: 0.01}}"
+    resolved = load("digits", ["distill.method=[kd, at]", own, "sweep.space={distill.options.at.weight: [0, 0.5]}"])
+    trial = resolved.override({"distill.options.at.weight": weight}, "trial").experiment
+    told = trial.stage("student", Path("/s"), {}, "weights")
+    assert told.distill is not None
+    assert set(told.optim.losses) == losses
+    assert losses <= {"task", *(method.key for method in choose(told.distill))}
+
+
+def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
+    told = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
+    assert set(told.optim.losses) == {"task"}
+
+
+def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
+    def asked(*sets: str) -> bool:
+        experiment = load("digits", sets).experiment
+        return asks_teacher(experiment.distill, experiment.sweep.axes)
+
+    assert asked()
+    assert asked("distill.method=[dml, sp]")
+    assert not asked("distill.method=dml")
+    assert not asked("distill.method=[pskd, dml]")
+    assert asked("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("optim.lr=1e-4", "optim.lr", 1e-4),
+        ("optim.lr=2", "optim.lr", 2.0),
+        ("data.loader_workers=auto", "data.loader_workers", "auto"),
+        ("data.loader_workers=0", "data.loader_workers", 0),
+        ("optim.epochs=010", "optim.epochs", 10),
+        ("optim.epochs=1_000", "optim.epochs", 1000),
+        ("seed=0x10", "seed", 16),
+        ("data.path=1:30", "data.path", "1:30"),
+        ("optim.nesterov=yes", "optim.nesterov", True),
+        ("scale.use_gpu=off", "scale.use_gpu", False),
+        ("scale.use_gpu=auto", "scale.use_gpu", "auto"),
+        ("scale.use_gpu=false", "scale.use_gpu", False),
+        ("teacher=null", "teacher", None),
+        ("optim.milestones=[3, 5]", "optim.milestones", (3, 5)),
+        ("data={path: synthetic, image_size: 16}", "data.image_size", 16),
+        ("tracking.uri=http://127.0.0.1:5000?a=b", "tracking.uri", "http://127.0.0.1:5000?a=b"),
+    ],
+)
+def test_an_override_sets_one_value(override: str, key: str, value: Any) -> None:
+    resolved = load("digits", [override])
+    found: Any = resolved.experiment
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert resolved.sources[key.split(".")[0] if "{" in override else key] == "--set"
+
+
+def test_later_overrides_win() -> None:
+    assert load("digits", ["seed=1", "seed=2"]).experiment.seed == 2
+
+
+def test_under_the_space_of_a_sweep_the_rest_of_the_key_is_one_key() -> None:
+    e = load("digits", ["sweep.space.optim.lr=[0.1, 0.2]"]).experiment
+    assert e.sweep.space["optim.lr"] == [0.1, 0.2]
+    assert "data.loader_workers" in e.sweep.space
+
+
+def test_a_file_is_named_after_itself_and_says_where_each_value_is_from(tmp_path: Path) -> None:
+    path = written(tmp_path, "base: digits\noptim: {lr: 1e-2}\n", "my try.yaml")
+    resolved = load(path, ["seed=3"])
+    assert resolved.experiment.name == "my-try"
+    assert (resolved.experiment.optim.lr, resolved.experiment.optim.epochs) == (0.01, 12)
+    assert (resolved.sources["optim.lr"], resolved.sources["optim.epochs"]) == (path, "recipe digits")
+    assert resolved.sources["seed"] == "--set"
+    assert "precision" not in resolved.sources
+    assert resolved.sources.get("name") is None
+    own = written(tmp_path, f"base: {path}\nname: own\n", "second.yaml")
+    assert load(own).experiment.name == "own"
+    assert load(written(tmp_path, f"base: {own}\n", "third.yaml")).experiment.name == "third"
+    assert len(load(written(tmp_path, "base: digits\n", f"{'x' * 200}.yaml")).experiment.name) <= 150
+
+
+def test_no_number_of_a_section_takes_a_boolean_also_not_in_a_method_of_the_users_own(tmp_path: Path) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    def numbers(annotation: Any) -> bool:
+        return annotation in (int, float) or any(map(numbers, getattr(annotation, "__args__", ())))
+
+    def subclasses(kind: type) -> list[type]:
+        return [kind, *(each for below in kind.__subclasses__() for each in subclasses(below))]
+
+    class Own(MethodOptions):
+        margin: float = 1.0
+        several: tuple[int, ...] = ()
+        switch: bool | int = False
+
+    choose(DistillConfig(method=tuple(METHODS)))  # loads the options of all methods
+    tried = 0
+    for section in subclasses(Section):
+        for name, field in section.model_fields.items():  # type: ignore[attr-defined]
+            if numbers(field.annotation) and name != "switch":
+                for value in (True, [True], {"a": True}):
+                    with pytest.raises(ValidationError) as caught:
+                        section.model_validate({name: value})  # type: ignore[attr-defined]
+                    assert any(error["loc"][0] == name for error in caught.value.errors()), (section, name, value)
+                tried += 1
+    assert tried > 100
+    assert Own(switch=True).switch is True
+    assert TypeAdapter(Own).validate_python({"several": [1, 2], "margin": 2}).several == (1, 2)
+    with pytest.raises(ValidationError, match="finite"):
+        Own(margin=float("nan"))
+
+
+def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    written(tmp_path, "base: digits\nseed: 5\n", "below.yaml")
+    (tmp_path / "sub").mkdir()
+    above = written(tmp_path / "sub", "base: ../below.yaml\nname: above\n", "above.yaml")
+    resolved = load(above)
+    assert (resolved.experiment.name, resolved.experiment.seed) == ("above", 5)
+    assert resolved.experiment.data.path == "digits"
+
+
+def test_a_point_of_a_sweep_is_the_experiment_with_its_values() -> None:
+    base = load("digits")
+    point = base.override({"data.global_batch_size": 32, "optim.lr": "1e-3"}, "trial")
+    assert isinstance(point, Resolved)
+    assert (point.experiment.data.global_batch_size, point.experiment.optim.lr) == (32, 0.001)
+    assert point.sources["optim.lr"] == "trial"
+    assert base.experiment.data.global_batch_size == 64
+
+
+def test_known_keys_are_what_the_user_was_promised() -> None:
+    promised = """data.path data.global_batch_size data.loader_workers data.image_size teacher.model teacher.weights student.model
+        distill.method distill.task_weight distill.options optim.lr
+        scale.num_workers scale.use_gpu precision sweep.space sweep.policy sweep.metric tracking.uri seed"""
+    assert set(promised.split()) <= set(KEYS)
+
+
+# Near names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("batch_size", "data.global_batch_size"),
+        ("data.batch_size", "data.global_batch_size"),
+        ("data.global_batchsize", "data.global_batch_size"),
+        ("distil.method", "distill.method"),
+        ("distill.taskweight", "distill.task_weight"),
+        ("methods", "distill.method"),
+        ("lr", "optim.lr"),
+        ("num_workers", "scale.num_workers"),
+        ("scale.num_worker", "scale.num_workers"),
+        ("teacher.weight", "teacher.weights"),
+        ("sed", "seed"),
+        ("zzz", None),
+    ],
+)
+def test_a_key_that_does_not_exist_is_answered_with_the_nearest(wrong: str, right: str | None) -> None:
+    hint = nearest(wrong, KEYS)
+    assert hint == (f"; did you mean {right}?" if right else "")
+    assert "no such key" in refusal(f"{wrong}=3")
+
+
+# What is wrong, each in one line that says what, where and what instead
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=3", "--set: batch_size: no such key; did you mean data.global_batch_size?"),
+        ("data.global_batch_size=abc", '--set: data.global_batch_size: must be an integer, not "abc"'),
+        ("data.global_batch_size=64.5", "--set: data.global_batch_size: must be an integer, not 64.5"),
+        ("data.global_batch_size=true", "--set: data.global_batch_size: must be an integer, not true"),
+        ("data.global_batch_size=null", "--set: data.global_batch_size: must be an integer, not null"),
+        ("data.global_batch_size=0", "--set: data.global_batch_size: must be at least 1, not 0"),
+        ("data.global_batch_size=[64]", "--set: data.global_batch_size: must be an integer, not [64]"),
+        ("data.global_batch_size=" + "9" * 30, f"--set: data.global_batch_size: must be below 2147483648, not {'9' * 30}"),
+        ("data.loader_workers=abc", '--set: data.loader_workers: must be an integer or auto, not "abc"'),
+        ("data.shuffle=true", "--set: data.shuffle: must be text, not true"),
+        (
+            "data.shuffle=window(0)",
+            "--set: data.shuffle: must be full, none or window(n) with a number of samples n, as window(10000), not 'window(0)'",
+        ),
+        ("data.max_bad=100", "--set: data.max_bad: must be below 1, not 100"),
+        ("data.max_bad_images=100", "--set: data.max_bad_images: no such key; did you mean data.max_bad?"),
+        ("data.loader_workers=-1", "--set: data.loader_workers: must be at least 0 or auto, not -1"),
+        ("data.loader_workers=true", "--set: data.loader_workers: must be an integer or auto, not true"),
+        ("scale.use_gpu=maybe", '--set: scale.use_gpu: must be true or false or auto, not "maybe"'),
+        ("data=3", "--set: data: must be a section of keys, not 3"),
+        ("student=null", "--set: student: must be a section of keys, not null"),
+        ("student={}", "--set: student.model: missing: write it in the file or --set student.model=…"),
+        ("data.mean=[1, 2]", "--set: data.mean: must be a list of 3, not [1, 2]"),
+        ("data.mean=[1]", "--set: data.mean: must be a list of 3, not [1]"),
+        ("data.mean=[1, 2, 3, 4]", "--set: data.mean: must be a list of 3, not [1, 2, 3, 4]"),
+        ("data.mean=[1, x, 3]", '--set: data.mean[1]: must be a number, not "x"'),
+        ("data.std=[1, 0, 1]", "--set: data.std[1]: must be above 0, not 0"),
+        ("optim.milestones=[1, 0]", "--set: optim.milestones[1]: must be at least 1, not 0"),
+        ("optim.milestones=3", "--set: optim.milestones: must be a list, not 3"),
+        ("data.path=2020", "--set: data.path: must be text, not 2020"),
+        ("data.path=''", '--set: data.path: must be text that is not empty, not ""'),
+        ("data.augment=flip", '--set: data.augment: must be none, crop_flip or pad_crop_flip, not "flip"'),
+        ("precision=fp8", '--set: precision: must be fp32, bf16, fp16 or fp64, not "fp8"'),
+        ("distill.options.kd.temperature=0", "--set: distill.options.kd.temperature: must be above 0, not 0"),
+        ("distill.options.kd.temperature=.nan", "--set: distill.options.kd.temperature: must be a finite number, not NaN"),
+        ("distill.options.kd.temprature=4", "--set: distill.options.kd.temprature: no such key; did you mean temperature?"),
+        ("distill.options.dkd.beta=-2", "--set: distill.options.dkd.beta: must be at least 0, not -2"),
+        ("distill.options.kdd.weight=1", "--set: distill.options.kdd: there is no method 'kdd'; did you mean kd?"),
+        ("distill.method=[kd, kd]", "--set: distill.method: names kd twice: set its weight in distill.options.kd.weight instead"),
+        ("distill.method=[]", "--set: distill.method: names no method: write one, such as kd, or none"),
+        (
+            "distill.method=no.py:Mine",
+            "--set: distill.method: there is no file no.py: give the path of a Python file, as FILE.py:CLASS",
+        ),
+        ("optim.lr=.inf", "--set: optim.lr: must be a finite number, not Infinity"),
+        ("optim.lr=false", "--set: optim.lr: must be a number, not false"),
+        ("optim.momentum=1", "--set: optim.momentum: must be below 1, not 1"),
+        ("seed=-1", "--set: seed: must be at least 0, not -1"),
+        ("seed=true", "--set: seed: must be an integer, not true"),
+        ("sweep.reduction_factor=true", "--set: sweep.reduction_factor: must be an integer, not true"),
+        ("optim.milestones=[3, true]", "--set: optim.milestones[1]: must be an integer, not true"),
+        ("optim.lr=on", '--set: optim.lr: must be a number, not "on"'),
+        ("optim={on: 2}", "--set: optim.on: no such key"),
+        ("on=2", "--set: on: no such key"),
+        ("name=" + "x" * 200, f'--set: name: must be text of at most 150 characters, not "{"x" * 56}…'),
+        (
+            "base=digits",
+            "--set base=digits: only a file has a base: write `base: digits` in it, or give digits in place of the file",
+        ),
+        ("name=../x", '--set: name: must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$, not "../x"'),
+        ("student.model=resnet18x", "--set: student.model: there is no model 'resnet18x'; did you mean resnet18?"),
+        ("student.model=ResNet8", "--set: student.model: there is no model 'ResNet8'; did you mean resnet8?"),
+        ("teacher.model=convnet_larg", "--set: teacher.model: there is no model 'convnet_larg'; did you mean convnet_large?"),
+        ("distill.method=kdd", "--set: distill.method: there is no method 'kdd'; did you mean kd?"),
+        ("distill.method=5", "--set: distill.method: names a method, or a list of methods, such as kd, not 5"),
+        ("optim.losses={task: {lr: -1}}", "--set: optim.losses.task.lr: must be above 0, not -1"),
+        ("optim.losses={task: {lrr: 1}}", "--set: optim.losses.task.lrr: no such key; did you mean optim.losses.task.lr?"),
+        ("distill.options.kd=4", "--set: distill.options.kd: must be a section of keys, not 4"),
+        (
+            "teacher.cache=s3://logits",
+            "--set: teacher.cache: must be a folder that all nodes mount, not a URI",
+        ),
+        ("assistants=[{model: resnet9}]", "--set: assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
+        (
+            "assistants=[{model: resnet8, weights: x}]",
+            "--set: assistants[0]: weights: an assistant is trained here: leave them out",
+        ),
+        ("data.path.x=3", "--set data.path.x=3: data.path is a value, not a section"),
+        ("optim.lr=2023-02-31", "--set optim.lr=2023-02-31: a value cannot be read: day is out of range for month"),
+        ("sweep.policy=guess", '--set: sweep.policy: must be grid, random, asha or guided, not "guess"'),
+        ("sweep.space=3", "--set: sweep.space: must be a section of keys, not 3"),
+    ],
+)
+def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.global_batch_size=63", "scale.num_workers=2"], "is not divisible by scale.num_workers 2: write 62 or 64"),
+        (["data.global_batch_size=1", "scale.num_workers=2"], "write 2 or 4"),
+        (["distill.task_weight=0", "distill.options.kd.weight=0"], "nothing would be learned"),
+        (["optim.warmup_epochs=12"], "leaves no epoch of optim.epochs 12"),
+        (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
+        (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
+        (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
+        (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
+        (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
+        (["data.decoder=gpu"], "augment is none: write decoder auto"),
+        (["data.decoder=dali", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder dali works on GPUs only"),
+        (["data.decoder=dali"], "decoder dali decodes what augment crop_flip cuts out"),
+        (["teacher=null", "distill.method=dkd"], "dkd needs a teacher: write teacher.model"),
+        (["teacher=null", "assistants=[{model: resnet8}]"], "there is no teacher whom they could assist: write teacher.model"),
+        (["assistants=[{model: resnet9}]"], "assistants[0].model: there is no model 'resnet9'; did you mean resnet8?"),
+        (["assistants=[{epochs: 3}]"], "assistants[0].model: missing: write it in the list"),
+        (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
+        (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
+        (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
+        (["optim.accumulate=2", "distill.method=sp"], "sp compares the samples of a batch, which optim.accumulate 2 parts"),
+        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd takes up what every worker's samples are"),
+        (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
+        (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
+        (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
+        (["teacher.others=[{model: resnet8}]"], "teacher.others[0].weights: missing: write it in the list"),
+        (["teacher.others=[{model: resnet9, weights: x}]"], "teacher.others[0].model: there is no model 'resnet9'"),
+        (["teacher.others=[{model: resnet8, weights: x}]", "distill.method=sp"], "there is only a mean of probabilities"),
+        (["sweep.metric=speed"], "trials have no 'speed'"),
+        (["sweep.metric=top1"], "did you mean top1_pct?"),
+        (["sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
+        (["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=5"], "leave out steps (--set sweep.steps=null)"),
+        (["sweep.policy=asha"], "set metric to top1_pct"),
+        (
+            ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.grace_epochs=3", "train.evaluate_every=2"],
+            "sweep.grace_epochs 3: asha compares trials after so many epochs first, and train.evaluate_every 2 leaves that one "
+            "without an accuracy: write 4, or train.evaluate_every 1",
+        ),
+        (
+            ["sweep.policy=guided", "sweep.metric=top1_pct"],
+            "policy guided looks for speed or cost, not top1_pct: set metric to",
+        ),
+        (["sweep.metric=pareto"], "trials have no 'pareto'"),
+        (["sweep.metric=time_to_accuracy"], "go together: set both or neither"),
+        (["sweep.target_pct=90"], "go together: set both or neither"),
+        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.steps=9"], "or set policy to guided"),
+        (["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=asha"], "not by time_to_accuracy"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words: str) -> None:
+    text = refusal(*overrides)
+    assert words in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("scale: {num_workers: 2}", ["data.global_batch_size=63"], "--set: data.global_batch_size 63 is not divisible"),
+        ("data: {image_size: 32}", ["data.decoder=gpu"], "--set: data: decoder gpu decodes"),
+        ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.lr=3"], "--set: sweep.space: optim.lr: write a list"),
+        ("sweep: {space: {optim.lr: [1]}}", ["sweep.space.optim.rl=[3]"], "--set: sweep.space: optim.rl: no such key"),
+        (
+            "sweep: {space: {optim.lr: {uniform: [1, 2]}}, policy: random}",
+            ["sweep.policy=grid"],
+            "--set: sweep.space: optim.lr: grid",
+        ),
+        ("distill: {options: {kd: {weight: 0}}}", ["distill.task_weight=0"], "--set: distill.task_weight: it and the weights"),
+        ("optim: {losses: {task: {lr: 1}}}", ["optim.losses.at.lr=1"], "--set: optim.losses: there is no loss 'at'"),
+        ("scale: {num_workers: 3}", ["seed=1"], "mine.yaml: data.global_batch_size 64 is not divisible"),
+        ("scale: {num_workers: 3}", ["seed=x"], "--set: seed: must be an integer"),
+        ("seed: x", ["optim.lr=1"], "mine.yaml: seed: must be an integer"),
+    ],
+)
+def test_what_is_wrong_only_with_an_override_is_blamed_on_it(
+    text: str, overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, f"base: digits\n{text}\n")
+    assert refusal(*overrides, recipe="mine.yaml").startswith(words)
+
+
+MARGIN = """
+from trainables.config import MethodOptions
+from trainables.methods.contract import Method
+
+
+class Margin(Method):
+    class Options(MethodOptions):
+        margin: float = 1.0
+
+    terms = ("apart",)
+"""
+
+
+@pytest.mark.parametrize(
+    ("space", "points"),
+    [
+        ("{{distill.method: [kd, {0}]}}", "[]"),
+        ("{{distill.method: [[kd, {0}], none]}}", "[]"),
+        ("{{}}", "[{{distill.method: kd}}, {{distill.method: [{0}]}}]"),
+    ],
+)
+def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: str, tmp_path: Path) -> None:
+    name = written(tmp_path, MARGIN, "own.py") + ":Margin"
+    searched = [f"sweep.space={space.format(name)}", f"sweep.points={points.format(name)}"]
+    resolved = load("digits", [*searched, "distill.options={Margin: {margin: 2}}"])
+    assert resolved.override({"distill.method": "kd"}, "trial").experiment.distill.options == {"Margin": {"margin": 2}}
+    message = "--set: distill.options.Margin.margn: no such key; did you mean margin?"
+    assert refusal(*searched, "distill.options.Margin.margn=2") == message
+    assert "there is no method 'Other'" in refusal(*searched, "distill.options={Other: {margin: 2}}")
+
+
+@pytest.mark.parametrize("options", [[], ["distill.options.Margin.weight=2"]])
+def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[str], tmp_path: Path) -> None:
+    name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
+    said = refusal(f"distill.method={name}", *options)
+    assert said.endswith("distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…")
+    assert load("digits", [f"distill.method={name}", *options, "distill.options.Margin.margin=2"])
+
+
+def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
+    text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
+    assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")
+
+
+@pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
+def test_options_beside_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
+    assert "there is no method 'Margin'" in refusal(f"sweep.space={{distill.method: {space}}}", "distill.options={Margin: {}}")
+
+
+@pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
+def test_an_override_without_key_or_value_is_told_how_to_write_one(text: str) -> None:
+    assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
+
+
+def test_many_mistakes_take_six_lines_at_most() -> None:
+    lines = refusal(*(f"wrong{i}=1" for i in range(9))).splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "… and 4 more"
+
+
+def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
+    path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
+    assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1\n", ":2:1: not YAML: expected ',' or ']'"),
+        ("a: b: c\n", ":1:5: not YAML: mapping values are not allowed here"),
+        ("\tseed: 1\n", ":1:1: not YAML:"),
+        (b"\x00\x01abc", "not YAML: special characters are not allowed"),
+        (b"seed: \xff\xfe", "not a text file (byte 6): give a YAML file"),
+        (b"\x89PNG\r\n\x1a\n", "not a text file (byte 0): give a YAML file"),
+        ("- a\n- b\n", "an experiment is a mapping such as `data: {path: digits}`, this is a list"),
+        ("", "this is empty"),
+        ("just words", "this is text"),
+        ("42", "this is a single value"),
+        ("base: digits\nseed: 1\nseed: 2\n", ":3:1: seed is written twice: keep one"),
+        ("base: digits\noptim:\n  lr: 1\n  'lr': 2\n", ":4:3: lr is written twice: keep one"),
+        ("base: digits\n1: 2\n", "1: no such key"),
+        ("base: digits\ndata: {1: 2}\n", "data.1: no such key"),
+        ("base: 3\n", "base: give one recipe or file"),
+        ("base: digitz\n", "digitz: neither a recipe nor a file; did you mean digits?"),
+        ("base: none.yaml\n", "none.yaml: neither a recipe nor a file; recipes: cifar10"),
+        ("base: digits\non: 2\n", "mine.yaml: on: no such key"),
+        ("base: digits\noptim: {on: 2}\n", "mine.yaml: optim.on: no such key"),
+        (f"base: digits\n{'k' * 1000}: 2\n", f"mine.yaml: {'k' * 20}"),
+        ("base: mine.yaml\n", "`base` leads back to itself (mine.yaml → mine.yaml)"),
+        ("!!python/object/apply:os.system ['true']", "not YAML: could not determine a constructor"),
+        ("a: &a [*a]\n", "nested more than 50 deep"),
+        ("[" * 4000, "nested more than 50 deep"),
+        ("seed: " + "9" * 5000, "a value cannot be read"),
+        ("seed: !!int [1]", ":1:7: not YAML: expected a scalar node, but found sequence"),
+        ("seed: !!int x1", "a value cannot be read: invalid literal for int()"),
+        ("seed: !!bool maybe", "a value is not of the kind that its tag"),
+        ("seed: !!timestamp x", "a value is not of the kind that its tag"),
+        ("seed: !!float ''", "a value is not of the kind that its tag"),
+    ],
+)
+def test_a_file_that_is_no_experiment_is_refused_in_one_line(text: str | bytes, words: str, tmp_path: Path) -> None:
+    message = refusal(recipe=written(tmp_path, text))
+    assert words in message
+    assert message.startswith(f"{tmp_path}/mine.yaml:")
+    assert "\n" not in message
+    assert len(message) < 1500
+
+
+def bomb(open_bracket: str = "[", close: str = "]", width: int = 9, levels: int = 9) -> str:
+    """YAML of a few hundred bytes whose aliases stand for width ** levels values."""
+    lines = [f"a0: &a0 {open_bracket}{', '.join(f'k{n}: 1' if close == '}' else 'lol' for n in range(width))}{close}"]
+    for level in range(1, levels):
+        parts = [f"k{n}: *a{level - 1}" if close == "}" else f"*a{level - 1}" for n in range(width)]
+        lines.append(f"a{level}: &a{level} {open_bracket}{', '.join(parts)}{close}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb(),
+        bomb("{", "}"),
+        f"{bomb('{', '}')}\noptim: {{<<: *a8}}\n",
+        "a: &a {x: 1}\n" + "\n".join(f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}' if n else '*a'] * 9)}]}}" for n in range(9)),
+    ],
+)
+def test_aliases_that_stand_for_more_than_a_file_could_say_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    began = time.process_time()
+    message = refusal(recipe=written(tmp_path, text))
+    assert "mine.yaml: its aliases (`*name`) repeat more than 10000 values: write out what is meant" in message
+    assert refusal(f"optim={{{bomb().replace(chr(10), ', ')}}}").startswith("--set optim=")
+    assert time.process_time() - began < 1
+
+
+def test_aliases_may_repeat_what_an_experiment_repeats(tmp_path: Path) -> None:
+    text = "base: digits\noptim: {losses: {task: &own {lr: 0.1, momentum: 0.5}, kd: *own}}\n"
+    optim = load(written(tmp_path, text)).experiment.optim
+    assert optim.losses["task"] == optim.losses["kd"]
+
+
+def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    assert refusal(recipe=str(path)) == f"{path}: larger than 16 MiB, as no experiment is: give a YAML file"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["student.model={}", "{}=3", "data.shuffle={}", "distill.method={}", "sweep.metric={}", "distill.options.kd.{}=1", "{}"],
+)
+def test_a_message_quotes_the_beginning_and_the_end_of_what_is_long(override: str, tmp_path: Path) -> None:
+    began = time.process_time()
+    for long in ("k" * 1_000_000 + "end", "k " * 50_000 + "end"):
+        message = refusal(override.format(long))
+        assert len(message) < 6500
+        assert "k" * 20 in message or "k k" in message
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("text", ["1:30.5", "1:30", "0b11", "on", "-1:2.", ".", "+.", "1e", "._1", "e5"])
+def test_what_yaml_1_2_takes_for_text_is_text(text: str) -> None:
+    assert strict_yaml.parse(text, "here") == text
+    assert strict_yaml.parse(strict_yaml.dump(text), "here") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1.5", 1.5), ("-.5", -0.5), ("1.", 1.0), ("1e-4", 1e-4), ("+1.5E3", 1500.0), (".inf", math.inf), ("-.Inf", -math.inf)],
+)
+def test_what_yaml_1_2_takes_for_a_number_is_one(text: str, number: float) -> None:
+    assert strict_yaml.parse(text, "here") == number
+    assert strict_yaml.parse(strict_yaml.dump(number), "here") == number
+    assert math.isnan(strict_yaml.parse(strict_yaml.dump(math.nan), "here"))
+
+
+def test_merge_keys_of_yaml_may_repeat_what_they_merge(tmp_path: Path) -> None:
+    assert strict_yaml.parse("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n", "here")["b"] == {"x": 3, "y": 2}
+
+
+def test_bases_that_lead_back_to_themselves_are_refused_however_they_are_written(tmp_path: Path) -> None:
+    first = written(tmp_path, "base: second.yaml\n", "first.yaml")
+    written(tmp_path, "base: first.yaml\n", "second.yaml")
+    assert "`base` leads back to itself (first.yaml → second.yaml → first.yaml)" in refusal(recipe=first)
+    itself = written(tmp_path / "sub", "base: ../sub/itself.yaml\n", "itself.yaml")
+    assert "leads back to itself" in refusal(recipe=itself)
+
+
+def test_a_folder_or_a_wrong_name_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    assert "is a folder: give a YAML file in it" in refusal(recipe=str(tmp_path))
+    assert "did you mean digits?" in refusal(recipe="digit")
+    assert "neither a recipe nor a file; recipes: cifar10, cifar100, digits" in refusal(recipe=str(tmp_path / "nothing.yaml"))
+    assert "neither a recipe nor a file" in refusal(recipe="x" * 5000)
+
+
+# The space of a sweep
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        "{optim.lr: [0.1, 0.2]}",
+        "{data.loader_workers: {range: [2, 8, 2]}}",
+        "{data.loader_workers: {range: [1, 4]}}",
+        "{}",
+    ],
+)
+def test_lists_and_ranges_make_a_grid(space: str) -> None:
+    assert load("digits", [f"sweep.space={space}"]).experiment.sweep.policy == "grid"
+
+
+@pytest.mark.parametrize(
+    "spec", ["{uniform: [0.1, 1]}", "{loguniform: [1e-4, 1e-1]}", "{randint: [1, 4]}", "[1, 2]", "{range: [1, 3]}"]
+)
+def test_distributions_are_drawn_by_the_policy_random(spec: str) -> None:
+    assert load("digits", ["sweep.policy=random", f"sweep.space={{optim.lr: {spec}}}"]).experiment.sweep.space
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ("{optim.lr: []}", "the list is empty"),
+        ("{optim.lr: 3}", "write a list, {range: [first, last, step]}, or one of uniform, loguniform, randint"),
+        ("{optim.lr: {range: [1]}}", "write a list"),
+        ("{optim.lr: {range: [1, true]}}", "write a list"),
+        ("{optim.lr: {range: [1, .inf]}}", "write a list"),
+        ("{optim.lr: {range: [3, 1]}}", "needs first ≤ last and step > 0"),
+        ("{optim.lr: {range: [1, 3, 0]}}", "needs first ≤ last and step > 0"),
+        ("{optim.lr: {range: [0, 1000000000]}}", "more than 10000: give it a larger step"),
+        ("{optim.lr: {normal: [0, 1]}}", "write a list"),
+        ("{optim.lr: {uniform: [1, 0]}}", "needs low ≤ high"),
+        ("{optim.lr: {loguniform: [0, 1]}}", "low > 0"),
+        ("{optim.lr: {uniform: [0, 1]}}", "set sweep.policy to random"),
+        ("{opt.lr: [1]}", "opt.lr: no such key to search over; did you mean optim.lr?"),
+        ("{sweep.steps: [1]}", "sweep.steps: no such key to search over"),
+        ("{teacher.model: [resnet8]}", "one teacher is prepared and shared by all trials"),
+        ("{assistants: [[]]}", "one teacher is prepared and shared by all trials"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused(space: str, words: str) -> None:
+    policy = ["sweep.policy=random"] if "needs low" in words or "low >" in words else []
+    text = refusal(*policy, f"sweep.space={space}")
+    assert words in text
+    assert "sweep.space: " in text
+    assert "\n" not in text
+
+
+def test_a_metric_is_maximised_unless_less_is_better() -> None:
+    for metric, mode in (("images_per_s", "max"), ("epoch_s", "min"), ("val_loss", "min"), ("phase/data_ms", "min")):
+        assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
+
+
+# A teacher's kept logits
+
+
+KEPT = "teacher.cache=/logits"
+
+
+def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
+    mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
+    assert "teacher.cache: it gives the logits of each image" in mixed
+    features = refusal(KEPT, "distill.method=fitnet")
+    assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
+    assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert all("\n" not in text for text in (mixed, features))
+
+
+def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
+    served = "teacher.service=1"
+    said = {
+        refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
+        refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
+        refusal(served, KEPT): "cache keeps what service would compute: leave out one of the two",
+        refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
+        refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
+        refusal("teacher.service=0"): "teacher.service",
+    }
+    assert all(part in line and "teacher" in line and "\n" not in line for line, part in said.items()), said
+    assert load("digits", [served]).experiment.stage("student", Path("/"), {}).seed_epochs == 1
+
+
+def test_methods_on_logits_may_read_a_cache() -> None:
+    experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
+    assert experiment.teacher is not None
+    assert experiment.teacher.cache_epochs == 2

@@ -1,0 +1,102 @@
+"""Speed over an axis as data: which marks, error bars and curves the figure holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.report.model_curve import curve, model_of
+from service.report.plotly_marks import Figure
+from service.report.run_records import Records, open_records
+from service.report.speed_by_axis import over_axis
+from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from tests.service.report.runs import shown, sweep_dir
+
+
+def marks(figure: Figure) -> list[dict[str, Any]]:
+    return [trace for trace in figure.traces if "markers" in trace.get("mode", "")]
+
+
+def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_beside_the_winner(records: Records) -> None:
+    best = records.best
+    assert best is not None
+    figure = shown(over_axis(records.rows, best, GLOBAL_BATCH, None, "GPU"))
+    faint, *series = marks(figure)
+    assert [one["name"] for one in series] == ["1 GPU", "2 GPUs", "4 GPUs"]
+    assert all(one["x"] == [64, 128, 256, 512] for one in series)
+    assert len(faint["x"]) == 36 - 12
+    assert max(series[2]["y"]) == best["metrics"]["images_per_s"]
+    assert len({one["marker"]["symbol"] for one in series}) == len({one["marker"]["color"] for one in series}) == 3
+
+
+def test_the_error_bars_are_standard_errors_of_the_speed(records: Records) -> None:
+    best = records.best
+    assert best is not None
+    bars = marks(shown(over_axis(records.rows, best, NUM_WORKERS, None, "GPU")))[-1]["error_y"]["array"]
+    row = next(row for row in records.rows if row["scale"][NUM_WORKERS] == 4)
+    assert 0 < row["error"] < 0.05
+    assert all(bar > 0 for bar in bars)
+
+
+def test_the_models_curve_passes_near_the_marks(records: Records) -> None:
+    best = records.best
+    assert best is not None
+    model = model_of(records.result, records.rows)
+    assert model is not None
+    point = {NUM_WORKERS: best["scale"][NUM_WORKERS], GLOBAL_BATCH: 64, LOADER_WORKERS: best["scale"][LOADER_WORKERS]}
+    drawn = curve(model, point, GLOBAL_BATCH, 64, 512)
+    assert (drawn.at[0], drawn.at[-1]) == (64, 512)
+    same = [row for row in records.rows if all(row["scale"][key] == point[key] for key in (NUM_WORKERS, LOADER_WORKERS))]
+    for row in same:
+        place = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row["scale"][GLOBAL_BATCH]))
+        assert drawn.images_per_s[place] == pytest.approx(row["metrics"]["images_per_s"], rel=0.25)
+        assert drawn.low[place] < drawn.images_per_s[place] < drawn.high[place]
+
+
+def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:
+    records = open_records(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
+    assert records.best is not None
+    figure = shown(over_axis(records.rows, records.best, "precision", None, "GPU"))
+    assert figure.layout["xaxis"]["type"] == "category"
+    assert set(marks(figure)[-1]["x"]) == {"bf16", "fp32"}
+
+
+def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
+    records = open_records(sweep_dir(tmp_path / "s", space).root)
+    assert records.best is not None
+    figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
+    named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
+    assert len(named) == 6
+    assert f"{records.best['scale'][NUM_WORKERS]} GPUs" in named
+
+
+def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240], LOADER_WORKERS: [1, 2, 3]}
+    # Of the best batch and the best loader workers only some numbers of GPUs have run.
+    records = open_records(sweep_dir(tmp_path / "s", space).root)
+    best = records.best
+    assert best is not None
+    count = best["scale"][NUM_WORKERS]
+    loaders = best["scale"][LOADER_WORKERS]
+    rows = [row for row in records.rows if row["scale"][LOADER_WORKERS] != loaders or row["scale"][NUM_WORKERS] in (1, 7, count)]
+    colours: dict[str, set[str]] = {}
+    for key in (GLOBAL_BATCH, LOADER_WORKERS):
+        drawn = {trace["name"]: trace["marker"]["color"] for trace in marks(shown(over_axis(rows, best, key, None, "GPU")))}
+        assert len(set(drawn.values())) == len(drawn)
+        for name, colour in drawn.items():
+            colours.setdefault(name, set()).add(colour)
+    assert all(len(found) == 1 for found in colours.values())
+
+
+def test_every_trial_with_a_speed_is_a_mark_and_the_caption_counts_the_others(tmp_path: Path) -> None:
+    space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
+    ends = {"000": {"status": "oom", "metrics": {}, "steps_s": []}, "001": {"status": "untested", "metrics": {}, "steps_s": []}}
+    records = open_records(sweep_dir(tmp_path / "s", space, ends=ends).root)
+    assert records.best is not None
+    figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
+    assert sum(len(trace["x"]) for trace in marks(figure)) == 22
+    assert len(figure.numbers) == 22
+    assert figure.caption.endswith(" Not shown: 1 oom of 23 trials.")

@@ -1,0 +1,61 @@
+"""What the finished trials of a table's sweeps come to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from service.reproduce.plan import Request, changes, compose
+from service.reproduce.run_table import Reproduction, cells, check_same
+from service.reproduce.table import read_table
+from service.runs.run_directory import begin
+from tests.service.reproduce.test_table import SMALL
+from trainables.errors import ExperimentError
+from trainables.rundir import write_json
+
+
+def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("top1_pct: {kd: 98}", "top1_pct: {kd: 98}, num_runs: {us: 4}"))
+    table = read_table(str(path))
+    request = Request.of(table, None, "kd", "0,1")
+    job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
+    run_dir = job.run_dir(job.parts[0])
+    run_dir.root.mkdir(parents=True)
+    rows = [
+        {"id": f"00{seed}", "status": "ok", "metrics": {"top1_pct": top1_pct, "best_top1_pct": top1_pct}}
+        for seed, top1_pct in enumerate([96.0, 100.0])
+    ]
+    write_json(run_dir.result, {"trials": rows})
+    (cell,) = cells(job)
+    assert cell.verdict.num_published == 4
+    assert cell.verdict.tolerance == 2 * table.tolerance_pct  # 2·√8·√(1/2 + 1/4) = 4.90, which twice the least bounds
+    rows[1]["metrics"] = {"top1_pct": 98.0, "best_top1_pct": 98.0}
+    write_json(run_dir.result, {"trials": rows})
+    assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "overrides"), [("0", []), ("1,2", []), ("0,1", ["optim.epochs=2"])], ids=["fewer", "others", "shorter"]
+)
+def test_a_folder_of_other_runs_is_refused_before_its_numbers_stand_for_these(
+    seeds: str, overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(SMALL)
+    table = read_table(str(tmp_path / "mine.yaml"))
+
+    def job(seeds: str, overrides: list[str]) -> Reproduction:
+        request = Request.of(table, None, None, seeds)
+        parts = compose(table, request, overrides, None, None)
+        return Reproduction(table, request, parts, changes(overrides), tmp_path / "out", tmp_path)
+
+    whole = job("0,1", [])
+    for part in whole.parts:
+        run_dir = whole.run_dir(part)
+        run_dir.root.mkdir(parents=True)
+        begin(part.resolved, "sweep", run_dir, tmp_path)
+    check_same(whole)
+    with pytest.raises(ExperimentError, match=r"out/students holds other runs than these: give the command as it was, or"):
+        check_same(job(seeds, overrides))

@@ -1,0 +1,104 @@
+"""The tables as a reader sees them, from results as they lie on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from service.report.tables import node_table, number, phase_table, report_of, sweep_table, verdict
+from service.runs.display import output
+from trainables.rundir import RunDir, append_line
+
+SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
+METRICS = {
+    "step_s": 0.1, "images_per_s": 1280.0, "epoch_s": 12.5, "epoch_projected": 1.0, "top1_pct": 97.25, "data_pct": 25.0,
+    "phase/data_ms": 25.0, "phase/data_min_ms": 1.0, "phase/data_max_ms": 50.0, "phase/teacher_ms": 30.0,
+    "phase/student_ms": 45.0, "phase/step_ms": 100.0,
+}  # fmt: skip
+
+
+def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
+    return {"id": number, "params": dict(SCALE), "scale": SCALE, "status": status, "reason": "", "metrics": {}, **more}
+
+
+def result() -> dict[str, Any]:
+    best = trial("000", "ok", metrics=METRICS)
+    rows = [
+        best,
+        trial("001", "oom", reason="rank 0: CUDA out of memory"),
+        trial("002", "ok", metrics=METRICS, oversubscribed=True),
+    ]
+    return {"kind": "sweep", "name": "demo", "status": "running", "space": SCALE, "metric": "images_per_s", "mode": "max",
+            "trials": rows, "best": best, "use_gpu": True}  # fmt: skip
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_a_sweeps_row_has_what_one_compares() -> None:
+    text = shown(sweep_table(result()))
+    for part in ("GPUs", "batch", "0.1000", "0.0250 (0.0010–0.0500)", "1,280.0", "12.50*", "97.25", "← best"):
+        assert part in text
+    assert "oom: rank 0: CUDA out of memory" in text
+
+
+def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
+    held = result()
+    held["trials"] += [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
+    table = sweep_table(held)
+    assert str(table.title).startswith("demo: 3 of 4 points")
+    assert table.row_count == 4
+
+
+def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = trial("003", "failed", reason="no key [/data] in x[0] :cat:")
+    output().print(sweep_table({**result(), "name": "[demo]", "trials": [failed]}))
+    said = capsys.readouterr().out
+    assert "failed: no key [/data] in x[0] :cat:" in said
+    assert said.startswith("[demo]: 1 trials")
+
+
+def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
+    lines = verdict(result())
+    assert lines[0].startswith("best: trial 000 with 2 GPUs × batch 128 × 1 loader worker: 1,280.0 images/s")
+    assert lines[2] == "its step: student 45%, teacher 30%, data 25%"
+    assert any("projected" in line for line in lines)
+    assert any("oversubscribed" in line for line in lines)
+    assert verdict({"trials": [], "best": None}) == ["no trial is complete: nothing to compare yet"]
+
+
+def test_phases_show_their_share_of_the_step() -> None:
+    assert "45.0" in shown(phase_table(METRICS, "a step"))
+
+
+def test_the_hardware_has_a_row_a_node_and_a_row_a_gpu_with_why_it_was_slowed() -> None:
+    gpu = {"node0/gpu0/util_pct": 87.0, "node0/gpu0/util_max_pct": 100.0, "node0/gpu0/throttle_reasons": 5.0}
+    nodes = {"node0/gpus": 1.0, "node0/cpu_pct": 40.0, "node0/cpu_max_pct": 99.0, "node10/cpu_pct": 1.0, "node2/cpu_pct": 1.0}
+    metrics = nodes | gpu
+    table = node_table(metrics, "hardware")
+    assert table is not None
+    assert list(table.columns[0].cells) == ["node0", "node0/gpu0", "node2", "node10"]
+    text = shown(table)
+    assert "40 (99)" in text
+    assert "87 (100)" in text
+    assert "sw_power_cap" in text
+    assert "gpu_idle" not in text
+    assert node_table(METRICS, "hardware") is None
+
+
+def test_a_running_runs_report_says_how_far_it_is_and_how_to_go_on(tmp_path: Path) -> None:
+    append_line(tmp_path / "student" / "metrics.jsonl", {"kind": "step", "step": 40, "metrics": {"train/images_per_s": 12.0}})
+    lines = [part for part in report_of(result(), RunDir(tmp_path)) if isinstance(part, str)]
+    assert "student: step 40, 12.0 images/s" in lines
+    assert lines[-1] == f"continue it with: distill resume {tmp_path}"
+
+
+def test_a_missing_number_is_a_dash() -> None:
+    assert number(None) == "–"
+    assert number(1234.5, 1) == "1,234.5"

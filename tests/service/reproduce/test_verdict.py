@@ -1,0 +1,55 @@
+"""Mean, deviation, tolerance and verdict, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from service.reproduce.verdict import Mean, judge, tolerance
+
+
+def verdict_of(last: list[float], best: list[float], **changed: object) -> str:
+    settings = {"num_wanted": len(last), "comparable": True, **changed}
+    return judge(70.0, "last", 5, 0.5, last, best, **settings).outcome  # type: ignore[arg-type]
+
+
+def test_the_deviation_is_the_samples_and_one_run_has_none() -> None:
+    assert Mean.of([]) is None
+    assert Mean.of([70.0]) == Mean(70.0, None, 1)
+    three = Mean.of([70.0, 71.0, 72.0])
+    assert three == Mean(71.0, 1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("std", "num", "num_published", "allowed"),
+    [
+        (None, 1, 5, 0.5),
+        (0.1, 3, 5, 0.5),  # 0.146
+        (0.5, 3, 5, 2 * 0.5 * math.sqrt(8 / 15)),  # 0.730
+        (3.0, 3, 5, 1.0),  # 4.38
+    ],
+)
+def test_the_tolerance_is_two_standard_errors_between_the_least_and_twice_that(
+    std: float | None, num: int, num_published: int, allowed: float
+) -> None:
+    assert tolerance(Mean(70.0, std, num), num_published, 0.5) == pytest.approx(allowed)
+
+
+def test_a_mean_within_the_tolerance_passes_and_one_beyond_it_fails_on_both_sides() -> None:
+    assert verdict_of([69.6, 69.7, 69.5], [80.0, 80.0, 80.0]) == "pass"
+    assert verdict_of([69.4, 69.5, 69.3], [70.0, 70.0, 70.0]) == "fail"
+    assert verdict_of([70.7, 70.6, 70.8], [70.7, 70.6, 70.8]) == "fail"
+
+
+def test_the_epoch_that_was_published_is_the_one_compared() -> None:
+    found = judge(70.0, "best", 5, 0.5, [69.0], [70.1], num_wanted=1, comparable=True)
+    assert found.outcome == "pass"
+    assert found.difference == pytest.approx(0.1)
+    assert found.last == Mean(69.0, None, 1)
+
+
+def test_too_few_seeds_and_changed_settings_give_no_verdict() -> None:
+    assert verdict_of([70.0], [70.0], num_wanted=3) == "unfinished"
+    assert verdict_of([70.0], [70.0], comparable=False) == "not comparable"
+    assert verdict_of([], [], num_wanted=3) == "-"

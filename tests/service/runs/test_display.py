@@ -1,0 +1,97 @@
+"""What is shown of a stage's files: plain lines in a log, bars on a terminal, each line once."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from service.cluster import ray_thread as work
+from service.cluster import resources as cluster
+from service.cluster.resources import RayLostError
+from service.runs.display import Display, wait_for
+from trainables.rundir import StageDir, append_line
+
+
+def test_a_log_gets_each_new_line_once_behind_its_stages_name(tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    stage.log.parent.mkdir()
+    stage.log.write_text("an earlier try's line\n")
+    with Display(Console(file=out, width=160)) as display:
+        display.follow("student", stage)
+        with open(stage.log, "a") as log:
+            log.write("Epoch: [1][1/2]\nEpoch: [1][2/")
+        display.tick()
+        with open(stage.log, "a") as log:
+            log.write("2]\n")
+        display.tick()
+        display.unfollow("student")
+    assert out.getvalue().splitlines() == ["[student] Epoch: [1][1/2]", "[student] Epoch: [1][2/2]"]
+
+
+def test_a_terminal_gets_a_bar_with_speed_and_loss(tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.follow("student", stage)
+        append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
+        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/images_per_s": 123.4, "train/loss": 0.5}})
+        display.tick()
+        display.trials(1, 8)
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "10/40" in out.getvalue()
+    assert "123 images/s" in out.getvalue()
+    assert "loss 0.500" in out.getvalue()
+
+
+def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    append_line(stage.metrics, {"kind": "start", "step": 0, "metrics": {"max_steps": 0, "steps_per_epoch": 20, "epochs": 2}})
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.follow("student", stage)
+        append_line(stage.metrics, {"kind": "resume", "step": 20, "metrics": {}})
+        display.tick()
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "20/40" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "first",
+    ['{"step": 0}', "[]", "null", "{", '{"kind": "start"}', '{"kind": "start", "metrics": 3}',
+     '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}', '{"step": 0, "metrics": {}}',
+     '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}'],
+)  # fmt: skip
+def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_path: Path) -> None:
+    stage, out = StageDir(tmp_path), io.StringIO()
+    stage.metrics.parent.mkdir(exist_ok=True)
+    stage.metrics.write_text(f"{first}\n")
+    with Display(Console(file=out, width=160, force_terminal=True)) as display:
+        display.follow("student", stage)
+        with open(stage.metrics, "a") as metrics:
+            metrics.write(f"{first}\n")
+        append_line(stage.metrics, {"kind": "step", "step": 10, "metrics": {"train/loss": 0.5}})
+        display.tick()
+        assert display._bars is not None
+        display._bars.refresh()
+    assert "loss 0.500" in out.getvalue()
+
+
+def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, lost = threading.Event(), threading.Event()
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        monkeypatch.setattr(cluster, "_own_daemons", {"raylet": psutil.Process(raylet.pid)})
+        monkeypatch.setattr(work, "_lost", lost)
+        threading.Timer(0.5, raylet.kill).start()
+        began_s = time.monotonic()
+        with pytest.raises(RayLostError, match="its process raylet was killed"):
+            wait_for(release.wait, Display(Console(file=io.StringIO())))
+        assert time.monotonic() - began_s < 5
+    assert lost.is_set()  # it is not shut down, which would wait for it
+    release.set()

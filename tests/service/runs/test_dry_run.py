@@ -1,0 +1,122 @@
+"""What does not fit together is found before anything is trained, whichever point or stage of the experiment it is in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.config.experiment import Resolved, load
+from service.runs.dry_run import refuse_misfits
+from service.runs.preflight import check_inputs
+from service.sweeps.trials import plan_trials
+from tests.trainables.methods import mine
+from trainables.errors import ExperimentError
+
+MINE = Path(mine.__file__)
+SMALL = ("data.image_size=16", "student.model=resnet8", "teacher.model=resnet14")
+
+
+def small(*overrides: str) -> Resolved:
+    return load("digits", [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["student.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2: it makes no maps"),
+        (["teacher.model=mlp_small", "distill.method=fitnet"], "model mlp_small has no stage2"),
+        (["teacher.model=wrn_16_2", "distill.method=kdsvd"], "kdsvd compares maps with equally many channels, not 16 of the"),
+        (["distill.options={at: {student_taps: [stage1]}}", "distill.method=at"], "the student has 1 maps, the teacher 3"),
+        (["distill.method=simkd", "teacher.model=mlp_small"], "model mlp_small has no unpooled"),
+        (["distill.method=fitnet", "optim.accumulate=2"], "fitnet looks at all samples of a batch, which optim.accumulate 2"),
+        (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
+        ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
+        (
+            ["distill.method=ab", "optim.losses={task: {lr: 0.1}}"],
+            "ab has a warm-up stage, which has one optimizer: leave out ab, or optim.losses",
+        ),
+        (
+            ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
+            "ab has a warm-up stage, which has one optimizer: leave out ab, or optim.name: dot",
+        ),
+        (["optim.losses={task: {momentum: 0}}"], "optim.losses: task: nesterov needs a momentum above 0"),
+        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses: kd: warmup_epochs 100 leaves none of 12 epochs"),
+        (
+            [f"distill.method={MINE}:PooledRivals", "optim.name=dot", "optim.nesterov=false"],
+            "optim.name: PooledRivals brings optimizers",
+        ),
+        (
+            ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.method=dkd"],
+            "of 10 classes it keeps 3 apart, and dkd looks",
+        ),
+        (
+            ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.options.kd.standardize=true"],
+            "teacher.cache_top_k: of 10 classes it keeps 3 apart, and distill.options.kd.standardize looks at each",
+        ),
+        (
+            ["student.model=resnet8+resnet14", "teacher.service=1"],
+            "teacher.service: it answers with logits, and resnet8+resnet14",
+        ),
+        (["student.model=resnet8+resnet14", "teacher.cache=kept"], "teacher.cache: it answers with logits, and resnet8+resnet14"),
+        (
+            ["distill.method=dml", "distill.options={dml: {peer: nothing}}"],
+            "distill.options.dml.peer: there is no model 'nothing'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: list[str], words: str) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        check_inputs(small(*overrides), "train")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_as_many_logits_kept_as_there_are_classes_are_enough_for_every_method() -> None:
+    kept = ["teacher.cache=kept", "teacher.cache_top_k=10"]
+    check_inputs(small(*kept, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"), "train")
+
+
+def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from trainables.methods.contract import Method\n\nclass Own(Method):\n    terms = ('own',)\n\n"
+        "    def __init__(self, options, setting):\n        super().__init__(options, setting)\n"
+        "        setting.student.shapes[0]\n"
+    )
+    with pytest.raises(ExperimentError) as refused:
+        check_inputs(small(f"distill.method={tmp_path}/own.py:Own"), "train")
+    said = "distill.method: Own cannot be built for these models (IndexError: tuple index out of range)"
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize("kind", ["train", "sweep"])
+def test_an_assistant_that_does_not_fit_is_refused_as_the_student_would_be(kind: str) -> None:
+    chain = small("assistants=[{model: mlp_small}]", "distill.method=at", "sweep.space={seed: [1]}")
+    with pytest.raises(ExperimentError, match="model mlp_small has no stages: it makes"):
+        check_inputs(chain, kind)  # type: ignore[arg-type]
+
+
+def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others_run() -> None:
+    space = "sweep.space={student.model: [mlp_small, resnet8], distill.method: [kd, at, kdsvd], data.image_size: [8, 16]}"
+    resolved = small("teacher.model=wrn_16_2", space)
+    check_inputs(resolved, "sweep")
+    trials = plan_trials(resolved)
+    refuse_misfits(trials)
+    reasons = {tuple(trial.params.values()): trial.outcome.reason if trial.outcome else "" for trial in trials}
+    for size in (8, 16):
+        assert reasons["mlp_small", "kd", size] == reasons["resnet8", "kd", size] == reasons["resnet8", "at", size] == ""
+        assert "mlp_small has no stages" in reasons["mlp_small", "at", size]
+        assert "equally many channels" in reasons["resnet8", "kdsvd", size]
+
+
+@pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")
+def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters() -> None:
+    trials = plan_trials(load("digits", ["student.model=mlp_large", "sweep.space={data.image_size: [4096]}"]))
+    refuse_misfits(trials)
+    assert trials[0].outcome is None
+
+
+def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd compares"):
+        check_inputs(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"), "sweep")

@@ -1,0 +1,49 @@
+"""Several measurements as one outcome."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from service.runs.measurements import combined, outcome_of, recorded
+from service.runs.trial import Outcome
+
+FAST = {"step_s": 0.1, "images_per_s": 1000.0, "phase/data_min_ms": 1.0, "phase/data_max_ms": 5.0, "peak_memory_mib": 900.0}
+SLOW = {"step_s": 0.2, "images_per_s": 500.0, "phase/data_min_ms": 2.0, "phase/data_max_ms": 9.0, "peak_memory_mib": 800.0}
+
+
+def measured(metrics: dict[str, float], steps: int, seconds: float, start_s: float | None) -> Outcome:
+    step_s = metrics["step_s"]
+    return Outcome("ok", metrics=metrics, steps_s=[step_s] * steps, seconds=seconds, start_s=start_s, ended_s=seconds)
+
+
+def test_one_measurement_is_the_outcome() -> None:
+    one = measured(FAST, 10, 30.0, 25.0)
+    assert combined([one]) == one
+    assert recorded(one) == [one]
+
+
+def test_speeds_are_all_images_over_all_seconds_and_times_means_over_all_steps() -> None:
+    whole = combined([measured(FAST, 30, 30.0, 25.0), measured(SLOW, 10, 5.0, 0.0)])
+    assert whole.metrics["step_s"] == pytest.approx((30 * 0.1 + 10 * 0.2) / 40)
+    assert whole.metrics["images_per_s"] == pytest.approx(100 * 40 / (30 * 0.1 + 10 * 0.2))
+    assert whole.metrics["phase/data_min_ms"] == 1.0
+    assert whole.metrics["phase/data_max_ms"] == 9.0
+    assert whole.metrics["peak_memory_mib"] == 900.0
+    assert (len(whole.steps_s), whole.seconds, whole.start_s, whole.ended_s) == (40, 35.0, 25.0, 5.0)
+
+
+def test_each_measurement_can_be_read_again_and_one_more_added() -> None:
+    first, second = measured(FAST, 30, 30.0, 25.0), measured(SLOW, 10, 5.0, 0.0)
+    row = {"id": "000", "params": {}, **asdict(combined([first, second]))}
+    assert recorded(outcome_of(row)) == [first, second]
+    assert len(combined([*recorded(outcome_of(row)), first]).measurements) == 3
+
+
+def test_a_point_that_ran_once_is_ok_whatever_else_befell_it() -> None:
+    ran, failed = measured(FAST, 10, 30.0, 25.0), Outcome("failed", "its reason", seconds=3.0)
+    for order in ([ran, failed], [failed, ran]):
+        whole = combined(order)
+        assert (whole.status, whole.reason, whole.metrics, whole.seconds) == ("ok", "", FAST, 33.0)
+    assert (combined([failed, failed]).status, combined([failed, failed]).reason) == ("failed", "its reason")

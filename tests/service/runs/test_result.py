@@ -1,0 +1,188 @@
+"""Run directories that are damaged, or that another version wrote: what commands that read them say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.config.experiment import load
+from service.config.sweep import SweepConfig
+from service.runs.result import read_result
+from service.search.points import GLOBAL_BATCH
+from service.sweeps.trials import plan_trials
+from tests.service.commands import run
+from tests.service.report.runs import sweep_dir, train_dir
+from trainables.rundir import RunDir, write_json
+
+SPACE = {"scale.num_workers": [1, 2], "data.global_batch_size": [64]}
+READERS = ("report", "doctor", "sync")
+
+
+def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
+    result = json.loads(run_dir.result.read_text())
+    change(result)
+    write_json(run_dir.result, result)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.update(kind=5), "kind: must be train or sweep, not 5"),
+        (lambda r: r.update(name=["a"]), 'name: must be text, not ["a"]'),
+        (lambda r: r.update(sources=[]), "sources: must be a section of keys, not []"),
+        (lambda r: r.update(trials=7), "trials: must be a list, not 7"),
+        (lambda r: r["trials"].insert(0, "a"), 'trials[0]: must be a section of keys, not "a"'),
+        (lambda r: r["trials"][1].update(metrics=[1]), "trials[1].metrics: must be a section of keys, not [1]"),
+        (lambda r: r["trials"][1].pop("scale"), "trials[1].scale: missing"),
+        (
+            lambda r: r["trials"][0]["scale"].update({"scale.num_workers": "2"}),
+            'trials[0].scale.scale.num_workers: must be an integer, not "2"',
+        ),
+        (lambda r: r["trials"][0]["metrics"].update(step_s="slow"), 'trials[0].metrics.step_s: must be a number, not "slow"'),
+        (lambda r: r["trials"][0].update(steps_s=[0.1, None]), "trials[0].steps_s[1]: must be a number, not null"),
+        (lambda r: r.update(best=3), "best: must be a section of keys, not 3"),
+        (lambda r: r.pop("metric"), "metric: missing"),
+        (lambda r: r.update(search=[]), "search: must be a section of keys, not []"),
+        (lambda r: r.update(space=[]), "space: must be a section of keys, not []"),
+        (lambda r: r.update(stage_times={"a": {"seconds": None}}), "stage_times.a.seconds: must be a number, not null"),
+        (lambda r: r.update(seconds="9"), 'seconds: must be a number, not "9"'),
+        (lambda r: r["trials"][1].update(end_s=[2]), "trials[1].end_s: must be a number, not [2]"),
+        (lambda r: r["trials"][1].update(status="infeasible", scale=3), "trials[1].scale: must be a section of keys, not 3"),
+    ],
+)  # fmt: skip
+def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: Callable[[Any], object], message: str
+) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    spoil(run_dir, change)
+    for command in READERS:
+        code, out, err = run(capsys, command, run_dir.root)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"error: {run_dir.result} is damaged: {message}: put back a copy, or begin again from {run_dir.experiment}\n"
+        )
+
+
+def test_a_stage_with_a_wrong_type_is_named_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    spoil(run_dir, lambda r: r["stages"][1].update(model=None))
+    code, _, err = run(capsys, "report", run_dir.root)
+    assert code == 2
+    assert f"{run_dir.result} is damaged: stages[1].model: must be text, not null: " in err
+
+
+@pytest.mark.parametrize("name", ["seconds", "start_s", "end_s"])
+def test_a_stage_with_a_time_that_is_no_number_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    spoil(run_dir, lambda r: r["stages"][0].update({name: "long"}))
+    code, _, err = run(capsys, "report", run_dir.root)
+    assert code == 2
+    assert f'{run_dir.result} is damaged: stages[0].{name}: must be a number, not "long": ' in err
+
+
+def test_a_stage_whose_clock_is_not_whole_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = train_dir(tmp_path / "t")
+    spoil(run_dir, lambda r: [stage["metrics"].pop("train_s") for stage in r["stages"]])
+    assert run(capsys, "report", run_dir.root)[0] == 0
+
+
+KINDS = {
+    "list": [1e-3, 1e-2],
+    "range": {"range": [0.1, 0.3, 0.1]},
+    "uniform": {"uniform": [0.1, 0.2]},
+    "loguniform": {"loguniform": [1e-3, 1.0]},
+    "randint": {"randint": [1, 4]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    axes = SweepConfig(space={"optim.lr": KINDS[kind]}, policy="random").axes
+    spoil(run_dir, lambda r: r.update(space=axes))
+    assert read_result(run_dir.result, run_dir.experiment)["space"] == {"optim.lr": KINDS[kind]}
+    for command in READERS:
+        assert run(capsys, command, run_dir.root)[::2] == (0, "")
+
+
+def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = [64, 64.5, "x", [1, 2], 32]
+    resolved = load("digits", [f"sweep.space={json.dumps({GLOBAL_BATCH: values})}"])
+    planned = [trial.row(resolved, timing=True) for trial in plan_trials(resolved)]
+    assert [row["status"] for row in planned] == ["pending", "infeasible", "infeasible", "infeasible", "pending"]
+    assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
+    run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})
+    spoil(run_dir, lambda r: r.update(trials=[r["trials"][0], *planned[1:4], r["trials"][1] | {"id": "004"}]))
+    for command in READERS:
+        assert run(capsys, command, run_dir.root)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\udcff"])
+def test_a_result_that_is_no_json_object_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    run_dir.result.write_bytes(text.encode("utf-8", "surrogateescape"))
+    code, _, err = run(capsys, "report", run_dir.root)
+    assert code == 2
+    assert err == (
+        f"error: {run_dir.result} is damaged: it is no JSON object: put back a copy, or begin again from {run_dir.experiment}\n"
+    )
+
+
+def rewritten(run_dir: RunDir, change: Callable[[Any], object]) -> RunDir:
+    tree = yaml.safe_load(run_dir.experiment.read_text())
+    change(tree)
+    run_dir.experiment.write_text(yaml.safe_dump(tree))
+    return run_dir
+
+
+OLD_KEYS = [
+    lambda t: t.update(profiler={"on": True}),
+    lambda t: t["data"].update(prefetch_factor=2),
+    lambda t: t["data"].setdefault("device_augment", {}).update(posterize=1),
+    lambda t: t["teacher"].update(device="cpu"),
+    lambda t: t["distill"]["options"].update(kd={"alpha": 0.9}),
+    lambda t: t["distill"].update(method=["kd", "gone"]),
+    lambda t: t["student"].update(model="resnet9000"),
+    lambda t: t["sweep"]["space"].update({"data.prefetch_factor": [1, 2]}),
+]
+
+
+@pytest.mark.parametrize("change", OLD_KEYS, ids=range(len(OLD_KEYS)))
+def test_a_run_of_another_version_can_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: Callable[[Any], object]
+) -> None:
+    sweep, single = rewritten(sweep_dir(tmp_path / "s", SPACE), change), rewritten(train_dir(tmp_path / "t"), change)
+    for run_dir in (sweep, single):
+        code, out, err = run(capsys, "report", run_dir.root)
+        assert (code, err) == (0, "")
+        assert "images/s" in out
+        assert run_dir.report.exists()
+    assert run(capsys, "sync", sweep.root)[0] == 0
+    assert run(capsys, "doctor", single.root)[0] == 0
+    assert run(capsys, "compare", sweep.root, sweep_dir(tmp_path / "new", SPACE).root)[0] == 0
+
+
+def test_what_is_left_out_is_said_and_a_resume_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = rewritten(train_dir(tmp_path / "t", status="interrupted"), lambda t: t["data"].update(prefetch_factor=2))
+    code, out, err = run(capsys, "report", run_dir.root)
+    assert (code, err) == (0, "")
+    assert f"{run_dir.experiment}: data.prefetch_factor: no such key in this version, left out here" in " ".join(out.split())
+    code, _, err = run(capsys, "resume", run_dir.root)
+    assert code == 2
+    assert err.startswith(f"error: {run_dir.experiment}: data.prefetch_factor: no such key")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_value_that_cannot_be_read_any_more_is_one_line_that_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_dir = rewritten(train_dir(tmp_path / "t"), lambda t: t["data"].update(augment="mosaic"))
+    code, _, err = run(capsys, "report", run_dir.root)
+    assert code == 2
+    assert err.startswith(f"error: {run_dir.experiment}: data.augment: must be ")
+    assert err.endswith(', not "mosaic"; if another version wrote it, change or remove it there to read this run\n')

@@ -1,0 +1,63 @@
+"""The session of a run: the time that it says it took, over all sessions that carried it out."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from service.cluster import resources as clusters
+from service.config.experiment import load
+from service.runs import train as runs
+from service.runs.plan import Plan
+from service.runs.run_directory import begin
+from service.runs.train import Session, note_stage, run_stage, session
+from service.runs.trial import Assignment, Outcome
+from trainables.rundir import RunDir, StageDir, append_line
+
+RESOLVED = load("digits", ["tracking.enabled=false"])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
+    found.root.mkdir()
+    begin(RESOLVED, "train", found, tmp_path)
+    return found
+
+
+def work(now: Session, name: str) -> Assignment:
+    return Plan.on(now.experiment, clusters.local_capacity()).assign(name, now.run_dir, {})
+
+
+def test_each_save_has_the_seconds_so_far(run_dir: RunDir) -> None:
+    written = json.loads(run_dir.result.read_text()) | {"seconds": 100.0}
+    run_dir.result.write_text(json.dumps(written))
+    with session(RESOLVED, run_dir) as now:
+        time.sleep(0.05)
+        now.save(num_workers=1)
+        assert 100.05 <= json.loads(run_dir.result.read_text())["seconds"] < 130
+
+
+def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(assignment: Assignment) -> Outcome:
+        stage = StageDir(Path(assignment.config.output_dir))
+        append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * (time.time() + 2), "metrics": {}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "carry_out", interrupted)
+    run_dir.stage("student").root.mkdir()
+    with pytest.raises(KeyboardInterrupt), session(RESOLVED, run_dir) as now:
+        run_stage(now, work(now, "student"))
+    with session(RESOLVED, run_dir) as now:
+        note_stage(now, work(now, "student"), Outcome("failed", "a worker died", seconds=50.0, start_s=10.0))
+    with session(RESOLVED, run_dir) as now:
+        note_stage(now, work(now, "student"), Outcome("ok", seconds=30.0, start_s=None))
+    with session(RESOLVED, run_dir) as now:  # complete: it is not carried out again
+        note_stage(now, work(now, "student"), Outcome("ok", seconds=0.1))
+    (stage,) = json.loads(run_dir.result.read_text())["stages"]
+    assert stage["status"] == "ok"
+    assert 80.0 <= stage["seconds"] < 90.0
+    assert stage["start_s"] == pytest.approx(12.0, abs=0.5)

@@ -1,0 +1,111 @@
+"""Trainings in the order of what is predicted: few of them find the batch that reaches the target first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.search.accuracy import SEEDS
+from service.search.accuracy_race import Race
+
+BATCHES = np.array([16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0])
+EVERY = np.maximum(1.0, 1442 // BATCHES)
+
+
+class Cluster:
+    """Trainings by the law: steps by batch that scatter from seed to seed, seconds of a step with a fixed part."""
+
+    def __init__(self, seed: int):
+        rng = np.random.default_rng(seed)
+        self.b_noise, self.s_min = float(np.exp(rng.uniform(3, 6))), float(rng.uniform(40, 200))
+        self.step_s = 0.005 + float(np.exp(rng.uniform(-10, -7))) * BATCHES
+        scatter = np.exp(SEEDS * rng.standard_normal(len(BATCHES)))
+        self.steps = np.ceil(self.s_min * (1 + self.b_noise / BATCHES) * scatter / EVERY) * EVERY
+        self.seconds = self.steps * self.step_s
+        self.noise = self.b_noise * np.exp(0.5 * rng.standard_normal(len(BATCHES)))
+
+    def train(self, row: int, until_s: float | None) -> dict[str, float]:
+        if until_s is not None and self.seconds[row] > until_s:
+            steps = max(1.0, np.ceil(until_s / self.step_s[row] / EVERY[row])) * EVERY[row]
+            if steps < self.steps[row]:
+                return {"noise_scale": self.noise[row], "steps": steps, "train_s": steps * self.step_s[row]}
+        reached = {"steps_to_accuracy": self.steps[row], "time_to_accuracy_s": self.seconds[row]}
+        return {"noise_scale": self.noise[row], "steps": self.steps[row], "train_s": self.seconds[row], **reached}
+
+
+def raced(seed: int) -> tuple[Race, Cluster]:
+    cluster = Cluster(seed)
+    race = Race(BATCHES, cluster.step_s, EVERY)
+    while (row := race.ask()) is not None:
+        race.tell(row, cluster.train(row, race.until_s))
+    return race, cluster
+
+
+def test_a_few_trainings_find_nearly_the_fastest() -> None:
+    regrets, counts, costs = [], [], []
+    for seed in range(60):
+        race, cluster = raced(seed)
+        regrets.append(cluster.seconds[race.best] / cluster.seconds.min() - 1)
+        counts.append(len(race.told))
+        costs.append(sum(told["train_s"] for told in race.told.values()) / cluster.seconds.sum())
+    assert np.median(regrets) < 0.02
+    assert np.quantile(regrets, 0.9) < 0.2
+    assert max(counts) <= 4
+    assert np.median(costs) < 0.4
+
+
+def test_a_training_may_take_as_long_as_the_best_so_far_and_no_longer() -> None:
+    race = Race(BATCHES, np.full(7, 0.01), EVERY)
+    assert race.until_s is None
+    race.tell(2, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0})
+    race.tell(3, {"steps": 220, "train_s": 2.2})
+    assert (race.best, race.until_s) == (2, 2.0)
+
+
+def test_a_race_told_again_goes_on_alike() -> None:
+    race, cluster = raced(7)
+    again = Race(BATCHES, cluster.step_s, EVERY)
+    for row, summary in race.told.items():
+        assert again.ask() == row
+        again.tell(row, summary)
+    assert again.ask() is None
+    assert again.why() == race.why()
+
+
+def test_points_whose_training_failed_are_not_trained_again() -> None:
+    race = Race(BATCHES, np.full(7, 0.01), EVERY, most=7)
+    first = race.ask()
+    assert first is not None
+    race.tell(first, {})
+    second = race.ask()
+    assert second not in (None, first)
+    assert race.best is None
+
+
+def test_points_of_one_batch_differ_by_their_speed_alone() -> None:
+    race = Race(np.array([64.0, 64.0, 64.0]), np.array([0.02, 0.01, 0.03]), np.full(3, 20.0), step_spread_M=0.02)
+    assert race.ask() == 1
+    race.tell(1, {"steps": 200, "train_s": 2.0, "steps_to_accuracy": 200, "time_to_accuracy_s": 2.0, "noise_scale": 90.0})
+    assert race.ask() is None
+    assert "no other point" in race.why()
+
+
+@pytest.mark.parametrize("noise", [20.0, 2000.0])
+def test_the_noise_scale_of_an_earlier_training_says_where_to_begin(noise: float) -> None:
+    race = Race(BATCHES, 0.005 + 1e-4 * BATCHES, EVERY, noise_scales=[noise])
+    assert race.ask() == int(np.argmin((1 + noise / BATCHES) * (0.005 + 1e-4 * BATCHES)))
+
+
+def test_while_none_has_reached_the_target_the_fastest_of_the_others_is_trained_and_the_end_says_so() -> None:
+    race = Race(BATCHES[:3], np.array([0.01, 0.012, 0.3]), EVERY[:3])
+    trained = []
+    while (row := race.ask()) is not None:
+        trained.append(row)
+        race.tell(row, {"steps": 100.0, "train_s": 1.0})
+    assert sorted(trained) == [0, 1, 2]
+    assert race.why() == "3 points were trained, which is all, and none reached the target"
+
+
+def test_a_race_without_a_point_that_can_run_is_over() -> None:
+    nobody = np.array([])
+    assert Race(nobody, nobody, nobody).ask() is None

@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.trainables.data.shards import image_of, make_records
+from tests.trainables.data.storage.small import file_system
+from trainables.config import DataConfig
+from trainables.data.index import INDEX, read_index
+from trainables.data.records import open_records
+from trainables.data.source import open_on_node
+from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import staging
+from trainables.data.storage.shared_folder import alone, folder_bytes, hold, remove_others
+from trainables.data.storage.staging import stage
+from trainables.errors import DataError
+
+GRACE_S = 0.3
+
+_USER = f"""
+import logging, sys, time
+from trainables.data.storage.staging import stage
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+try:
+    path, held = stage(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+    raise SystemExit(2)
+print("ready", path, flush=True)
+time.sleep(1000)
+"""
+
+
+class User:
+    """A process that stages a set and then uses it until it is killed."""
+
+    def __init__(self, source: Path, to: Path) -> None:
+        path = os.pathsep.join([str(Path(__file__).parents[4]), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _USER, str(source), str(to)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def said(self, word: str) -> str:
+        """The first line that begins with `word`."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if line.startswith(word):
+                return line.strip()
+        raise AssertionError(lines)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start_user() -> Iterator[Callable[[Path, Path], User]]:
+    users: list[User] = []
+
+    def start(source: Path, to: Path) -> User:
+        users.append(User(source, to))
+        return users[-1]
+
+    yield start
+    for user in users:
+        user.kill()
+
+
+def _own(base: Path) -> Path:
+    return base / f"raydistill-{os.getuid()}"
+
+
+def _gone(path: Path, within_s: float = 20) -> bool:
+    deadline = time.monotonic() + within_s
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not path.exists()
+
+
+def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    path, held = stage(str(root), str(to), grace_s=GRACE_S)
+    assert Path(path).is_relative_to(to)
+    for split in ("train", "val"):
+        source = open_records(path, split)
+        assert [source.read(index) for index in range(len(source))] == [image_of(split, index) for index in range(len(source))]
+    held.close()
+
+
+def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    _, first = stage(str(root), str(to), grace_s=GRACE_S)
+    path, second = stage(str(root), str(to), grace_s=GRACE_S)
+    first.close()
+    time.sleep(4 * GRACE_S)
+    assert Path(path).exists()
+    second.close()
+    assert _gone(_own(to))
+    assert root.exists()
+
+
+def test_who_comes_within_the_grace_takes_the_copy_over(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    path, held = stage(str(root), str(to), grace_s=1.0)
+    inode = (Path(path) / "train-00000.arrow").stat().st_ino
+    for _ in range(3):
+        held.close()
+        time.sleep(0.6)
+        again, held = stage(str(root), str(to), grace_s=1.0)
+        assert (Path(again) / "train-00000.arrow").stat().st_ino == inode
+    held.close()
+    assert _gone(_own(to))
+
+
+def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, start_user: Callable[[Path, Path], User]) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    users = [start_user(root, to) for _ in range(2)]
+    paths = {user.said("ready") for user in users}
+    assert len(paths) == 1
+    users[0].kill()
+    time.sleep(4 * GRACE_S)
+    assert Path(paths.pop().split()[1]).exists()
+    users[1].kill()
+    assert _gone(_own(to))
+
+
+def test_a_keeper_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    holds = [stage(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
+    (folder,) = _own(to).iterdir()
+    found = [line for line in _processes() if str(folder) in line]
+    assert len(found) == 1
+    pid = int(found[0].split()[0])
+    status = Path(f"/proc/{pid}/status").read_text()
+    assert f"PPid:\t{os.getpid()}\n" not in status
+    assert os.getsid(pid) != os.getsid(0)
+    assert int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) < 20_000
+    for held in holds:
+        held.close()
+    assert _gone(_own(to))
+
+
+def _processes() -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.append(f"{entry.name} " + (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return found
+
+
+def test_two_processes_copy_once(tmp_path: Path, start_user: Callable[[Path, Path], User]) -> None:
+    root, to = make_records(tmp_path / "set", shards=8, rows=40, size=50_000), tmp_path / "disk"
+    users = [start_user(root, to) for _ in range(3)]
+    copied = []
+    for user in users:
+        assert user.process.stdout is not None
+        for line in user.process.stdout:
+            copied += [line] if line.startswith("staged") else []
+            if line.startswith("ready"):
+                break
+    assert len(copied) == 1
+    assert "15." in copied[0]
+    assert "MiB of" in copied[0]
+
+
+def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    path, held = stage(str(root), str(to), grace_s=30)
+    copy = Path(path)
+    kept = (copy / "train-00001.arrow").stat().st_ino
+    (copy / INDEX).unlink()
+    (copy / "train-00002.arrow").unlink()
+    (copy / "train-00003.arrow").write_bytes(b"short")
+    (copy / ".train-00002.arrow.part").write_bytes(b"half a shard")
+    with caplog.at_level(logging.INFO, "raydistill"):
+        _, again = stage(str(root), str(to))
+    assert "staged 52.7 KiB of" in caplog.text  # two shards of 25 kB
+    assert (copy / "train-00001.arrow").stat().st_ino == kept
+    assert sorted(file.name for file in copy.iterdir()) == sorted(file.name for file in root.iterdir())
+    assert len({open_records(path, "train").read(index) for index in range(100)}) == 100
+    held.close()
+    again.close()
+    keeper.remove_unused(str(copy.parent))
+
+
+def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
+    tmp_path: Path, start_user: Callable[[Path, Path], User]
+) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    shard, aside = root / "train-00003.arrow", tmp_path / "aside"
+    shard.rename(aside)
+    os.mkfifo(shard)  # reading it waits for ever
+    copier = start_user(root, to)
+    done = _own(to) / next(iter(_appears(_own(to)))) / "data" / "train-00000.arrow"
+    _appears(done.parent, done.name)
+    waiting = start_user(root, to)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.process.wait(timeout=1)
+    aside.rename(shard)
+    copier.kill()
+    path = Path(waiting.said("ready").split()[1])
+    assert (path / shard.name).read_bytes() == shard.read_bytes()
+
+
+def _appears(folder: Path, name: str = "") -> list[str]:
+    """What is in `folder` once `name`, or anything, is there."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if folder.exists() and (found := [path.name for path in folder.iterdir() if path.name.startswith(name)]):
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{name} does not appear in {folder}")
+
+
+def test_whoever_copies_or_waits_says_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_PROGRESS_S", 0.0)
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    with caplog.at_level(logging.INFO, "raydistill"):
+        _, held = stage(str(root), str(to), grace_s=GRACE_S)
+    assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
+        with alone(held.folder / "copying"):
+            waiting, deadline = pool.submit(stage, str(root), str(to), grace_s=GRACE_S), time.monotonic() + 20
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
+        waiting.result()[1].close()
+    held.close()
+
+
+def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:
+    for number in range(50):
+        (tmp_path / f"{number}").write_bytes(b"x" * 10)
+    stop = threading.Event()
+
+    def rename_all() -> None:
+        for path in itertools.cycle([tmp_path / f"{number}" for number in range(50)]):
+            if stop.is_set():
+                return
+            path.rename(path.with_suffix(".part"))
+            path.with_suffix(".part").rename(path)
+
+    renaming = threading.Thread(target=rename_all)
+    renaming.start()
+    try:
+        measured = [folder_bytes(tmp_path) for _ in range(500)]
+    finally:
+        stop.set()
+        renaming.join()
+    assert min(measured) > 0
+    assert folder_bytes(tmp_path) == 500
+
+
+def test_a_keeper_is_not_kept_from_its_work_by_whoever_asks_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "base" / "identity"
+    folder.mkdir(parents=True)
+    (folder / keeper.USERS).touch()
+    with open(folder / keeper.KEEPER, "wb") as asked:
+        fcntl.flock(asked, fcntl.LOCK_SH)
+        assert not keeper.is_kept(str(folder))
+        watching = threading.Thread(target=keeper.watch, args=(str(folder), 0.0))
+        watching.start()
+        time.sleep(0.03)
+    watching.join(timeout=20)
+    assert not folder.exists()
+
+
+def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
+    to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
+    for name in ("crashed", "crashed.gone-1"):
+        (base / name).mkdir(parents=True)
+        (base / name / "shard").write_bytes(b"x" * 1000)
+    used = hold(str(to), "used", grace_s=30)
+    mine = hold(str(to), "mine", grace_s=30)
+    assert sorted(path.name for path in base.iterdir()) == ["mine", "used"]
+    used.close()
+    while used.folder.exists():  # for a moment its keeper holds the lock
+        remove_others(mine, kept=True)
+    assert [path.name for path in base.iterdir()] == ["mine"]
+    mine.close()
+    while mine.folder.exists():  # its keeper too
+        keeper.remove_unused(str(mine.folder))
+    assert not base.exists()
+
+
+def test_a_set_that_does_not_fit_is_refused_before_a_byte_is_copied(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    index = read_index(root)
+    huge = index.splits["train"].shards[0].model_copy(update={"bytes": 1 << 60})
+    train = index.splits["train"].model_copy(update={"shards": (huge,)})
+    (root / INDEX).write_text(index.model_copy(update={"splits": {**index.splits, "train": train}}).model_dump_json())
+    with pytest.raises(DataError, match=r"data.stage: 1.049e\+06 TiB of .*set do not fit into the .* that are free in") as error:
+        stage(str(root), str(to), grace_s=GRACE_S)
+    assert "\n" not in str(error.value)
+    assert _gone(_own(to))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    with file_system(tmp_path / "small", 2) as folder:
+        yield folder
+
+
+def test_a_disk_smaller_than_the_set_is_named_with_both_sizes(tmp_path: Path, small_disk: Path) -> None:
+    root = make_records(tmp_path / "set", rows=100, size=10_000)
+    with pytest.raises(
+        DataError, match=r"3\.94 MiB of \S+ do not fit into the (1\.9\d|2) MiB that are free in \S+; write data.stage=none"
+    ):
+        stage(str(root), str(small_disk), grace_s=GRACE_S)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_copy_is_cleaned_and_an_error(
+    tmp_path: Path, start_user: Callable[[Path, Path], User], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, to = make_records(tmp_path / "set", rows=100, size=10_000), tmp_path / "disk"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # a write beyond is refused as on a full disk
+    try:
+        with pytest.raises(DataError, match=r"data.stage: \S+ was full before 3\.94 MiB of \S+ were copied there") as error:
+            stage(str(root), str(to), grace_s=30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(error.value)
+    (folder,) = _own(to).iterdir()
+    assert not list((folder / "data").iterdir())
+    keeper.remove_unused(str(folder))
+
+
+def test_a_full_disk_under_two_processes_ends_both_with_the_error(
+    tmp_path: Path, small_disk: Path, start_user: Callable[[Path, Path], User]
+) -> None:
+    root = make_records(tmp_path / "set", rows=100, size=4_000)
+    (small_disk / "others").write_bytes(b"x" * 1_000_000)
+    for user in [start_user(root, small_disk) for _ in range(2)]:
+        assert "do not fit" in user.said("DataError")
+        assert user.process.wait(timeout=60) == 2
+
+
+def test_a_shard_that_is_not_the_one_of_the_index_is_an_error_that_names_it(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    shard = root / "train-00002.arrow"
+    content = shard.read_bytes()
+    for damaged, problem in [
+        (content[:-5], "bytes, and its index says"),
+        (content + b"x", "at least .* bytes, and its index says"),
+        (content[:500] + bytes([content[500] ^ 1]) + content[501:], "has another checksum than its index says"),
+    ]:
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"data.path: {shard} .*{problem}.*; restore the file, or pack it again"):
+            stage(str(root), str(to), grace_s=GRACE_S)
+    shard.unlink()
+    with pytest.raises(DataError, match=rf"data.path: {shard} cannot be read: No such file"):
+        stage(str(root), str(to), grace_s=GRACE_S)
+
+
+def test_a_disk_that_fails_in_the_middle_of_a_copy_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
+    """The kernel's own error: nothing is mapped at the beginning of a process's memory, and reading it is EIO."""
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    shard = root / "train-00002.arrow"
+    shard.unlink()
+    shard.symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=rf"data.path: {shard} cannot be read: Input/output error") as error:
+        stage(str(root), str(to), grace_s=GRACE_S)
+    assert "\n" not in str(error.value)
+    assert _gone(_own(to))
+
+
+def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    to.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    _own(to).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"is not a folder of this user"):
+        stage(str(root), str(to))
+    with pytest.raises(DataError, match=r"data.stage: /proc/nowhere cannot be used: .*; give another folder"):
+        stage(str(root), "/proc/nowhere")
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:  # no such file system can be counted on where tests run
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    root = make_records(tmp_path / "set")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No locks available; give another folder") as error:
+        stage(str(root), str(tmp_path / "disk"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:
+    root, to = make_records(tmp_path / "set"), tmp_path / "disk"
+    data = DataConfig(path=str(root), stage=str(to))
+    sources = [open_on_node(data, split) for split in ("train", "val")]
+    for shard in root.glob("*.arrow"):
+        shard.unlink()  # of the set; the copy is whole
+    assert [source.read(3) for source in sources] == [image_of("train", 3), image_of("val", 3)]
+    (folder,) = _own(to).iterdir()
+    while sources:
+        assert not keeper.remove_unused(str(folder))
+        sources.pop()
+    while not keeper.remove_unused(str(folder)):  # for a moment the folder's keeper holds the lock
+        time.sleep(0.01)
+
+
+def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:
+    path, held = stage(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
+    assert path.startswith("/dev/shm/raydistill-")
+    held.close()
+    assert _gone(Path(path))

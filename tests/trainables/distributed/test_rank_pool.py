@@ -1,0 +1,60 @@
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Lost, Ranks
+
+
+def total(group: Group) -> float:
+    value = torch.tensor([group.rank + 1.0])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def die_on_rank_1(group: Group) -> float:
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return total(group)
+
+
+def own_process(group: Group) -> int:
+    return os.getpid()
+
+
+def refuse_nobody(group: Group) -> int:
+    return 7
+
+
+def refuse(group: Group) -> None:
+    if group.rank == 0:
+        raise ValueError("not here")
+
+
+def test_every_run_has_a_group_of_its_own_size(ranks: Ranks) -> None:
+    assert [ranks.run(2, total), ranks.run(3, total), ranks.run(2, total)] == [[3.0] * 2, [6.0] * 3, [3.0] * 2]
+
+
+def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="not here") as caught:
+        ranks.run(2, refuse)
+    assert "in refuse" in caught.value.__notes__[0]
+    assert ranks.run(2, total) == [3.0, 3.0]
+
+
+def test_a_pool_that_lost_a_rank_starts_anew() -> None:
+    pool = Ranks(2)
+    with pytest.raises(Lost, match="rank 1 ended without an answer"):
+        pool.run(2, die_on_rank_1)
+    assert pool.run(2, total) == [3.0, 3.0]
+
+    (last,) = pool.run(2, own_process)[1:]
+    os.kill(last, signal.SIGKILL)  # between two runs
+    with pytest.raises(Lost, match="rank 1 ended"):
+        pool.run(2, total)
+    assert pool.run(1, refuse_nobody) == [7]
+    assert pool.run(2, total) == [3.0, 3.0]
+    pool.close()

@@ -1,0 +1,49 @@
+"""A job's beginning is tested with what is built; here is its end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.trainables.data.packed import pack_here
+from tests.trainables.jobs import Recorded, config, no_telemetry
+from trainables.data.storage import folder_cleaner as keeper
+from trainables.distributed.group import Group
+from trainables.engine import loop
+from trainables.engine.job import build
+
+
+def _packed(root: Path) -> Path:
+    for split in ("train", "val"):
+        for number in range(16):
+            file = root / "images" / split / "ab"[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (16 * number, 0, 0)).save(file)
+    pack_here(root / "images", root / "set")
+    return root / "set"
+
+
+@pytest.mark.parametrize("uri", [False, True])
+@pytest.mark.parametrize("die_after", [None, 3])
+def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, die_after: int | None, uri: bool) -> None:
+    packed, before = _packed(tmp_path), set(threading.enumerate())
+    data = {"path": packed.as_uri() if uri else str(packed), "stage": str(tmp_path / "disk"), "global_batch_size": 4}
+    settings = config(tmp_path / "out", teacher=None, data=data, train={"log_every": 1})
+    job = build(settings, Group(), Recorded(die_after), no_telemetry)
+    folders = list((tmp_path / "disk").glob("raydistill-*/*"))
+    assert len(folders) == 1
+    with (
+        pytest.raises(InterruptedError) if die_after else contextlib.nullcontext(),  # whose traceback holds all that there was
+        contextlib.closing(job),
+    ):
+        loop.run(job)
+    deadline = time.monotonic() + 20
+    while set(threading.enumerate()) - before or not keeper.remove_unused(str(folders[0])):
+        assert time.monotonic() < deadline, (set(threading.enumerate()) - before, "or the folder is in use")
+        time.sleep(0.02)
+    assert not folders[0].exists()

@@ -1,0 +1,81 @@
+"""Schedules at the points where they are defined, scaling, and which parameters decay."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainables.config import OptimConfig
+from trainables.engine.optim import build_optimizer, learning_rate, parameter_groups, peak_learning_rate
+
+
+def test_cosine_falls_from_the_peak_to_zero() -> None:
+    optim = OptimConfig(epochs=10, schedule="cosine")
+    rates = [learning_rate(step, 100, optim, 0.4) for step in (0, 500, 999)]
+    assert rates == pytest.approx([0.4, 0.2, 0.2 * (1 - math.cos(math.pi / 1000))], rel=1e-9)
+
+
+def test_step_multiplies_at_each_milestone() -> None:
+    optim = OptimConfig(epochs=100, schedule="step", milestones=(30, 60, 90), gamma=0.1)
+    rates = [learning_rate(epoch * 5, 5, optim, 1.0) for epoch in (0, 29, 30, 59, 60, 90, 99)]
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.001, 0.001])
+
+
+def test_warm_up_rises_linearly_and_meets_the_schedule_at_the_peak() -> None:
+    optim = OptimConfig(epochs=10, schedule="constant", warmup_epochs=2)
+    rates = [learning_rate(step, 50, optim, 1.0) for step in range(101)]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(1 / 101)
+    assert rates[100] == 1.0
+    differences = {round(b - a, 12) for a, b in itertools.pairwise(rates)}
+    assert len(differences) == 1
+
+
+def test_linear_scaling_multiplies_by_the_batch_over_the_base_batch() -> None:
+    assert peak_learning_rate(OptimConfig(lr=0.1, lr_scaling="linear", lr_base_batch=256), 1024) == pytest.approx(0.4)
+    assert peak_learning_rate(OptimConfig(lr=0.1), 1024) == 0.1
+
+
+def test_norms_and_biases_can_be_left_out_of_weight_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    decayed, spared = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01, decay_norm_and_bias=False))
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(model[0].weight), id(model[3].weight)}
+    assert len(spared["params"]) == 4
+    (everything,) = parameter_groups(model.parameters(), OptimConfig(weight_decay=0.01))
+    assert len(everything["params"]) == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_overflows_leaves_nothing_behind(fused: bool) -> None:
+    def trained(first: float | None) -> torch.Tensor:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = build_optimizer([weight], OptimConfig(lr=0.1, momentum=0.9))
+        optimizer.param_groups[0]["fused"] = fused
+        optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for slope in [first] * (first is not None) + [2.0, 3.0]:
+            torch.full((512,), 7.0)  # memory that was somebody's
+            optimizer.zero_grad()
+            scaler.scale((weight * slope).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weight.detach()
+
+    assert torch.equal(trained(math.inf), trained(None))
+
+
+def test_what_has_its_first_gradient_later_begins_then_on_a_gpu_too() -> None:
+    early, late = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = build_optimizer([early, late], OptimConfig(lr=0.5, momentum=0.5, weight_decay=0.0))
+    optimizer.param_groups[0]["fused"] = True
+    for reached in ([early], [early, late]):
+        optimizer.zero_grad()
+        sum(weight.sum() for weight in reached).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    assert early.tolist() == [1 - 0.5 - 0.75] * 4
+    assert late.tolist() == [0.5] * 4

@@ -1,0 +1,465 @@
+"""Several losses, several optimizers, one forward: against the same calculated by hand, in float64, on 1 and 2 workers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.methods import mine
+from tests.trainables.methods.calls import make
+from tests.trainables.methods.references.basic import Array
+from tests.trainables.methods.references.training import DotState, dot_update
+from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
+from trainables.device.device_batches import on_device
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import loop
+from trainables.engine.job import build
+from trainables.engine.optim import learning_rate
+from trainables.engine.optimizers import Updates, build_updates
+from trainables.engine.step import train_step
+from trainables.errors import ExperimentError
+
+SECOND = f"{mine.__file__}:SecondHead"
+HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
+
+
+def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
+    """Parameters of student and methods after the job."""
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        loop.run(job)
+        return {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
+
+
+class Heavy:
+    """SGD with momentum and weight decay, written down."""
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int, **more: Any):
+        self.optim = OptimConfig(lr=lr, momentum=momentum, weight_decay=weight_decay, epochs=2, **more)
+        self.steps, self.velocity = steps, dict[str, Tensor]()
+
+    def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What it adds to each parameter that its loss reaches."""
+        lr = learning_rate(step, self.steps, self.optim, self.optim.lr)
+        for name, gradient in gradients.items():
+            d = gradient + self.optim.weight_decay * values[name]
+            self.velocity[name] = self.optim.momentum * self.velocity[name] + d if name in self.velocity else d
+        return {name: -lr * self.velocity[name] for name in gradients}
+
+
+def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Tensor]:
+    """A forward for each loss, the gradients of all at the same parameters, the changes added up."""
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        values = {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
+        prepare, step = job.learner.prepare, 0
+        for epoch in range(settings.optim.epochs):
+            for batch in job.train_loader.epoch(epoch):
+                images = prepare(batch).images_BCHW.clone()  # type: ignore[arg-type]
+                labels = batch.labels_B.clone()
+                changes = []
+                for key, optimizer in optimizers.items():
+                    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+                    hidden = images.flatten(1) @ leaves["student.hidden.0.weight"].T + leaves["student.hidden.0.bias"]
+                    if key == "task":
+                        logits = hidden.relu() @ leaves["student.head.weight"].T + leaves["student.head.bias"]
+                        loss = 0.7 * F.cross_entropy(logits, labels)
+                    else:
+                        head = "methods.SecondHead.head" if key == "next" else "methods.Rivals.head"
+                        logits = hidden @ leaves[f"{head}.weight"].T + leaves[f"{head}.bias"]
+                        loss = 0.4 * F.cross_entropy(logits, (labels + (2 if key == "deceive" else 1)) % 10)
+                    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                    part = {"judge": "methods.", "deceive": "student."}.get(key, "")
+                    named = zip(leaves, found, strict=True)
+                    gradients = {name: g for name, g in named if g is not None and name.startswith(part)}
+                    changes.append(optimizer.change(step, values, gradients))
+                values = {
+                    name: value + sum((change[name] for change in changes if name in change), torch.zeros_like(value))
+                    for name, value in values.items()
+                }
+                step += 1
+        return values
+
+
+def two_heads(output: Path, **optim: Any) -> TrainConfig:
+    tuned = {"epochs": 2, "nesterov": False, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, **optim}
+    return config(output, teacher=None, distill=HEADS, optim=tuned)
+
+
+def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"SecondHead": {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}}
+    expected = by_hand(
+        two_heads(tmp_path / "hand", losses=own), {"task": Heavy(0.05, 0.9, 1e-3, 15), "next": Heavy(0.2, 0.5, 0.01, 15)}
+    )
+    for n in (1, 2):
+        ours = ranks.run(n, trained, two_heads(tmp_path / str(n), losses=own))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("own", "deceive"),
+    [
+        ({}, (0.02, 0.3, 1e-3)),
+        ({"Rivals/deceive": {"lr": 0.1, "weight_decay": 0.02}, "task": {"momentum": 0.8}}, (0.1, 0.3, 0.02)),
+    ],
+)
+def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_changes(
+    ranks: Ranks, tmp_path: Path, own: dict[str, Any], deceive: tuple[float, float, float]
+) -> None:
+    expected = by_hand(
+        rivals(tmp_path / "hand", losses=own),
+        {
+            "task": Heavy(0.05, 0.8 if own else 0.9, 1e-3, 15),
+            "judge": Heavy(0.2, 0.5, 0.01, 15),
+            "deceive": Heavy(*deceive, 15, schedule="constant"),
+        },
+    )
+    for n in (1, 2):
+        ours = ranks.run(n, trained, rivals(tmp_path / str(n), losses=own))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+def rivals(output: Path, **optim: Any) -> TrainConfig:
+    distill = {"method": [f"{mine.__file__}:Rivals"], "options": {"Rivals": {"weight": 0.4}}}
+    return two_heads(output, **optim).model_copy(update={"distill": DistillConfig(task_weight=0.7, **distill)})
+
+
+def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> list[tuple[set[str], float]]:
+    """Each optimizer's losses and learning rate for a method of two terms, `m`, and another, `kd`."""
+    method = make(f"{mine.__file__}:{kind}", student_shapes=((4,),))
+    if declared:
+        method.optimizers = declared  # type: ignore[misc]
+    updates = build_updates(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
+    return [(set(update.losses), update.optim.lr) for update in updates]
+
+
+def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
+    optim = OptimConfig(lr=0.5, losses={"kd": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.2), ({"m/deceive"}, 0.02), ({"task"}, 0.5)]
+    judge = {"judge": LossOptimConfig(lr=0.125)}
+    assert losses_of("Rivals", optim, **judge) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.125), ({"task", "m/deceive"}, 0.5)]
+    optim = OptimConfig(lr=0.5, losses={"m": LossOptimConfig(lr=0.25)})
+    assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
+
+
+def test_a_term_changes_what_it_says_beside_the_task_too() -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method.optimizers = {"judge": LossOptimConfig()}  # type: ignore[misc]
+    judge, rest = build_updates(student, {"m": method}, OptimConfig())
+    assert judge.losses == {"m/judge"}
+    assert set(judge.parameters) == set(method.parameters())
+    assert rest.losses == {"task", "m/deceive"}
+    assert set(rest.parameters) == set(student.parameters())
+
+
+@pytest.mark.parametrize("declared", [(), ("deceive",)])
+@pytest.mark.parametrize("name", ["sgd", "dot"])
+def test_a_term_that_would_change_more_than_it_says_is_refused(declared: tuple[str, ...], name: Literal["sgd", "dot"]) -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method.optimizers = {} if name == "dot" else {term: LossOptimConfig() for term in declared}  # type: ignore[misc]
+    with pytest.raises(ExperimentError, match=r"m's judge changes less than .* own, optim.losses: \{m/judge: \{\}\}"):
+        build_updates(student, {"m": method}, OptimConfig(name=name))
+
+
+def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    student.bias.requires_grad_(False)
+    method.optimizers = {}  # type: ignore[misc]
+    method.moved_by = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
+    (update,) = build_updates(student, {"m": method}, OptimConfig())
+    assert {id(p) for group in update.optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in (student.weight, *method.parameters())
+    }
+
+
+def test_what_is_never_trained_has_no_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
+    job = config(
+        tmp_path, model="convnet_small", teacher={"model": "convnet_large", "weights": weights}, train={"max_steps": 2},
+        distill={"method": ["ft"], "options": {"ft": {"init_epochs": 0}}},
+    )  # fmt: skip
+    for optim in ({"losses": {"task": LossOptimConfig(momentum=0.8)}}, {"name": "dot", "nesterov": False}):
+        (state,) = ranks.run(1, trained, job.model_copy(update={"optim": job.optim.model_copy(update=optim)}))
+        assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+
+
+@pytest.mark.parametrize("name", ["ab", "fsp"])
+def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
+    method, student = make(name, student_shapes=((4, 6, 6),) * 3, teacher_shapes=((4, 6, 6),) * 3), nn.Linear(2, 2)
+    (update,) = build_updates(student, {name: method}, OptimConfig())
+    assert set(update.parameters) == {*student.parameters(), *method.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("optim", "declared", "says"),
+    [
+        ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
+        ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
+        ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
+        ({"losses": {"kd": {"momentum": 0}}, "nesterov": True}, {}, "optim.losses: kd: nesterov needs a momentum above 0"),
+        (
+            {"nesterov": True},
+            {"judge": LossOptimConfig(momentum=0.0)},
+            "optim.losses: m/judge: nesterov needs a momentum",
+        ),
+        ({"losses": {"task": {"warmup_epochs": 10}}}, {}, "optim.losses: task: warmup_epochs 10 leaves none of 10 epochs"),
+        ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
+    ],
+)
+def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        losses_of("Rivals", OptimConfig.model_validate(optim), **declared)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
+    with pytest.raises(ExperimentError, match=r"which has one optimizer: leave out Prepared, or Rivals, which brings its own$"):
+        ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
+
+
+def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
+    expected = by_hand(two_heads(tmp_path / "hand"), {"task": DotsTask(0.05, 15), "next": DotsOther(0.05, 15)})
+    for n in (1, 2):
+        ours = ranks.run(n, trained, two_heads(tmp_path / str(n), name="dot", delta=0.05))[0]
+        assert relative_difference(expected, ours) < 1e-9
+
+
+class DotsOne(Heavy):
+    """A momentum of its own for what both losses reach; what one alone reaches goes as usual."""
+
+    alone: str
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, steps: int):
+        super().__init__(lr, momentum, weight_decay, steps)
+        self.plain = Heavy(lr, 0.9, 1e-3, steps)
+
+    def change(self, step: int, values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: g for name, g in gradients.items() if name.startswith(self.alone)}
+        shared = {name: g for name, g in gradients.items() if name not in own}
+        return super().change(step, values, shared) | self.plain.change(step, values, own)
+
+
+class DotsTask(DotsOne):
+    """Less momentum; SecondHead does not reach the classifier."""
+
+    alone = "student.head."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.85, 1e-3, steps)
+
+
+class DotsOther(DotsOne):
+    """More momentum, without weight decay; the methods' own parameters are theirs alone."""
+
+    alone = "methods."
+
+    def __init__(self, lr: float, steps: int):
+        super().__init__(lr, 0.95, 0.0, steps)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> None:
+    optim = OptimConfig(name="dot", lr=0.5, momentum=0.5, delta=0.25, weight_decay=0.125)
+    student, method = nn.Linear(2, 1).double(), make("kd")  # the task reaches the weight, and in the end the bias too
+    updates = Updates(build_updates(student, {"kd": method}, optim), Group())
+    updates.set_learning_rates(0, 10, 1)
+    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
+        group["fused"] = fused  # as on a GPU
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    values = {name: p.detach().clone() for name, p in student.named_parameters()}
+    velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
+    for both in (False, True, False):
+        updates.backward(Slopes(student, both), torch.ones(()), scaler)
+        updates.step(scaler)
+        for name, value in values.items():
+            task, kd = name == "weight" or both, name == "bias" or both
+            found = torch.zeros_like(value)
+            for side, reaches, slope in (("task", task, 3.0), ("kd", kd, 5.0)):
+                if reaches:
+                    momentum = (0.25 if side == "task" else 0.75) if both else 0.5
+                    decay = 0.0 if both and side == "kd" else 0.125
+                    key = f"{side}.{name}"
+                    velocity[key] = momentum * velocity[key] + slope + decay * value  # type: ignore[assignment]
+                    found = found - 0.5 * velocity[key]
+            values[name] = value + found
+        for name, p in student.named_parameters():
+            torch.testing.assert_close(p.detach(), values[name], rtol=1e-12, atol=1e-12)
+
+
+class Slopes:
+    """Losses whose gradients are 3 of the task and 5 of `kd`: each by its own parameter, or by both."""
+
+    def __init__(self, student: nn.Linear, both: bool):
+        self._parts = {"task": [student.weight], "kd/kl": [student.bias]}
+        if both:
+            self._parts = {key: [student.weight, student.bias] for key in self._parts}
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        (key,) = keys or ()
+        total = torch.stack([p.sum() for p in self._parts[key]]).sum()
+        return total * (3.0 if key == "task" else 5.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("decay_norm_and_bias", [True, False])
+def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_and_bias: bool, fused: bool) -> None:
+    optim = OptimConfig(
+        name="dot", lr=0.3, epochs=2, momentum=0.8, delta=0.15, weight_decay=0.02, decay_norm_and_bias=decay_norm_and_bias
+    )
+    student = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    method = make("fitnet", student_shapes=((2, 3, 3),), teacher_shapes=((3, 3, 3),))
+    updates = Updates(build_updates(student, {"fitnet": method}, optim), Group())
+    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
+        group["fused"] = fused  # as on a GPU
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    named = dict(student.named_parameters()) | {f"method.{name}": p for name, p in method.named_parameters()}
+    expected = {name: DotState(p.detach().numpy().copy()) for name, p in named.items()}
+    numbers, seen = np.random.default_rng(0), set[tuple[bool, bool]]()
+    for step in range(12):
+        reach = {side: [name for name in named if numbers.random() < 0.6] for side in ("task", "methods")}
+        reach["task"] = [name for name in reach["task"] if not name.startswith("method.")]
+        found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
+        updates.set_learning_rates(step, 6, 1)
+        updates.backward(Reaching(named, found), torch.ones(()), scaler)
+        updates.step(scaler)
+        lr = learning_rate(step, 6, optim, optim.lr)
+        for name, p in named.items():
+            slopes = found["task"].get(name), found["methods"].get(name)
+            decay = 0.02 if decay_norm_and_bias or p.ndim > 1 else 0.0
+            expected[name] = dot_update(expected[name], *slopes, lr, 0.8, 0.15, decay)
+            np.testing.assert_allclose(p.detach().numpy(), expected[name].parameter, rtol=1e-12, atol=1e-12, err_msg=name)
+            seen.add((slopes[0] is not None, slopes[1] is not None))
+    assert len(seen) == 4  # a parameter that both reach, one alone, the other alone, neither
+
+
+class Reaching:
+    """Losses of the task and of the methods, each with these gradients of some parameters, by name."""
+
+    def __init__(self, named: dict[str, nn.Parameter], found: dict[str, dict[str, Array]]):
+        self._named, self._found = named, found
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        found = self._found["task" if keys == {"task"} else "methods"]
+        return torch.stack([(self._named[name] * torch.from_numpy(slope)).sum() for name, slope in found.items()]).sum()
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
+    student = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    updates = Updates(build_updates(student, {"kd": make("kd")}, OptimConfig(losses={"task": LossOptimConfig()})), Group())
+    seen = list[bool]()
+
+    def watch(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            seen.extend(p.grad.stride() == p.stride() for p in group["params"] if p.grad is not None)
+
+    for update in updates.updates:
+        update.optimizer.register_step_pre_hook(watch)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    class Sums:
+        """Whose gradients are one number, in no memory order."""
+
+        def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+            return torch.stack([p.sum() for p in student.parameters()]).sum()
+
+    updates.backward(Sums(), torch.ones(()), scaler)
+    updates.step(scaler)
+    assert seen == [True] * 8
+
+
+def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
+    student = nn.Linear(2, 1).double()
+    optim = OptimConfig(losses={"task": LossOptimConfig()})
+    updates = Updates(build_updates(student, {"kd": make("kd")}, optim), Group())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    held: list[weakref.ref[Tensor]] = []
+
+    def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        assert not [found for found in held if found() is not None]
+        held.extend(weakref.ref(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+    for update in updates.updates:
+        update.optimizer.register_step_pre_hook(begins)
+    updates.backward(Slopes(student, True), torch.ones(()), scaler)
+    updates.step(scaler)
+    assert len(held) == 4
+
+
+@pytest.mark.parametrize(
+    ("optim", "num_optimizers"),
+    [({"losses": {"SecondHead": {"lr": 0.2}}}, 2), ({"name": "dot"}, 2), ({"losses": {"Rivals/deceive": {"lr": 0.1}}}, 3)],
+    ids=str,
+)
+def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
+    tmp_path: Path, optim: dict[str, Any], num_optimizers: int
+) -> None:
+    settings = (rivals if num_optimizers == 3 else two_heads)(tmp_path, **optim)
+    forwards = list[int]()
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        assert len(job.learner.updates.updates) == num_optimizers
+        job.model.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
+        with contextlib.closing(on_device(job.train_loader.epoch(0), job.learner.group.device)) as batches:
+            for step in range(2):
+                train_step(job.learner, next(batches), step, job.timer)
+    assert forwards == [100, 100]
+
+
+def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"task": {"momentum": 0.5}}
+    whole = ranks.run(1, trained, two_heads(tmp_path / "whole", losses=own))[0]
+    for n in (1, 2):
+        parts = ranks.run(n, trained, two_heads(tmp_path / f"parts{n}", losses=own, accumulate=3))[0]
+        assert relative_difference(whole, parts) < 1e-9
+
+
+def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    own = {"task": {"momentum": 0.5}, "Rivals/judge": {"name": "adamw", "lr": 0.01}}
+    whole = ranks.run(2, train, rivals(tmp_path / "whole", losses=own))[0]
+    settings = rivals(tmp_path / "cut", losses=own)
+    assert ranks.run(2, train, settings, 6)[0]["died"]
+    resumed = ranks.run(2, train, settings)[0]
+    assert relative_difference(whole["state"], resumed["state"]) == 0.0
+
+
+def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    settings = two_heads(tmp_path, losses={"kd": {"lr": 0.1}})
+    with pytest.raises(ExperimentError, match=r"optim.losses: there is no loss 'kd' here: write one of SecondHead, task"):
+        ranks.run(1, train, settings)
+
+
+def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {}}
+    states = {}
+    for n in (1, 2):
+        settings = config(tmp_path / str(n), teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
+        states[n] = ranks.run(n, stages, settings)[0]
+    before, warm, after = states[1]
+    moved = {name for name in before if not torch.equal(before[name], warm[name])}
+    assert moved == {f"methods.Prepared.{part}.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")}
+    moved = {name for name in before if not torch.equal(warm[name], after[name])}
+    assert moved == {name for name in before if "encoder" not in name and "decoder" not in name}
+    assert relative_difference(after, states[2][2]) < 1e-9
+
+
+def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
+    """Parameters before the job, after its warm-up stage, and at its end."""
+    found = []
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
+        for epochs in (0, 2, 1):
+            for _ in range(epochs):
+                loop.train_epoch(job)
+                loop.finish_epoch(job)
+            found.append({name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()})
+    return found

@@ -1,0 +1,86 @@
+"""What each method counts, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.trainables.methods.calls import make
+from trainables.config import DistillConfig, MethodOptions
+from trainables.errors import ExperimentError
+from trainables.methods import load
+from trainables.methods.contract import Method
+from trainables.methods.distillation_module import Pupil, choose
+
+MAPS = ((4, 8, 8), (8, 4, 4))
+
+
+def pupil(**options: dict[str, Any]) -> Pupil:
+    """Methods with these options, for two maps on either side."""
+    methods: dict[str, Method] = {}
+    told: dict[str, MethodOptions] = {}
+    for key, own in options.items():
+        methods[key] = make(key, student_shapes=MAPS, teacher_shapes=MAPS, **own)
+        told[key] = load(key).Options.model_validate(own)
+    return Pupil(nn.Identity(), methods, told, task_weight=0.5, epochs=10)
+
+
+def test_the_weight_of_a_method_with_a_warm_up_stage_alone_is_that_of_the_stage() -> None:
+    both = pupil(ab={"weight": 2.0}, fsp={"weight": 0.25}, ft={"weight": 100.0})
+    assert both.weights(-3.0) == {"task": 0.0, "ab": 2.0, "fsp": 0.25, "ft": 1.0}
+    assert both.weights(0.0)["ft"] == 100.0
+
+
+def test_published_stages_count_one() -> None:
+    assert pupil(ab={}, fsp={}, ft={}).weights(-1.0) == {"task": 0.0, "ab": 1.0, "fsp": 1.0, "ft": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, {-1: 2, 0: 2, 5: 2, 10: 2, 11: 2}),
+        ({"warmup_epochs": 4}, {-1: 0, 0: 0, 1: 0.5, 2: 1, 4: 2, 5: 2, 10: 2}),
+        ({"warmup_epochs": 20}, {0: 0, 5: 0.5, 10: 1}),  # longer than the training
+        # min(1, epoch / warm_up), with epochs from 0 in ReviewKD's CIFAR-100/train.py and from 1 in mdistiller's DKD.py
+        ({"warmup_epochs": 4, "warmup_by": "epoch_from_0"}, {-1: 0, 0: 0, 0.9: 0, 1: 0.5, 3.5: 1.5, 4: 2, 9.9: 2}),
+        ({"warmup_epochs": 4, "warmup_by": "epoch_from_1"}, {-1: 0, 0: 0.5, 0.9: 0.5, 1: 1, 2.5: 1.5, 3: 2, 9.9: 2}),
+        ({"warmup_epochs": 2.5, "warmup_by": "epoch_from_1"}, {0.5: 0.8, 1.5: 1.6, 2: 2}),
+        ({"decay": "linear"}, {0: 2, 2.5: 1.5, 5: 1, 10: 0, 11: 0}),
+        ({"decay": "cosine"}, {0: 2, 2.5: 1 + 0.5**0.5, 5: 1, 7.5: 1 - 0.5**0.5, 10: 0, 11: 0}),
+        ({"warmup_epochs": 5, "decay": "linear"}, {0: 0, 2.5: 0.75, 5: 1, 7.5: 0.5, 10: 0}),
+        ({"warmup_epochs": 10, "decay": "cosine"}, {0: 0, 5: 0.5, 10: 0}),
+    ],
+    ids=str,
+)
+def test_a_weight_rises_and_falls_with_the_epochs_as_its_schedule_says(
+    schedule: dict[str, Any], expected: dict[float, float]
+) -> None:
+    options = MethodOptions.model_validate({"weight": 2, **schedule})
+    found = {epoch: options.weight_at(epoch, 10) for epoch in expected}
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
+    both = pupil(fitnet={"weight": 100.0, "decay": "linear"}, nst={"weight": 50.0, "warmup_epochs": 8})
+    assert both.weights(2.0) == pytest.approx({"task": 0.5, "fitnet": 80.0, "nst": 12.5})
+
+
+@pytest.mark.parametrize("name", ["ab", "fsp"])
+@pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("warmup_by", "epoch_from_1"), ("decay", "cosine")])
+def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: str, value: object) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        choose(DistillConfig.model_validate({"method": [name], "options": {name: {key: value}}}))
+    assert str(caught.value) == (
+        f"distill.options.{name}.{key}: {name} works in its warm-up stage alone, throughout which its weight is the same:"
+        f" leave {key} out"
+    )
+    rising = {"warmup_epochs": 2} if key == "warmup_by" else {}
+    assert choose(DistillConfig.model_validate({"method": ["ft"], "options": {"ft": {key: value, **rising}}}))
+
+
+def test_a_way_to_rise_without_epochs_to_rise_in_is_refused() -> None:
+    options = {"kd": {"warmup_by": "epoch_from_1"}}
+    with pytest.raises(ExperimentError, match=r"distill\.options\.kd\.warmup_by: without warmup_epochs the weight does not rise"):
+        choose(DistillConfig.model_validate({"method": ["kd"], "options": options}))

@@ -1,0 +1,46 @@
+"""A step's cost on one image: measured after the training, which it leaves as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
+from trainables.distributed.group import Group
+from trainables.engine import loop
+from trainables.engine.job import Job, build
+from trainables.metrics.single_image_latency import image_costs
+
+IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small", image_size=IMAGE_SIZE)
+    settings = config(
+        tmp_path, model="convnet_small", precision="fp32", data={"image_size": IMAGE_SIZE},
+        teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
+    )  # fmt: skip
+    return build(settings, Group(), lambda *_: None, no_telemetry)
+
+
+def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
+    with contextlib.closing(job):
+        summary = loop.run(job)
+    assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
+    assert 0 < summary["further_image_ms"] < summary["one_image_ms"]
+
+
+def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
+    with contextlib.closing(job):
+        before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+        job.model.train()
+        random = torch.random.get_rng_state()
+        image_costs(job.learner, IMAGE_SIZE)
+        assert equal(before, job.model.state_dict())
+        assert torch.equal(random, torch.random.get_rng_state())
+        assert job.model.training
+        assert all(parameter.grad is None for parameter in job.model.parameters())

@@ -1,0 +1,13 @@
+"""`python -m tests.trainables.teachers.cache.endless JOB.json`: trains a job, for a test that kills it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.trainables.jobs import train
+from trainables.config import TrainConfig
+from trainables.distributed.group import Group
+
+if __name__ == "__main__":
+    train(Group(), TrainConfig.model_validate_json(Path(sys.argv[1]).read_text()))

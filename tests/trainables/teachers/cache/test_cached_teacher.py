@@ -1,0 +1,379 @@
+"""Training from kept logits: the same losses as with the live teacher, the right teacher always, and what a kill leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from service.config.experiment import load
+from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
+from tests.trainables.teachers.cache.test_key import folder
+from trainables.config import TrainConfig
+from trainables.data.storage.shared_folder import human
+from trainables.distributed.group import Group
+from trainables.distributed.rank_pool import Ranks
+from trainables.engine import loop
+from trainables.engine.job import build
+from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
+from trainables.models.registry import build_model
+from trainables.rundir import StageDir
+from trainables.teachers.cache import cached_teacher as kept
+from trainables.teachers.cache.cached_teacher import KeptTeacher
+from trainables.teachers.cache.store import Store
+from trainables.teachers.network import Asked
+from trainables.teachers.service.protocol import Line
+
+AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
+
+
+def settings(folder: Path, name: str, *, epochs: int = 2, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
+    """A job whose teacher's logits are kept in `folder`/kept."""
+    weights = folder / "teacher.safetensors"
+    if not weights.exists():
+        write_teacher(weights)
+    kept = {"weights": str(weights), "cache": str(folder / "kept"), **(teacher or {})}
+    sections["data"] = {**AUGMENTED, **sections.get("data", {})}
+    return config(folder / name, teacher=kept, optim={"epochs": epochs}, **sections)
+
+
+def losses_of(result: dict[str, Any]) -> list[float]:
+    return [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
+
+
+def ran_for(result: dict[str, Any]) -> list[float]:
+    """Of each epoch, the images for which the teacher ran."""
+    return [metrics["epoch/train/teacher_images"] for kind, _, metrics in result["calls"] if kind == "epoch"]
+
+
+def keys(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "kept").iterdir()}
+
+
+def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> TrainConfig:
+    """A job on an image folder of `test_key.folder`; of its teacher `settings` knows only the weights."""
+    weights = folder / "teacher.safetensors"
+    if not weights.exists():
+        save_file(build_model("mlp_large", num_classes=2, image_size=8, seed=11).state_dict(), weights)
+    data = {"path": str(images), "global_batch_size": 3, **sections.pop("data", {})}
+    return settings(folder, name, epochs=1, data=data, **sections)
+
+
+def refusal(group: Group, each: Sequence[TrainConfig], lines: Sequence[Line] = ()) -> str | None:
+    """With which line the job of this rank, on a node of its own, is refused when it is built."""
+    try:
+        build(each[group.rank], replace(group, local_rank=0), Recorded(), no_telemetry, lines=lines).close()
+    except DistillError as error:
+        return str(error)
+    return None
+
+
+def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
+    live = train(Group(), settings(tmp_path, "live", teacher={"cache": None}))
+    first, second = (train(Group(), settings(tmp_path, name)) for name in ("first", "second"))
+    assert ran_for(first) == [1442, 1442]
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == losses_of(first)
+    assert equal(second["state"], first["state"])
+    assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
+    assert losses_of(second) != losses_of(live)
+    assert relative_difference(second["state"], live["state"]) < 1e-2
+
+
+@pytest.mark.parametrize("top_k", [2, 10])
+def test_with_a_few_logits_kept_the_first_run_learns_from_those_too(tmp_path: Path, top_k: int) -> None:
+    first, second = (train(Group(), settings(tmp_path, name, teacher={"cache_top_k": top_k})) for name in ("first", "second"))
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == losses_of(first)
+
+
+def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
+    whole = train(Group(), settings(tmp_path, "whole", epochs=1))
+    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
+    part.unlink()
+    assert train(Group(), every, die_after=4)["died"]
+    again = train(Group(), every)
+    assert 0 < ran_for(again)[0] < 1442
+    assert equal(again["state"], whole["state"])
+
+
+def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
+    sets = [
+        "teacher.model=mlp_large", "assistants=[{model: mlp_small}]", "student.model=mlp_small", "data.loader_workers=1",
+        "optim.epochs=1", f"teacher.cache={tmp_path / 'kept'}",
+    ]  # fmt: skip
+    experiment = load("digits", sets).experiment
+    weights = write_teacher(tmp_path / "teacher.safetensors")
+    train(Group(), experiment.stage("assistant1", tmp_path / "assistant1", {}, weights))
+    weights, students = str(StageDir(tmp_path / "assistant1").best), ("one trial", "another")
+    told = [experiment.stage("student", tmp_path / student, {}, weights) for student in students]
+    assert [ran_for(train(Group(), stage)) for stage in told] == [[1408], [0]]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
+            loop.run(job)
+            assert isinstance(job.learner.teacher, KeptTeacher)
+            assert (job.learner.teacher.live is None) == (name == "second")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 4},
+        {"data": {"augment": "none"}},
+        {"data": {"device_augment": {"random_erasing": 0.25}}},
+        {"data": {"mean": (0.5, 0.5, 0.5)}},
+        {"data": {"decoder": "pil"}},
+        {"data": {"fidelity": "exact"}},
+        {"precision": "fp32"},
+        {"teacher": {"cache_top_k": 3}},
+        {"teacher": {"weights": "other"}},
+    ],
+    ids=str,
+)
+def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict[str, Any]) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    if change.get("teacher", {}).get("weights"):
+        other = tmp_path / "other.safetensors"
+        write_teacher(other, seed=12)
+        change = {"teacher": {"weights": str(other)}}
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
+    images = folder(tmp_path / "images", 0)
+    assert [ran_for(train(Group(), of_photos(tmp_path, name, images))) for name in ("first", "same")] == [[6], [0]]
+    folder(images, 1)
+    assert ran_for(train(Group(), of_photos(tmp_path, "anew", images))) == [6]
+    folder(images, 0)
+    assert ran_for(train(Group(), of_photos(tmp_path, "back", images))) == [0]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path) -> None:
+    asked, weights = settings(tmp_path, "first", epochs=1), tmp_path / "teacher.safetensors"
+    right = shutil.copy(weights, tmp_path / "right.safetensors")
+    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+        write_teacher(weights, seed=12)
+        with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
+            loop.run(job)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "kept").rglob("*.arrow"))
+    shutil.copy(right, weights)
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
+
+
+def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    """What the first batch's answer fails with on this rank; its step, in which ranks meet, is not done."""
+    with contextlib.closing(build(each[group.rank], group, Recorded(), no_telemetry)) as job:
+        batch = next(job.train_loader.epoch(0))
+        assert job.learner.teacher is not None
+        try:
+            images = torch.zeros(len(batch.labels_B), 3, 8, 8, dtype=torch.float64)
+            job.learner.teacher(images, len(images), Asked(batch.indices_B, 0))
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+    other = write_teacher(tmp_path / "other.safetensors", seed=12)
+    each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
+    first, second = ranks.run(2, answered, each)
+    assert first is None
+    assert second.startswith(other)
+
+
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+    each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
+    for line in ranks.run(2, refusal, each):
+        assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
+    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "torchvision")]
+    for line in ranks.run(2, refusal, each):
+        assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
+
+
+def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    other = {"data": {"global_batch_size": 64, "loader_workers": 0}, "model": "mlp_large"}
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **other))) == [0]
+    answers = ranks.run(2, train, settings(tmp_path, "third", epochs=1))
+    assert ran_for(answers[0]) == [0]
+    assert len(keys(tmp_path)) == 1
+
+
+def test_without_augmentation_one_epoch_serves_all_and_every_seed(tmp_path: Path) -> None:
+    plain = {"augment": "none", "device_augment": {}}
+    assert ran_for(train(Group(), settings(tmp_path, "first", epochs=2, data=plain))) == [1442, 0]
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, data=plain, seed=9))) == [0]
+
+
+def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", epochs=3, teacher={"cache_epochs": 2})
+    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+        epochs = []
+        for epoch in (0, 1, 2):
+            batches = [(b.indices_B.clone(), b.images_BCHW.clone()) for b in job.train_loader.epoch(epoch)]
+            indices, images = (torch.cat(part) for part in zip(*batches, strict=True))
+            epochs.append((indices, images[indices.argsort()]))
+    assert not torch.equal(epochs[0][0], epochs[2][0])
+    assert torch.equal(epochs[0][1], epochs[2][1])
+    assert not torch.equal(epochs[0][1], epochs[1][1])
+    assert ran_for(train(Group(), asked)) == [1442, 1442, 0]
+
+
+def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: Ranks) -> None:
+    first = ranks.run(2, train, settings(tmp_path, "first"))
+    assert ran_for(first[0]) == [1442, 1442]
+    second = train(Group(), settings(tmp_path, "second"))
+    assert ran_for(second) == [0, 0]
+    assert losses_of(second) == pytest.approx(losses_of(first[0]), abs=1e-3)
+
+
+def test_a_batch_of_which_one_answer_is_missing_is_answered_live_and_completed(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    part.write_bytes(part.read_bytes()[:-1])
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
+    assert ran_for(train(Group(), settings(tmp_path, "third", epochs=1))) == [0]
+
+
+def test_micro_batches_ask_for_their_own_samples(tmp_path: Path) -> None:
+    live = train(Group(), settings(tmp_path, "live", epochs=1, teacher={"cache": None}))
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    parted = settings(tmp_path, "second", epochs=1)
+    parted = parted.model_copy(update={"optim": parted.optim.model_copy(update={"accumulate": 3})})
+    second = train(Group(), parted)
+    assert ran_for(second) == [0]
+    assert losses_of(second) == pytest.approx(losses_of(live), abs=1e-3)
+
+
+def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
+    timing = {"train": {"max_steps": 3, "warmup_steps": 1}}
+    train(Group(), settings(tmp_path, "first", **timing))
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_killed_job_leaves_whole_parts_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", epochs=40)
+    (tmp_path / "job.json").write_text(asked.model_dump_json())
+    process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.endless", str(tmp_path / "job.json")])
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "kept").rglob("*.arrow"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    whole = len(list((tmp_path / "kept").rglob("*.arrow")))
+    epochs = min(whole, 3)
+    after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
+    assert ran_for(after)[:epochs] == [0] * epochs
+    live = train(Group(), settings(tmp_path, "live", epochs=epochs + 1, teacher={"cache": None}))
+    assert losses_of(after) == pytest.approx(losses_of(live), abs=1e-3)
+
+
+def test_the_key_is_told_in_full_beside_the_answers(tmp_path: Path) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    (key,) = keys(tmp_path)
+    told = json.loads((tmp_path / "kept" / key / "key.json").read_text())
+    assert told["teacher"]["model"] == "mlp_large"
+    assert told["images"]["augment"] == "pad_crop_flip"
+    assert told["images"]["seed"] == 3
+
+
+def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(kept, "write_json", refuse)
+    monkeypatch.setattr(Store, "write", refuse)
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [0]
+    with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
+        train(Group(), settings(tmp_path, "third", epochs=2))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"teacher.cache: .* do not fit .* set teacher.cache_top_k or teacher.cache_epochs"):
+        train(Group(), settings(tmp_path, "first", epochs=2**30))
+
+
+class Listening(logging.Handler):
+    """What is said of a cache, and how many bytes of answers were there when it was said."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__()
+        self.cache, self.said = cache, list[tuple[str, int]]()
+
+    def there(self) -> int:
+        return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " logits (" in record.getMessage():
+            self.said.append((record.getMessage(), self.there()))
+
+
+def test_how_large_the_answers_will_be_is_said_before_any_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listening, log = Listening(tmp_path / "kept"), logging.getLogger("raydistill")
+    log.addHandler(listening)
+    try:
+        with caplog.at_level(logging.INFO, "raydistill"):
+            for epochs in (1, 2):
+                train(Group(), settings(tmp_path, str(epochs), epochs=epochs))
+    finally:
+        log.removeHandler(listening)
+    (key,) = keys(tmp_path)
+    place = f"teacher.cache: {tmp_path / 'kept' / key} holds"
+    (first, nothing), (second, half) = listening.said
+    assert (first, nothing) == (f"{place} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
+    assert half == pytest.approx(39.4 * 1024, rel=0.05)
+    assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {human(half)} of 78.9 KiB"
+    assert listening.there() == pytest.approx(78.9 * 1024, rel=0.05)
+
+
+def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
+    asked = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
+    with pytest.raises(ExperimentError, match=r"teacher.cache: it gives a teacher's logits, and kd needs its features") as error:
+        train(Group(), asked)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_on_a_gpu_nothing_waits_while_logits_are_read_or_kept(tmp_path: Path, top_k: int | None) -> None:
+    group, epochs = Group(device=torch.device("cuda")), []
+    for name in ("first", "second"):
+        asked = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
+        with contextlib.closing(build(asked, group, Recorded(), no_telemetry)) as job:
+            loop.run(job)  # whatever is lazy is there
+            assert job.learner.teacher is not None
+            images = torch.zeros(50, 3, 8, 8, device=group.device)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                taught = job.learner.teacher(images, 50, Asked(torch.arange(50), 0))["kd"].logits_BK
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            epochs.append(taught.cpu())
+    assert epochs[0].shape == (50, 10)

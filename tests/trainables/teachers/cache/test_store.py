@@ -1,0 +1,102 @@
+"""Parts on disk: found by index, equal where they overlap, left out where they are damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainables.teachers.cache.logits_format import Layout
+from trainables.teachers.cache.store import Columns, Store
+from trainables.teachers.cache.writer import Keeper
+
+LAYOUT = Layout(6, 2)
+LOGITS = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+
+
+def columns(samples: list[int]) -> Columns:
+    encoded = LAYOUT.encode(LOGITS[samples])
+    return {"sample": np.array(samples, dtype=np.int32), **{name: tensor.numpy() for name, tensor in encoded.items()}}
+
+
+def read(store: Store, samples: list[int], epoch: int = 0) -> torch.Tensor:
+    out = {
+        name: np.empty((len(samples), width) if width else len(samples), dtype=kind)
+        for name, (kind, width) in LAYOUT.columns.items()
+    }
+    store.open(epoch).gather(np.array(samples), out)
+    return LAYOUT.decode({name: torch.from_numpy(values) for name, values in out.items()})
+
+
+def decoded(samples: list[int]) -> torch.Tensor:
+    return LAYOUT.decode(LAYOUT.encode(LOGITS[samples]))
+
+
+def test_rows_of_several_parts_are_gathered_in_the_order_asked_for(tmp_path: Path) -> None:
+    store = Store(tmp_path, LAYOUT, 20)
+    for samples in ([3, 1, 4], [15, 9], [2, 6, 5]):
+        store.write(0, columns(samples))
+    wanted = [9, 4, 2, 15, 3, 6]
+    assert torch.equal(read(store, wanted), decoded(wanted))
+    assert store.open(0).missing(np.array([3, 0, 9, 19])).tolist() == [False, True, False, True]
+    assert store.open(1).missing_N.all()
+
+
+def test_the_same_part_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) -> None:
+    store = Store(tmp_path, LAYOUT, 20)
+    for samples in ([3, 1], [3, 1], [1, 7]):
+        store.write(0, columns(samples))
+    assert len(list(tmp_path.rglob("*.arrow"))) == 2
+    assert store.size(1)[0] == 4
+    assert torch.equal(read(store, [7, 1, 3]), decoded([7, 1, 3]))
+
+
+def test_other_files_are_not_looked_at(tmp_path: Path) -> None:
+    store = Store(tmp_path, LAYOUT, 20)
+    store.write(0, columns([3]))
+    for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
+        (tmp_path / "epoch-00000" / name).write_bytes(b"no part")
+    assert (~store.open(0).missing_N).sum() == 1
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "other"])
+def test_a_damaged_part_is_as_if_it_were_not_there(tmp_path: Path, damage: str) -> None:
+    store = Store(tmp_path, LAYOUT, 20)
+    store.write(0, columns([3, 1]))
+    store.write(0, columns([5]))
+    (part,) = tmp_path.rglob("2-*.arrow")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
+    fresh = Store(tmp_path, LAYOUT, 20)
+    assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [5]
+    fresh.write(0, columns([3, 1]))  # the same content mends the file
+    assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [1, 3, 5]
+
+
+def test_a_part_of_another_layout_or_data_set_is_left_out(tmp_path: Path) -> None:
+    Store(tmp_path, LAYOUT, 20).write(0, columns([3, 19]))
+    assert Store(tmp_path, Layout(6, 3), 20).open(0).missing_N.all()
+    assert Store(tmp_path, LAYOUT, 10).open(0).missing_N.all()
+
+
+def test_only_what_is_wanted_is_kept_and_epochs_are_kept_apart(tmp_path: Path) -> None:
+    store = Store(tmp_path, LAYOUT, 20)
+    keeper = Keeper(store)
+    for epoch, samples, wanted in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
+        keeper.add(epoch, np.array(samples), LAYOUT.encode(LOGITS[samples]), np.array(wanted))
+    keeper.flush()
+    assert [np.flatnonzero(~store.open(epoch).missing_N).tolist() for epoch in (0, 1)] == [[1, 3, 4], [6]]
+    assert torch.equal(read(store, [4, 1]), decoded([4, 1]))
+    keeper.close()
+
+
+def test_a_disk_that_cannot_be_written_ends_the_keeping_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    keeper = Keeper(Store(tmp_path / "file", LAYOUT, 20))
+    for _ in range(3):
+        keeper.add(0, np.array([1, 2]), LAYOUT.encode(LOGITS[:2]), np.array([True, True]))
+        keeper.flush()
+    keeper.close()

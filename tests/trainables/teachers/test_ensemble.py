@@ -1,0 +1,121 @@
+"""Several teachers in one's place: the mean that methods are given, which methods can do with it, and whole trainings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainables.jobs import config, relative_difference, train, write_teacher
+from tests.trainables.methods.calls import make, terms
+from tests.trainables.methods.references.training import several_teachers
+from trainables.config import DistillConfig, TeacherConfig, TrainConfig
+from trainables.distributed.rank_pool import Ranks
+from trainables.errors import CheckpointError, ExperimentError
+from trainables.methods.distillation_module import choose
+from trainables.models.weights import load_teacher
+from trainables.teachers.ensemble import MeanReader, check_several, load_network, mean_logits, teacher_reader
+from trainables.teachers.network import Teacher
+
+CLASSES = [str(label) for label in range(10)]
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.2, 0.7, 0.1)])
+def test_kd_from_the_mean_is_kd_from_the_mean_of_probabilities(temperature: float, shares: tuple[float, ...]) -> None:
+    logits_BEK, student_BK = draw(6, len(shares), 5, seed=1), draw(6, 5).requires_grad_()
+    mean_BK = mean_logits(logits_BEK, shares, temperature)
+    method = make("kd", temperature=temperature)
+    (loss_B,) = terms(method, student_BK, mean_BK, torch.zeros(6, dtype=torch.int64)).values()
+    each = [logits_BEK[:, place].numpy() for place in range(len(shares))]
+    expected = several_teachers(student_BK.detach().numpy(), each, shares, temperature)
+    np.testing.assert_allclose(loss_B.detach(), expected, rtol=1e-10)
+    # Its gradient is that of the weighted sum of the losses from each teacher.
+    (gradient,) = torch.autograd.grad(loss_B.sum(), student_BK)
+    target = sum(share * (logits_BEK[:, place] / temperature).softmax(1) for place, share in enumerate(shares))
+    torch.testing.assert_close(gradient, temperature * ((student_BK / temperature).softmax(1) - target).detach())
+
+
+def test_equal_teachers_are_as_one_and_huge_logits_stay_finite() -> None:
+    logits_BK = draw(4, 5)
+    mean_BK = mean_logits(torch.stack([logits_BK, logits_BK], dim=1), (0.25, 0.75), 3.0)
+    torch.testing.assert_close((mean_BK / 3).softmax(1), (logits_BK / 3).softmax(1))
+    opposite_BEK = torch.tensor([[[1e4, -1e4], [-1e4, 1e4]]])
+    assert mean_logits(opposite_BEK, (0.5, 0.5), 1.0).softmax(1).tolist() == [[0.5, 0.5]]
+
+
+def test_each_method_reads_the_mean_at_its_own_temperature() -> None:
+    logits_BEK = draw(4, 2, 5)
+    seen = MeanReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).take(logits_BEK, 3)
+    for key, at in (("kd", 4.0), ("mine", 1.0)):
+        expected = (logits_BEK[:3] / at).softmax(2).mean(1)
+        torch.testing.assert_close((seen[key].logits_BK / at).softmax(1), expected)
+
+
+def given(folder: Path, *shares: float) -> TeacherConfig:
+    """Teachers of several architectures with their weights in `folder`."""
+    models = ("mlp_large", "convnet_small", "resnet8")
+    weights = [write_teacher(folder / f"{model}.safetensors", model=model) for model in models]
+    others = [
+        {"model": model, "weights": path, "share": share}
+        for model, path, share in zip(models[1:], weights[1:], shares[1:], strict=False)
+    ]
+    return TeacherConfig.model_validate({"model": models[0], "weights": weights[0], "share": shares[0], "others": others})
+
+
+def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) -> None:
+    teachers, chosen = given(tmp_path, 1.0, 2.0, 1.0), choose(DistillConfig())
+    network = load_network(teachers, CLASSES, 8, 0)
+    assert not network.training
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    images_BCHW = draw(5, 3, 8, 8).float()
+    answer_BK = Teacher(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_BK
+    expected = torch.zeros(4, 10)
+    for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
+        assert each.weights is not None
+        alone = load_teacher(each.model, each.weights, num_classes=10, image_size=8, classes=CLASSES, seed=0)
+        expected += share * (alone(images_BCHW[:4]) / 4).softmax(1)
+    torch.testing.assert_close((answer_BK / 4).softmax(1), expected)
+
+
+def test_one_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
+    teachers = given(tmp_path, 1.0, 1.0)
+    fewer = write_teacher(tmp_path / "fewer.safetensors", model="resnet8", num_classes=7)
+    wrong = teachers.model_copy(
+        update={"others": (teachers.others[0].model_copy(update={"model": "resnet8", "weights": fewer}),)}
+    )
+    with pytest.raises(CheckpointError, match="was trained on 7 classes and the data has 10"):
+        load_network(wrong, CLASSES, 8, 0)
+
+
+def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
+    teachers = given(tmp_path, 1.0, 1.0)
+    reads = choose(DistillConfig.model_validate({"options": {"kd": {"teacher_taps": ["pooled"]}}}))
+    with pytest.raises(ExperimentError) as caught:
+        check_several(teachers, reads)
+    assert str(caught.value) == (
+        "distill.method: kd reads the features (pooled) of a teacher, and of 2 teachers there is only a mean of probabilities:"
+        " leave out teacher.others, or take a method on logits, such as kd"
+    )
+    check_several(teachers.model_copy(update={"others": ()}), reads)
+
+
+def job(folder: Path, name: str) -> TrainConfig:
+    return config(folder / name, teacher=given(folder, 1.0, 3.0).model_dump())
+
+
+def test_two_workers_learn_from_several_teachers_what_one_does(tmp_path: Path, ranks: Ranks) -> None:
+    (one,) = ranks.run(1, train, job(tmp_path, "one"))
+    for each in ranks.run(2, train, job(tmp_path, "two")):
+        assert relative_difference(one["state"], each["state"]) < 1e-9
+
+
+def test_a_teacher_without_others_has_the_whole_share() -> None:
+    assert TeacherConfig(model="resnet8", share=5.0).shares == (1.0,)

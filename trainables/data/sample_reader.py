@@ -1,0 +1,190 @@
+"""What a loader thread does: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from io import FileIO
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.augment import uniforms
+from trainables.data.decode import UnreadableImageError
+from trainables.data.encoded_rows import Region
+from trainables.data.image_view import View
+from trainables.data.source import ReadsAhead, ReadsBatches, Source
+from trainables.errors import DataError, DistillError
+
+
+class Part(NamedTuple):
+    """What a thread did for a batch."""
+
+    bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
+    undecoded: list[Region]  # rows whose pixels are left to the device
+    took_s: float
+    read_s: float = 0.0  # of it inside the source
+    read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
+    cpu_s: float = 0.0  # of took_s computing
+    core_wait_s: float = 0.0  # of took_s ready to run, while other threads had the cores; 0 where the system does not tell
+
+
+class _SchedulerStatistics(FileIO):
+    """Linux's scheduler statistics of the thread that opens it, whoever reads them; closed when that thread is gone."""
+
+    def __init__(self) -> None:
+        super().__init__("/proc/thread-self/schedstat")
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _CoreWait(threading.local):
+    """How long the calling thread has waited for a free core since it began, from Linux's scheduler statistics."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: _SchedulerStatistics | None = _SchedulerStatistics()
+        except OSError:
+            self._file = None
+
+    def seconds(self) -> float:
+        """0 always where the system has no such statistics."""
+        return int(os.pread(self._file.fileno(), 80, 0).split()[1]) / 1e9 if self._file else 0.0
+
+
+@dataclass
+class Costs:
+    """What the loader's threads have spent since `clear`."""
+
+    threads: int = 1
+    images: int = 0
+    batches: int = 0
+    wait_s: float = 0.0
+    took_s: float = 0.0
+    read_s: float = 0.0
+    read_wait_s: float = 0.0
+    cpu_s: float = 0.0
+    core_wait_s: float = 0.0
+    copy_s: float = 0.0
+    copies: int = 0
+
+    def clear(self) -> None:
+        """Begin again, as where a warm-up ends."""
+        self.images, self.batches, self.wait_s = 0, 0, 0.0
+        self.took_s, self.read_s, self.read_wait_s, self.cpu_s, self.core_wait_s = 0.0, 0.0, 0.0, 0.0, 0.0
+        self.copy_s, self.copies = 0.0, 0
+
+    def add_copy(self, seconds: float) -> None:
+        """Count a batch that was copied to the device."""
+        self.copy_s += seconds
+        self.copies += 1
+
+    def add(self, images: int, parts: list[Part], wait_s: float) -> None:
+        """Count a batch, for which the step waited so long."""
+        self.images += images
+        self.batches += 1
+        self.wait_s += wait_s
+        for part in parts:
+            self.took_s += part.took_s
+            self.read_s += part.read_s
+            self.read_wait_s += part.read_wait_s
+            self.cpu_s += part.cpu_s
+            self.core_wait_s += part.core_wait_s
+
+    def summary(self) -> dict[str, float]:
+        """What the threads do, {} before the first image.
+
+        Milliseconds of a thread an image: `loader/image_ms`; of it `loader/read_ms` inside the source, of which it waited
+        `loader/read_wait_ms`; of it `loader/cpu_ms` computing and `loader/core_wait_ms` waiting for a free core. Milliseconds a
+        batch: `loader/batch_ms`, in which the threads load one when nothing holds them up, and `loader/wait_ms`, for which the
+        step's own thread waited; where there is a GPU `loader/copy_ms`, which its copy takes. `loader/threads`: how many work.
+        """
+        if not self.images:
+            return {}
+        sums = {"image": self.took_s, "read": self.read_s, "read_wait": self.read_wait_s, "cpu": self.cpu_s,
+                "core_wait": self.core_wait_s}  # fmt: skip
+        a_batch = {"batch": self.took_s / self.threads, "wait": self.wait_s}
+        return {
+            **{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()},
+            **{f"loader/{name}_ms": 1e3 * s / self.batches for name, s in a_batch.items()},
+            **({"loader/copy_ms": 1e3 * self.copy_s / self.copies} if self.copies else {}),
+            "loader/threads": float(self.threads),
+        }
+
+
+class Reader:
+    """Reads samples of one split for several threads at once."""
+
+    def __init__(self, source: Source, view: View, seed: int) -> None:
+        self._source, self._view, self._seed = source, view, seed
+        self._expect = source.expect if isinstance(source, ReadsAhead) else None
+        self._read_batch = source.read_batch if isinstance(source, ReadsBatches) and view.keeps(source.size) else None
+        self._core_wait = _CoreWait()
+
+    def fill(self, first_row: int, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8], epoch: int, stop: Event) -> Part:
+        """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; undefined rows are named, bad or undecoded.
+
+        Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
+        names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
+        """
+        began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
+        read_s, read_cpu_s = 0.0, 0.0
+        bad, undecoded = list[tuple[int, str]](), list[Region]()
+        source, view = self._source, self._view
+
+        def part() -> Part:
+            took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+            waited_s = self._core_wait.seconds() - began_wait_s
+            return Part(bad, undecoded, took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s)
+
+        if self._expect:
+            self._expect(indices_R)
+            read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+        uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
+        if self._read_batch:
+            self._read_batch(indices_R, out_RHWC)
+            read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+            view.finish(uniforms_RU, out_RHWC)
+            return part()
+        for row, index in enumerate(indices_R.tolist()):
+            if stop.is_set():
+                raise CancelledError
+            try:
+                before_s, before_cpu_s = time.perf_counter(), time.thread_time()
+                sample = source.read(index)
+                read_s += time.perf_counter() - before_s
+                read_cpu_s += time.thread_time() - before_cpu_s
+                if view.on_device and (region := view.region(first_row + row, sample, uniforms_RU[row])):
+                    undecoded.append(region)
+                else:
+                    view.into(sample, uniforms_RU[row], out_RHWC[row])
+            except UnreadableImageError as error:
+                bad.append((first_row + row, str(error)))
+            except (DistillError, MemoryError):
+                raise
+            except OSError as error:
+                raise DataError(
+                    f"data.path: {source.name(index)} cannot be read: {error.strerror or error}; see to the disk or the network "
+                    "that it lies on, then resume"
+                ) from error
+            except Exception as error:
+                raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
+        view.finish(uniforms_RU, out_RHWC)
+        return part()
+
+
+def outcome(part: Future[Part]) -> Part:
+    """What a thread did, once it has. A SystemExit that a library raised there must not end this thread as if it were its own.
+
+    Raises what the thread died of, as an Exception.
+    """
+    error = part.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise RuntimeError(f"a loader thread died of {type(error).__name__}: {error}") from error
+    return part.result()

@@ -1,0 +1,185 @@
+"""`data.cache: memory`: a node keeps the image files that its workers have read in memory that they share.
+
+Encoded, not decoded: a decoded photo takes ten times the room, and its crop differs from epoch to epoch, so that a decoder that
+decodes the crop alone has less to do than a copy of the whole.
+
+Shapes: N samples of the split.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import struct
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.config import DataConfig
+from trainables.data.decode import Sample
+from trainables.data.folder import sampled_sha256
+from trainables.data.order import Split
+from trainables.data.storage.shared_folder import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
+from trainables.errors import DataError
+
+_DEFAULT_SHARE = 0.5  # of the free memory
+_SIZE = struct.Struct("q")  # before each sample: its length in bytes
+_log = logging.getLogger("raydistill")
+
+
+class _Source(Protocol):
+    """See `source.Source`."""
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def labels_N(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def name(self, index: int) -> str: ...
+    def read(self, index: int) -> Sample: ...
+    def fingerprint(self) -> str: ...
+
+
+class Samples:
+    """An append-only file of samples in shared memory, and where in it each one lies. Safe across threads and processes.
+
+    A sample is written before its place is, so that who finds a place finds all of it; a writer that is killed leaves a gap.
+    Raises OSError where the files cannot be made.
+    """
+
+    def __init__(self, folder: Path, num_samples: int, limit_bytes: int) -> None:
+        with alone(folder / "making"):
+            self._data = _open_sized(folder / "samples", limit_bytes)
+            self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
+            # It is written through its mapping, where memory that is not there kills the process: all of it is taken now.
+            # The samples are written by `pwritev`, and no place points to what did not find room.
+            os.posix_fallocate(self._places, 0, (num_samples + 1) * 8)
+        self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, _close, (self._data, self._places, self._room))
+        self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
+        self._content = memoryview(mmap.mmap(self._data, self.limit_bytes, prot=mmap.PROT_READ))
+        # First the bytes in use, then for each sample 1 + its offset, or 0.
+        self._places_N = np.frombuffer(mmap.mmap(self._places, 0), dtype=np.int64)
+        self._lock = threading.Lock()
+        self.is_full = False
+
+    def get(self, index: int) -> memoryview | None:
+        """A sample, as a view of the shared memory; None where nobody has put it there."""
+        place = int(self._places_N[1 + index])
+        if not place:
+            return None
+        begin = place - 1 + _SIZE.size
+        return self._content[begin : begin + _SIZE.unpack_from(self._content, place - 1)[0]]
+
+    def put(self, index: int, sample: bytes | memoryview) -> bool:
+        """Keep a sample; False where it finds no room."""
+        size = _SIZE.size + len(sample)
+        with self._lock:  # among threads, whose lock of a file is one and the same
+            fcntl.flock(self._room, fcntl.LOCK_EX)
+            begin = int(self._places_N[0])
+            fits = begin + size <= self.limit_bytes
+            if fits:
+                self._places_N[0] = begin + size
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+        if not fits:
+            return False
+        try:
+            written = os.pwritev(self._data, [_SIZE.pack(len(sample)), sample], begin)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return False
+        if written == size:
+            self._places_N[1 + index] = begin + 1
+        return written == size
+
+
+class CachedSource:
+    """A source that is read once per node and sample; see `cached`."""
+
+    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: Samples, held: Hold) -> None:
+        self.classes, self.labels_N = source.classes, source.labels_N
+        self.folder = held.folder
+        self._data, self._split, self._source, self._samples, self._held = data, split, source, samples, held
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return cached, (self._data, self._split, self._source, self.folder.name)
+
+    def name(self, index: int) -> str:
+        return self._source.name(index)
+
+    def fingerprint(self) -> str:
+        """See `source.Source`."""
+        return self._source.fingerprint()
+
+    def close(self) -> None:
+        """This process needs the cache no more."""
+        self._held.close()
+
+    def read(self, index: int) -> Sample:
+        sample = self._samples.get(index)
+        if sample is not None:
+            return sample
+        content = self._source.read(index)
+        if not self._samples.is_full and not isinstance(content, np.ndarray) and not self._samples.put(index, content):
+            self._samples.is_full = True
+            _log.warning(
+                "data.cache: its %s are full: further %s images are read from %s every time",
+                human(self._samples.limit_bytes), self._split, self._data.path,
+            )  # fmt: skip
+        return content
+
+
+def cached(data: DataConfig, split: Split, source: _Source, identity: str | None = None) -> CachedSource:
+    """`source` with what this node has read of it in shared memory, `data.cache_mib` at most (absent: half of what is free).
+
+    All processes of the node share it, and it is removed a while after the last one has ended. Images that were preprocessed
+    anew in place have another; a single file that is changed meanwhile may not be read again. `identity`: of the one to share;
+    None: the one of what the folder holds now. Raises DataError where the memory cannot be had.
+    """
+    identity = identity or _identity(data, split, source)
+    with usable("data.cache", RAM, "leave data.cache out"):
+        held = hold(RAM, identity)
+        try:
+            room_bytes = free_bytes(held.folder)
+            limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * room_bytes)
+            if limit_bytes > room_bytes and not (held.folder / "samples").exists():
+                raise DataError(
+                    f"data.cache: data.cache_mib={data.cache_mib} is more than the {human(room_bytes)} that are free in {RAM}; "
+                    "lower it"
+                )
+            return CachedSource(data, split, source, Samples(held.folder, len(source), limit_bytes), held)
+        except BaseException:
+            held.close()
+            raise
+
+
+def _identity(data: DataConfig, split: Split, source: _Source) -> str:
+    digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
+    for index in range(len(source)):
+        digest.update(source.name(index).encode() + b"\0")
+    digest.update(sampled_sha256(source))
+    return "cache-" + digest.hexdigest()[:32]
+
+
+def _open_sized(path: Path, num_bytes: int) -> int:
+    """A file of so many bytes, of which memory is taken as they are written; an older one keeps its size."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if not os.fstat(handle).st_size:
+        os.ftruncate(handle, num_bytes)
+    return handle
+
+
+def _close(handles: tuple[int, ...]) -> None:
+    for handle in handles:
+        os.close(handle)

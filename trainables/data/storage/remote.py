@@ -1,0 +1,169 @@
+"""A packed set that lies elsewhere: at s3://, gs://, hdfs://, file:// or on any file system that pyarrow or fsspec opens by URI.
+
+The index and the rows are read at once; `RemoteShards` brings the shards to a folder of this node.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import tempfile
+import weakref
+from typing import Any, BinaryIO
+
+from trainables.config import DataConfig
+from trainables.data.index import INDEX, parse_index
+from trainables.data.order import Split
+from trainables.data.records import RecordsSource
+from trainables.data.storage.next_shards import Positions
+from trainables.data.storage.shard_fetcher import RemoteShards
+from trainables.data.storage.shared_folder import alone, folder_bytes, free_bytes, hold, human, usable
+from trainables.data.storage.staging import base_folder, is_whole
+from trainables.data.storage.transfer import NoRoomError, fetch, patiently
+from trainables.errors import DataError
+
+PATIENCE_S = 300.0
+"""How long a server may be gone in the middle of a job."""
+_OPENING_S = 30.0  # and when a job begins, where a wrong address is more likely
+_FREE_SHARE = 0.9
+_LASTING = re.compile(
+    r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|UNAUTHORIZED|FORBIDDEN|Unable to load lib", re.I
+)
+
+
+def is_remote(path: str) -> bool:
+    """Whether `data.path` is a URI."""
+    return "://" in path
+
+
+class Server:
+    """The files below a URI. Credentials and endpoint come from where its file system looks for them: AWS_ENDPOINT_URL, …"""
+
+    def __init__(self, uri: str, patience_s: float) -> None:
+        self.uri, self.patience_s = uri.rstrip("/"), patience_s
+        self._root: tuple[Any, str] | None = None
+
+    def open(self, name: str) -> BinaryIO:
+        if self._root is None:
+            self._root = _file_system(self.uri)
+        system, root = self._root
+        return system.open_input_file(f"{root}/{name}")  # type: ignore[no-any-return]
+
+    def where(self, name: str) -> str:
+        return f"{self.uri}/{name}"
+
+    def is_lasting(self, error: Exception) -> bool:
+        return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
+            _LASTING.search(str(error))
+        )
+
+    def read(self, name: str) -> bytes:
+        """A small file. Raises DataError where `patience_s` was in vain."""
+        found: list[bytes] = []
+
+        def attempt() -> None:
+            with self.open(name) as file:
+                found.append(file.read())
+
+        patiently(self, name, attempt)
+        return found[0]
+
+
+class RemoteRecords(RecordsSource):
+    """One split of a packed set whose shards come to this node as they are needed; see `open_remote`."""
+
+    _shards: RemoteShards
+    opened_with: tuple[DataConfig, Split, float]
+
+    def follow(self, order: Positions, epoch: int, position: int) -> None:
+        """Fetch ahead what `order` needs from this position on; called as reading goes on."""
+        self._shards.follow(order, epoch, position)
+
+    def check_room(self, shuffle: str) -> None:
+        """Refuse an order that would fetch shards again and again. `shuffle`: `data.shuffle`, or `none` for validation.
+
+        Raises:
+            DataError: what it needs at hand, and what the cache holds.
+        """
+        shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
+        total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
+        needed_bytes = {"full": total_bytes, "none": largest_bytes}.get(shuffle)
+        if needed_bytes is None:  # a window may begin and end in the middle of a shard
+            window = int(shuffle.removeprefix("window(").removesuffix(")"))
+            needed_bytes = min(total_bytes, total_bytes * window // len(self) + 2 * largest_bytes)
+        # Validation reads between epochs, and training goes on with what it had.
+        val_bytes = self._shards.largest_val_bytes if self.opened_with[1] == "train" else 0
+        needed_bytes += val_bytes
+        if needed_bytes <= limit_bytes:
+            return
+        what = (
+            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needed_bytes)} at hand, "
+            f"more than the {human(limit_bytes)} of the cache in {self._shards.folder}"
+        )
+        samples = (limit_bytes - val_bytes - 2 * largest_bytes) * len(self) // total_bytes
+        smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
+        raise DataError(f"{what}; write {smaller}a larger data.cache_mib, or a folder with more room as data.stage")
+
+    def close(self) -> None:
+        """This process needs the shards no more: the threads that fetch end, and reads that wait for a shard."""
+        self._shards.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_remote, self.opened_with
+
+
+def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) -> RemoteRecords:
+    """One split of the packed set at the URI `data.path`.
+
+    Its shards will come to `data.stage`, or the folder for temporary files, and take `data.cache_mib` there at most. All
+    processes of the node share them.
+
+    Raises:
+        DataError: the server does not answer, has no packed set there, or the folder cannot be used.
+    """
+    server = Server(data.path, _OPENING_S)
+    content = server.read(INDEX)
+    index = parse_index(content, server.where(INDEX))
+    base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
+    use = ("data.stage", base, "give another folder")
+    if data.stage == "none":
+        use = ("data.path", f"the folder for temporary files {base}", "write data.stage=ram, or a folder")
+    with usable(*use):
+        held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
+        folder, rows = held.folder / "data", index.splits[split].rows
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with alone(held.folder / "rows"):
+                if not is_whole(folder, rows):
+                    fetch(server, rows, folder)
+            room_bytes = free_bytes(folder) + folder_bytes(folder)
+        except BaseException as error:
+            held.close()
+            if isinstance(error, NoRoomError):
+                raise OSError(errno.ENOSPC, "it is full") from None
+            raise
+    server.patience_s = patience_s
+    limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * room_bytes)
+    shards = RemoteShards(server, held, index, split, limit_bytes=limit_bytes)
+    source = RemoteRecords(folder, index, split, shards)
+    source.opened_with = data, split, patience_s
+    weakref.finalize(source, shards.close)
+    return source
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    """The pyarrow file system of a URI and the path there; what pyarrow does not know is asked of fsspec.
+
+    Raises OSError, or ImportError and ValueError where neither knows it.
+    """
+    from pyarrow import ArrowInvalid, fs
+
+    try:
+        system, root = fs.FileSystem.from_uri(uri)
+    except ArrowInvalid:
+        import fsspec
+
+        found, root = fsspec.core.url_to_fs(uri)
+        system = fs.PyFileSystem(fs.FSSpecHandler(found))
+    return system, root.rstrip("/")

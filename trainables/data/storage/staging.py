@@ -1,0 +1,151 @@
+"""`data.stage`: a packed set copied once per node into memory or to a local disk, shared by all workers and trials there."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from trainables.config import DataConfig
+from trainables.data.index import INDEX, File, Index, read_index
+from trainables.data.order import Split
+from trainables.data.records import RecordsSource
+from trainables.data.shards import LocalShards
+from trainables.data.storage.shared_folder import (
+    GRACE_S,
+    RAM,
+    Hold,
+    alone,
+    folder_bytes,
+    free_bytes,
+    hold,
+    human,
+    remove_others,
+    usable,
+)
+from trainables.data.storage.transfer import Folder, NoRoomError, StoppedError, fetch
+from trainables.errors import DataError
+from trainables.rundir import expanded, write_atomic
+
+_COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
+_PROGRESS_S = 5.0
+_log = logging.getLogger("raydistill")
+
+
+def base_folder(stage: str) -> str:
+    """The folder in which `data.stage` (`ram` or a folder) keeps its copies."""
+    return RAM if stage == "ram" else stage
+
+
+def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
+    """The folder of this node's copy of the packed set in the folder `path`, and what keeps it there.
+
+    The first process of the node copies, others wait; files that an earlier copy finished serve again. `to`: `ram` or a folder.
+
+    Raises:
+        DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
+    """
+    root = expanded(path)
+    index = read_index(root)
+    content = (root / INDEX).read_bytes()
+    with usable("data.stage", base_folder(to), "give another folder"):
+        held = hold(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
+        target = held.folder / "data"
+        progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
+        try:
+            target.mkdir(mode=0o700, exist_ok=True)
+            with alone(held.folder / "copying", progress):
+                if missing := [file for file in index.files() if not is_whole(target, file)]:
+                    _copy(root, missing, held, progress)
+                write_atomic(target / INDEX, content)
+        except BaseException:
+            held.close()
+            raise
+    return str(target), held
+
+
+class StagedRecords(RecordsSource):
+    """One split of a packed set as this node's copy has it; see `open_staged`."""
+
+    def __init__(self, root: Path, index: Index, split: Split, held: Hold) -> None:
+        super().__init__(root, index, split, LocalShards(root, index.splits[split].shards))
+        self._held = held
+
+    def close(self) -> None:
+        """This process needs the copy no more."""
+        self._held.close()
+
+
+def open_staged(data: DataConfig, split: Split) -> StagedRecords:
+    """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
+    path, held = stage(data.path, data.stage)
+    return StagedRecords(Path(path), read_index(Path(path)), split, held)
+
+
+def is_whole(folder: Path, file: File) -> bool:
+    """Whether a file that was verified before it was given its name is still all there."""
+    try:
+        return os.stat(folder / file.file).st_size == file.bytes
+    except FileNotFoundError:
+        return False
+
+
+class Progress:
+    """Logs, every few seconds that it is called, how much of a set a folder holds: who waits says the same as who copies."""
+
+    def __init__(self, what: str, folder: Path, index: Index) -> None:
+        self._what, self._folder, self._total_bytes = what, folder, sum(file.bytes for file in index.files())
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said_at < _PROGRESS_S:
+            return
+        self._said_at = now
+        _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total_bytes))
+
+
+def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], None]) -> None:
+    """Copy `missing` from `root`; where the room runs out, nothing of the copy stays."""
+    target, base = held.folder / "data", held.folder.parent.parent
+    for unfinished in target.glob(".*"):
+        unfinished.unlink()
+    needed_bytes = sum(file.bytes for file in missing)
+    if needed_bytes > free_bytes(target):
+        remove_others(held, kept=True)
+    if needed_bytes > (room_bytes := free_bytes(target)):
+        raise DataError(
+            f"data.stage: {human(needed_bytes)} of {root} do not fit into the {human(room_bytes)} that are free in {base}; "
+            "write data.stage=none, or a folder with more room"
+        )
+    began, stop = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
+        copies = {pool.submit(fetch, Folder(root), file, target, stop.is_set) for file in missing}
+        try:
+            running = copies
+            while running and not any(copy.done() and copy.exception() for copy in copies):
+                _, running = wait(running, timeout=1, return_when=FIRST_EXCEPTION)
+                progress()
+        finally:
+            stop.set()
+            for copy in copies:
+                copy.cancel()
+    failures = [failure for copy in copies if not copy.cancelled() and (failure := copy.exception())]
+    if any(isinstance(failure, NoRoomError) for failure in failures):
+        for file in target.iterdir():
+            file.unlink()
+        raise DataError(
+            f"data.stage: {base} was full before {human(needed_bytes)} of {root} were copied there: others write to it too; "
+            "write data.stage=none, or a folder with more room"
+        )
+    for failure in failures:
+        if not isinstance(failure, StoppedError):
+            raise failure
+    took_s = time.monotonic() - began
+    bytes_per_s = needed_bytes / max(took_s, 1e-3)
+    _log.info("staged %s of %s in %s in %.1f s (%s/s)", human(needed_bytes), root, base, took_s, human(bytes_per_s))

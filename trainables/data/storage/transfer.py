@@ -1,0 +1,170 @@
+"""One file of a packed set to this node: checked against its index, tried again where that can help, renamed when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from trainables.data.index import File
+from trainables.data.storage.shared_folder import NO_ROOM
+from trainables.errors import DataError
+from trainables.rundir import fsync_directory
+
+_CHUNK_BYTES = 8 << 20
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_log = logging.getLogger("raydistill")
+
+
+class Place(Protocol):
+    """Where the files of a packed set lie. Safe from several threads at once."""
+
+    patience_s: float
+    """How long to go on trying when reading fails; 0 where trying again does not help."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file, to be read and seeked. Raises OSError, or what a file system's library raises."""
+
+    def where(self, name: str) -> str:
+        """What a user calls that file."""
+
+    def is_lasting(self, error: Exception) -> bool:
+        """Whether the next attempt would meet this error again, however late it comes."""
+
+
+class Folder:
+    """A folder on this machine, or on a file system that it has mounted."""
+
+    patience_s = 0.0
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def open(self, name: str) -> BinaryIO:
+        return open(self._root / name, "rb", buffering=0)
+
+    def where(self, name: str) -> str:
+        return str(self._root / name)
+
+    def is_lasting(self, error: Exception) -> bool:
+        return True
+
+
+class NoRoomError(Exception):
+    """The file system that a file is written to is full."""
+
+
+class StoppedError(Exception):
+    """Nobody needs the file any more."""
+
+
+def fetch(place: Place, file: File, folder: Path, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Bring `file` to `folder`. One caller at a time for each file and folder.
+
+    A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched once more.
+
+    Raises:
+        DataError: it cannot be read for `place.patience_s`, or it is twice not the one of the index.
+        NoRoomError: nothing of it is left.
+        StoppedError: `stopped()` became true.
+    """
+    part = part_of(folder, file)
+    try:
+        for last_attempt in (False, True):
+            problem = _download(place, file, part, stopped)
+            if problem is None:
+                os.replace(part, folder / file.file)
+                fsync_directory(folder)
+                return
+            if last_attempt:
+                raise DataError(f"data.path: {place.where(file.file)} {problem}; restore the file, or pack it again")
+            _log.warning("%s %s: fetching it again", place.where(file.file), problem)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def part_of(folder: Path, file: File) -> Path:
+    """What a file is called until it is whole."""
+    return folder / f".{file.file}.part"
+
+
+def patiently(
+    place: Place,
+    name: str,
+    attempt: Callable[[], None],
+    stopped: Callable[[], bool] = lambda: False,
+    done_bytes: Callable[[], int] = lambda: 0,
+) -> None:
+    """Call `attempt` until it succeeds, with growing pauses, for `place.patience_s` after the first failure.
+
+    An attempt that fails but brought `done_bytes` further begins both anew.
+    Raises DataError where it is in vain, StoppedError where `stopped()` became true.
+    """
+    wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, 0
+    while True:
+        try:
+            return attempt()
+        except (DataError, NoRoomError, StoppedError):
+            raise
+        except Exception as error:  # the libraries behind file systems raise what they like
+            now = time.monotonic()
+            if done_bytes() > reached_bytes:
+                wait_s, failed_at, reached_bytes = _FIRST_WAIT_S, None, done_bytes()
+            failed_at = failed_at or now
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, OSError) and error.errno and error.strerror:
+                reason = error.strerror
+            elif isinstance(error, FileNotFoundError):  # over HTTP its text is the address, also where no server answers
+                reason = "there is no such file, or no server answers"
+            if place.is_lasting(error) or now - failed_at >= place.patience_s:
+                tried = f" for {now - failed_at:.0f} s" if now > failed_at else ""
+                raise DataError(f"data.path: {place.where(name)} cannot be read{tried}: {reason}") from None
+            _log.warning("%s cannot be read, trying again in %g s: %s", place.where(name), wait_s, reason)
+        until = now + wait_s
+        while time.monotonic() < until:
+            if stopped():
+                raise StoppedError
+            time.sleep(0.1)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _download(place: Place, file: File, part: Path, stopped: Callable[[], bool]) -> str | None:
+    """Write the file's bytes to `part`, durably; what is wrong with them, or None."""
+    digest, done = hashlib.sha256(), 0
+    with open(part, "wb", buffering=0) as target:
+
+        def attempt() -> None:
+            nonlocal done
+            with place.open(file.file) as source:
+                source.seek(done)
+                while done <= file.bytes and (chunk := source.read(_CHUNK_BYTES)):
+                    if stopped():
+                        raise StoppedError
+                    _write(target, chunk)
+                    digest.update(chunk)
+                    done += len(chunk)
+
+        patiently(place, file.file, attempt, stopped, lambda: done)
+        if done != file.bytes:
+            return f"has {'at least ' if done > file.bytes else ''}{done:,} bytes, and its index says {file.bytes:,}"
+        if digest.hexdigest() != file.sha256:
+            return "has another checksum than its index says"
+        os.fsync(target.fileno())
+    return None
+
+
+def _write(target: BinaryIO, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    try:
+        while view:
+            view = view[target.write(view) :]
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise NoRoomError from None
+        raise DataError(
+            f"data.stage: {target.name} cannot be written: {error.strerror}; write data.stage=none, or another folder"
+        ) from None

@@ -1,0 +1,159 @@
+"""A loader's batches on the device, the next one copied, and decoded where that is left to it, while the current one trains.
+
+Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainables.data.encoded_rows import Undecoded
+from trainables.data.loader import Batch
+from trainables.device.decode import fill, region_decoder
+
+
+class DeviceBatch(NamedTuple):
+    """One rank's part of a global batch, on the device as soon as `wait` was called."""
+
+    images_BCHW: Tensor  # uint8, channels last in memory
+    labels_B: Tensor  # int64
+    indices_B: Tensor  # int64, dataset-wide
+    known_B: Tensor  # indices_B on the host
+    epoch: int  # the one by which it is augmented
+    position: int  # global samples of the epoch that are consumed once this batch is trained on
+    copied: torch.cuda.Event | None  # None: nothing had to be copied
+
+    def wait(self) -> None:
+        """Let the device's current stream wait for the copy; this thread goes on at once."""
+        if self.copied is not None:
+            torch.cuda.current_stream(self.images_BCHW.device).wait_event(self.copied)
+
+
+def on_device(
+    batches: Generator[Batch, None, None],
+    device: torch.device,
+    epoch: int = 0,
+    copied: Callable[[float], None] = lambda seconds: None,
+) -> Generator[DeviceBatch, None, None]:
+    """The loader's batches on `device`; closing this closes `batches`. On the CPU they pass through as they are.
+
+    `copied` is called with the seconds that each copy has taken on the device, its decoding there included.
+
+    On a GPU, batch k+1 is copied on a stream of its own while the step on batch k runs: it is taken from the loader before k
+    is given out, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
+    A step waits for its own copy only, on the device, by `DeviceBatch.wait`.
+
+    Batch k+2 is asked for when the copy of batch k is over, as `Batch` demands; until then this thread sleeps. The device has
+    step k to do by then, which follows that copy: no step is late for it, and the thread is at most two steps ahead of it.
+
+    What a batch has undecoded is decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
+    on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
+    """
+    with contextlib.closing(batches):
+        yield from _pass(batches, epoch) if device.type != "cuda" else _copy_ahead(batches, device, epoch, copied)
+
+
+def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
+    for batch in batches:
+        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position, None)
+        if batch.undecoded is not None:
+            decoder = region_decoder(batch.undecoded.decoder, batch.images_BCHW.device, batch.undecoded.threads)
+            ready = _without(fill(decoder, batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
+        yield ready
+
+
+def _without(bad: Mapping[int, str], batch: DeviceBatch, undecoded: Undecoded) -> DeviceBatch:
+    """The batch without these rows, which the loader is told of: row → reason. Raises DataError where they are too many."""
+    if not bad:
+        return batch
+    undecoded.skip(bad)
+    batch.wait()
+    good = [row for row in range(len(batch.labels_B)) if row not in bad]
+    known_B = batch.known_B[good]
+    rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
+    images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
+    labels_B, indices_B = batch.labels_B[rows_B], batch.indices_B[rows_B]
+    return batch._replace(images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, known_B=known_B)
+
+
+class _Coming(NamedTuple):
+    """A batch whose copy has begun."""
+
+    batch: DeviceBatch
+    began: torch.cuda.Event
+    copied: torch.cuda.Event
+    undecoded: Undecoded | None
+    decoded: Future[dict[int, str]] | None
+    """Done when `copied` is recorded; the rows that cannot be decoded."""
+
+    def arrive(self) -> DeviceBatch:
+        if self.undecoded is None or self.decoded is None:
+            return self.batch
+        return _without(self.decoded.result(), self.batch, self.undecoded)
+
+
+def _copy_ahead(
+    batches: Generator[Batch, None, None], device: torch.device, epoch: int, copied: Callable[[float], None]
+) -> Generator[DeviceBatch, None, None]:
+    stream = torch.cuda.Stream(device)
+    coming: _Coming | None = None
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="decode") as decoder:
+            for batch in batches:
+                # before the next copy, which waits for a step: what is still to be decoded must not stand behind it
+                ready = coming.arrive() if coming else None
+                following = _copy(batch, device, epoch, stream, decoder)
+                if coming and ready:
+                    yield ready
+                    coming.copied.synchronize()  # type: ignore[no-untyped-call]
+                    copied(coming.began.elapsed_time(coming.copied) / 1e3)  # type: ignore[no-untyped-call]
+                coming = following
+            if coming:
+                yield coming.arrive()
+    finally:
+        # A batch that nobody waited for gives its memory back to the step's stream, which must not write to it too early.
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream, decoder: ThreadPoolExecutor) -> _Coming:
+    """Begin to copy a batch in `stream`.
+
+    The memory belongs to the current stream, which may still be using what lay there before: the copy waits for all that
+    the stream was given so far. Later use is ordered by `wait`, so that the allocator needs no `record_stream`.
+    """
+    stream.wait_stream(torch.cuda.current_stream(device))
+    tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.indices_B)]
+    images_BCHW, labels_B, indices_B = tensors
+    undecoded = batch.undecoded
+    began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        began.record(stream)
+        if undecoded is None or len(undecoded.regions) < len(images_BCHW):
+            images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
+        labels_B.copy_(batch.labels_B, non_blocking=True)
+        indices_B.copy_(batch.indices_B, non_blocking=True)
+    # It sleeps who waits for it: the CPU belongs to the loader's threads.
+    copied = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    decoded = None
+    if undecoded is None:
+        copied.record(stream)
+    else:
+        decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
+    known_B = batch.indices_B.clone()  # the loader's memory is used again
+    ready = DeviceBatch(images_BCHW, labels_B, indices_B, known_B, epoch, batch.position, copied)
+    return _Coming(ready, began, copied, undecoded, decoded)
+
+
+def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:
+    device = images_BCHW.device
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        decoder = region_decoder(undecoded.decoder, device, undecoded.threads)
+        bad = fill(decoder, undecoded.regions, images_BCHW)
+    copied.record(stream)
+    return bad

@@ -1,0 +1,157 @@
+"""Batch normalisation whose statistics are those of the global batch, whatever number of workers it lies on, on CPU and GPU.
+
+torch's SyncBatchNorm is for GPUs, where it waits for the device in every layer, and a rank without rows has to send blank ones,
+which count. This one waits for nothing and lets a rank have none.
+
+Shapes: B rows of this rank, C channels, then any further dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainables.distributed.group import Group
+from trainables.errors import ModelError
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm over the rows of all ranks (Ioffe and Szegedy 2015, algorithm 1). In eval mode it is torch's own."""
+
+    def __init__(self, num_features: int, group: Group, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__(num_features, eps=eps, momentum=momentum)
+        self._group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, …) normalised; every rank calls it the same number of times. Running statistics move in training mode."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not self.training:
+            return super().forward(input)
+        dtype = input.dtype
+        input = input if dtype == torch.float64 else input.float()  # sums in half precision would overflow
+        axes = (0, *range(2, input.ndim))
+        view = (1, -1, *([1] * (input.ndim - 2)))
+        values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
+        sums = self._over_ranks(torch.cat([input.sum(axes), values]))
+        count = sums[-1].clamp(min=1)  # no rank may have a row
+        mean_C = sums[:-1] / count
+        centred = input - mean_C.view(view)
+        var_C = self._over_ranks(centred.square().sum(axes)) / count
+        self._note(mean_C.detach(), var_C.detach(), count.detach())
+        scale_C = self.weight * torch.rsqrt(var_C + self.eps)
+        return torch.addcmul(self.bias.view(view), centred, scale_C.view(view)).to(dtype)
+
+    def _over_ranks(self, own: Tensor) -> Tensor:
+        if self._group.world_size == 1:
+            return own
+        total: Tensor = _AllReduce.apply(own)  # type: ignore[no-untyped-call]
+        return total
+
+    @torch.no_grad()
+    def _note(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        unbiased_C = var_C * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum or 0.0)
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum or 0.0)
+        self.num_batches_tracked.add_(1)
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
+    for hooks in _HOOKS:  # the same mapping, from which a hook's handle removes it
+        setattr(module, hooks, getattr(replaced, hooks))
+
+
+def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", usual: str = "false") -> nn.Module:
+    """`model` with every batch norm of torch's replaced by one over all ranks; parameters, statistics and hooks stay as they are.
+
+    `key` asked for it, and `usual` is its value that does not.
+
+    Raises:
+        ModelError: it has a batch norm of another kind.
+    """
+    kinds: dict[type[nn.Module], type[GlobalBatchNorm]] = {nn.BatchNorm1d: GlobalBatchNorm1d, nn.BatchNorm2d: GlobalBatchNorm2d}
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if not isinstance(child, nn.modules.batchnorm._BatchNorm) or isinstance(child, GlobalBatchNorm):
+                continue
+            kind = kinds.get(type(child))
+            if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
+                raise ModelError(
+                    f"{key}: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
+                    f"set {key} to {usual}, or choose another model"
+                )
+            made = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
+            made.load_state_dict(child.state_dict())
+            made.weight, made.bias = child.weight, child.bias
+            _take_hooks(made, child)
+            setattr(parent, name, made.train(child.training))
+    return model
+
+
+def normalize_by_batch(frozen: nn.Module, group: Group, key: str) -> None:
+    """Let the batch norms of a model that is not trained go by the batch of all ranks while they are in training mode.
+
+    Its running statistics stay as they are. `key` asked for it.
+
+    Raises:
+        ModelError: see `convert`.
+    """
+    for module in convert(frozen, group, key, "running").modules():
+        if isinstance(module, GlobalBatchNorm):
+            module.momentum = 0.0
+
+
+def normalizes_alone(model: nn.Module) -> bool:
+    """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
+
+
+def takes_none(model: nn.Module) -> bool:
+    """Whether a rank may run it on no images at all. Models without such norms may reshape by the number of images."""
+    return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not normalizes_alone(model)
+
+
+def normalizes_together(model: nn.Module) -> bool:
+    """Whether `model` has a batch norm over the rows of all ranks."""
+    return any(isinstance(module, GlobalBatchNorm) for module in model.modules())
+
+
+class GlobalBatchNorm1d(GlobalBatchNorm):
+    """For (B, C) or (B, C, L)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim in (2, 3), tuple(input.shape)
+
+
+class GlobalBatchNorm2d(GlobalBatchNorm):
+    """For (B, C, H, W)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim == 4, tuple(input.shape)

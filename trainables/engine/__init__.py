@@ -1,0 +1,1 @@
+"""A training job: built, stepped, evaluated, kept in checkpoints. Knows no Ray."""

@@ -1,0 +1,218 @@
+"""Save and load a TrainState as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
+
+Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
+`optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,
+metrics, what the model is) is JSON in the header under `raydistill`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainables.distributed.group import Group, gather_objects
+from trainables.errors import CheckpointError
+from trainables.models.checkpoint_header import META_KEY
+from trainables.rundir import replacing
+
+FORMAT = 3
+"""Of the state that a training continues from; the weights of a file are the same in every format."""
+
+
+@dataclass
+class Progress:
+    """Where training stands. `position` counts global samples consumed of the current epoch."""
+
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    best_top1_pct: float = -1.0
+    best_epoch: int = -1
+    history: list[dict[str, float]] = field(default_factory=list)
+    warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Images, seconds and steps of the steady state so far (`throughput`), so that a resumed job still knows its speed."""
+    cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """The same of all warm-ups."""
+    wall: dict[str, float] = field(default_factory=dict)
+    """Seconds so far by part of the job, see `wall_clock`."""
+    epoch_wall: dict[str, float] = field(default_factory=dict)
+    """The same of the unfinished epoch."""
+    epoch_record: dict[str, Any] = field(default_factory=dict)
+    """`step`, `epoch` and `metrics` of the last epoch's record: a death may come before it is on disk, and a resume writes it."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
+    noise: dict[str, list[float]] = field(default_factory=dict)
+    """What `noise_scale.NoiseHistory` has added up."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
+    partial: list[float] = field(default_factory=list)
+    """Sums of the unfinished epoch so far (over all ranks), so that its record is the same after a resume."""
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, and what the model is."""
+
+    model: nn.Module
+    methods: nn.ModuleDict
+    """What the distillation methods train and remember beside the model."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    about: dict[str, Any]
+    """Describes the model to whoever loads the file: model, num_classes, image_size, classes, mean, std, data keys."""
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's generator states (uint8 vectors)."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def save(path: Path, state: TrainState, group: Group) -> None:
+    """Write the state beside `path`, fsync it and rename it over `path`. Every rank calls this; rank 0 writes.
+
+    Raises:
+        CheckpointError: on rank 0 where the disk is full or cannot be written; the file that stood there still stands.
+    """
+    rngs = gather_objects(rng_state(group.device), group)
+    if not group.is_main:
+        return
+    tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
+    tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
+    optimizers = []
+    for number, optimizer in enumerate(state.optimizers):
+        optim = optimizer.state_dict()
+        plain: dict[str, dict[str, Any]] = {}
+        for index, slots in optim["state"].items():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optim.{number}.{index}.{slot}"] = value
+                else:
+                    plain.setdefault(str(index), {})[slot] = value
+        optimizers.append({"type": type(optimizer).__name__, "param_groups": optim["param_groups"], "plain": plain})
+    for rank, states in enumerate(rngs):
+        tensors.update({f"rng.{rank}.{kind}": value for kind, value in states.items()})
+    meta = {
+        "format": FORMAT,
+        **state.about,
+        "progress": vars(state.progress),
+        "world_size": group.world_size,
+        "optimizers": optimizers,
+        "scaler": state.scaler.state_dict(),
+    }
+    write_tensors(path, tensors, meta)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """The atomic write under `save`.
+
+    Raises:
+        CheckpointError: where the disk is full or cannot be written.
+    """
+    # A copy each: safetensors refuses tensors that share storage, as tied weights do.
+    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    header = {META_KEY: json.dumps(meta)}
+    try:
+        with replacing(path) as beside:
+            save_file(copies, beside, metadata=header)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
+        ) from error
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors (on the CPU) and the description of a checkpoint.
+
+    Raises:
+        CheckpointError: missing, truncated, not a safetensors file, or not one of ours.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get(META_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged ({error}): use another one, such as its neighbour best or last"
+        ) from error
+    if header is None:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of ours (no `{META_KEY}` in its header): as a teacher, give it in teacher.weights"
+        )
+    return tensors, json.loads(header)
+
+
+def restore(path: Path, state: TrainState, group: Group) -> None:
+    """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
+
+    Raises:
+        CheckpointError: damaged, or of another model or optimizer than `state` holds.
+    """
+    tensors, meta = read(path)
+    if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
+        raise CheckpointError(
+            f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
+            f"{state.about['model']} with {state.about['num_classes']}: choose another --out or the same model"
+        )
+    if meta["format"] != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
+        )
+    try:
+        state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {str(error).splitlines()[-1].strip()}") from error
+    try:
+        state.methods.load_state_dict({name[7:]: tensor for name, tensor in tensors.items() if name.startswith("method.")})
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was written with another distill.method or other options of it "
+            f"({str(error).splitlines()[-1].strip()}): resume with the same, or choose another --out"
+        ) from error
+    theirs = [_told(each["type"], each["param_groups"]) for each in meta["optimizers"]]
+    ours = [_told(type(optimizer).__name__, optimizer.param_groups) for optimizer in state.optimizers]
+    if theirs != ours:
+        raise CheckpointError(
+            f"checkpoint {path} was written by {' and '.join(theirs)}, and here there is {' and '.join(ours)}: resume with "
+            "the same optim.name and optim.losses, and with the version that wrote it"
+        )
+    for number, optimizer in enumerate(state.optimizers):
+        _restore_optimizer(optimizer, tensors, meta["optimizers"][number], f"optim.{number}.")
+    state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
+    state.progress = Progress(**meta["progress"])
+    state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
+    if meta["world_size"] == group.world_size:
+        torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
+        if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+
+
+def _told(kind: str, groups: Sequence[dict[str, Any]]) -> str:
+    """An optimizer and how much it changes, in words."""
+    return f"{kind} of {'+'.join(str(len(group['params'])) for group in groups)} parameters"
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any], prefix: str) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            index, slot = name.removeprefix(prefix).split(".", 1)
+            if tensor.shape == parameters[int(index)].shape:
+                # The parameter's own memory format, so that a fused update stays fused.
+                tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
+            slots.setdefault(int(index), {})[slot] = tensor
+    optimizer.load_state_dict({"state": slots, "param_groups": meta["param_groups"]})

@@ -1,0 +1,107 @@
+"""Exact distributed evaluation: every sample once, sums on the device, one all-reduce, then divide.
+
+Shapes: B batch, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainables.config import EvaluateConfig
+from trainables.data.loader import Batch, Loader
+from trainables.data.source import open_on_node
+from trainables.device.device_batches import on_device
+from trainables.device.model_input import autocast, normalizer
+from trainables.distributed.group import Group, all_reduce_sum, broadcast_buffers, gather_objects
+from trainables.engine import checkpoint
+from trainables.errors import DataError
+from trainables.models.forward import logits_and_aux
+from trainables.models.weights import load_teacher
+
+
+def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+    """How many samples have their label as the first, and among the first five, of the logits (scalars, int64).
+
+    With fewer than five classes the second counts all samples.
+    """
+    top_B5 = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
+    hit_B5 = top_B5 == labels_B[:, None]
+    return hit_B5[:, 0].sum(), hit_B5.sum()
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Generator[Batch, None, None],
+    normalize: Callable[[Tensor], Tensor],
+    group: Group,
+    autocast_context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> dict[str, float]:
+    """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
+
+    `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
+    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and leaves the model in the mode
+    it came in. Without a single image all values but `num_images` are nan.
+    """
+    was_training = model.training
+    model.eval()
+    broadcast_buffers(model, group)
+    sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, first, first five
+    with contextlib.closing(on_device(batches, group.device)) as device_batches:
+        for batch in device_batches:
+            labels_B = batch.labels_B
+            if len(labels_B) == 0:
+                continue
+            batch.wait()
+            with autocast_context():
+                logits_BK, _ = logits_and_aux(model(normalize(batch.images_BCHW)))
+            logits_BK = logits_BK.double()
+            first, first_five = correct_counts(logits_BK, labels_B)
+            entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
+            sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, first.double(), first_five.double()])
+    model.train(was_training)
+    images, entropy, first, first_five = all_reduce_sum(sums, group).tolist()
+    n = images or float("nan")
+    return {"top1_pct": 100 * first / n, "top5_pct": 100 * first_five / n, "loss": entropy / n, "num_images": images}
+
+
+def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: the unreadable, and why.
+
+    Raises:
+        CheckpointError, DataError: the file or the data cannot be read, or their classes differ.
+    """
+    source = open_on_node(config.data, "val")
+    path = Path(config.checkpoint)
+    _, about = checkpoint.read(path)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    model = load_teacher(
+        about["model"],
+        str(path),
+        num_classes=len(source.classes),
+        image_size=config.data.image_size,
+        classes=source.classes,
+        seed=0,
+    ).to(group.device, dtype)
+    assert isinstance(config.data.loader_workers, int)
+    loader = Loader(
+        source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
+        loader_workers=config.data.loader_workers, device=group.device,
+    )  # fmt: skip
+    normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
+    try:
+        result = evaluate(model, loader.epoch(0), normalize, group, autocast(config.precision, group.device))
+    finally:
+        loader.close()
+    if not result["num_images"]:
+        raise DataError(f"{config.data.path}: not one validation image could be read")
+    skipped = {index: image for part in gather_objects(loader.skipped, group) for index, image in part.items()}
+    loader.refuse_too_many(skipped)
+    return {**result, "skipped_images": float(len(skipped)), "skipped": list(skipped.values())}

@@ -1,0 +1,179 @@
+"""The student with its methods, and the teacher that they read, from what a job is told. Knows no Ray.
+
+Shapes: M training samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainables.config import TrainConfig
+from trainables.data.loader import Loader
+from trainables.device.model_input import AUTOCAST
+from trainables.distributed.batch_norm import normalize_by_batch, normalizes_together
+from trainables.distributed.group import Group
+from trainables.engine.optimizers import share_out
+from trainables.errors import ExperimentError
+from trainables.methods.distillation_module import (
+    Chosen,
+    Pupil,
+    Reader,
+    build_methods,
+    check_keeps_enough,
+    check_reads_logits,
+    choose,
+    task_weight,
+)
+from trainables.methods.features import TeacherNormOptions
+from trainables.models.reused_classifier import ReusedClassifier
+from trainables.teachers.cache.cached_teacher import KeptTeacher, keeps, open_store
+from trainables.teachers.ensemble import load_network, teacher_reader
+from trainables.teachers.network import Answers, Teacher
+from trainables.teachers.service.client import asking_teacher
+from trainables.teachers.service.protocol import Line
+
+log = logging.getLogger("raydistill")
+
+
+def build_pupil(
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
+) -> tuple[Pupil, Answers | None]:
+    """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
+
+    `lines` lead to the actors of `teacher.service`.
+
+    Raises:
+        ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
+    """
+    given, size = config.teacher, config.data.image_size
+    reading = readers_of(config)
+    taught = given is not None and given.weights is not None and bool(reading)
+    logits_only = given.logits_only if given is not None and taught else None
+    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
+    pupil, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
+    if model is not None and of_teacher is not None:
+        place(model, config, group)
+        return pupil, Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading))
+    asking = [method.key for method in reading]
+    if logits_only == "teacher.cache":
+        return pupil, kept_teacher(config, group, classes, loader, asking)
+    if logits_only == "teacher.service":
+        return pupil, asking_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+    return pupil, None
+
+
+def readers_of(config: TrainConfig) -> tuple[Chosen, ...]:
+    """The methods of a job that read a teacher."""
+    return tuple(method for method in (choose(config.distill) if config.distill else ()) if method.kind.needs.teacher)
+
+
+def unite(
+    config: TrainConfig, group: Group, student: nn.Module, model: nn.Module | None, num_classes: int, labels_M: Tensor
+) -> tuple[Pupil, Reader | None]:
+    """The student with the methods of a job, and what reads the teacher `model` for them.
+
+    `model` is None where no method reads a teacher, or only its logits are to be had. No weight of it is looked at, but for those
+    that the student takes over: models that nobody has trained fit if the trained ones do.
+
+    Raises:
+        ExperimentError, ModelError: models, methods and options do not fit together.
+    """
+    given, size = config.teacher, config.data.image_size
+    chosen = choose(config.distill) if config.distill is not None else ()
+    if config.distill is None or not chosen:
+        return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
+    reading = readers_of(config)
+    if reading and given is not None and given.logits_only is not None:
+        check_reads_logits(chosen, given)
+        check_keeps_enough(chosen, given, num_classes)
+        if isinstance(student, ReusedClassifier):
+            raise ExperimentError(
+                f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
+            )
+    differentiates = next((method.key for method in reading if method.kind.needs.teacher_gradient), None)
+    if differentiates and config.precision in AUTOCAST:
+        raise ExperimentError(
+            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
+        )
+    if model is not None and isinstance(student, ReusedClassifier):
+        student.reuse(model, size)
+    by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
+    if model is not None and (key := next(by_batch, None)) is not None:
+        normalize_by_batch(model, group, f"distill.options.{key}.teacher_norm")
+    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
+    of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
+    methods = build_methods(
+        chosen, student, model, (reader, of_teacher), num_classes=num_classes, labels_M=labels_M, image_size=size,
+        global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
+    )  # fmt: skip
+    pupil = Pupil(
+        student, methods, {c.key: c.options for c in chosen}, reader=reader,
+        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
+    )  # fmt: skip
+    names = ", ".join(config.distill.method)
+    if (pupil.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
+        raise ExperimentError(
+            f"{names if pupil.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
+            f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
+        )
+    share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
+    others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
+    others += ["optim.losses"] if config.optim.losses else []
+    others += ["optim.name: dot"] if config.optim.name == "dot" else []
+    if pupil.init_epochs and others:
+        warms = next(key for key, method in methods.items() if method.init_epochs)
+        raise ExperimentError(
+            f"distill.method: {warms} has a warm-up stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
+        )
+    return pupil, of_teacher
+
+
+def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
+    """Bring a network that is not trained to where it runs."""
+    dtype, layout = numbers(config)
+    frozen.to(group.device, dtype).to(memory_format=layout)
+    if config.train.compile:
+        frozen.compile()
+
+
+def kept_teacher(
+    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
+) -> KeptTeacher:
+    """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
+
+    Raises:
+        DistillError: see `open_store`.
+    """
+    assert config.teacher is not None
+    name = config.teacher.model
+
+    store, sha256 = open_store(config, group, loader, classes)
+
+    def run() -> Teacher:
+        log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
+        return running_teacher(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
+
+    return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
+
+
+def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:
+    """The experiment's teacher as a network, for methods that read its logits.
+
+    Raises:
+        CheckpointError, ModelError: see `load_teacher`; it is not the one of `config.teacher_sha256`.
+    """
+    given, size = config.teacher, config.data.image_size
+    assert given is not None
+    network = load_network(given, classes, size, config.seed, config.teacher_sha256)
+    place(network, config, group)
+    return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
+
+
+def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
+    """The type of the models' numbers, and how the images' lie in memory."""
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    return torch.float64 if config.precision == "fp64" else torch.float32, layout

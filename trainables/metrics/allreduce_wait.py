@@ -1,0 +1,83 @@
+"""What a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainables.metrics.phase_timer import KEEP_STEPS
+
+_BATCHES = 8  # whose means tell the error of the whole mean
+
+
+class AllreduceWait:
+    """Samples DDP's own clocks: the time from a rank's last gradient to the end of the last all-reduce.
+
+    All ranks wait for a slow network; only the fast ones wait for a slow rank. So what the last rank of a step waits is what the
+    all-reduce itself costs (`exposed_ms`), and what a rank waits beyond that is other ranks' fault.
+
+    The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"), which torch reads for its first ten
+    steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely; on a CPU,
+    where it costs some 10 µs, in each step.
+    """
+
+    def __init__(self, student: nn.Module, device: torch.device, log_every: int, warmup_steps: int) -> None:
+        self._ddp = student if isinstance(student, DistributedDataParallel) else None
+        self._every = log_every if device.type == "cuda" else 1
+        self._steps, self._last = 0, warmup_steps
+        self.by_step: dict[int, float] = {}
+        """Milliseconds, the latest `KEEP_STEPS` samples."""
+        if self._ddp is not None:
+            self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
+
+    def note(self) -> None:
+        """After each step: take up the latest sample, once a few steps."""
+        self._steps += 1
+        if self._ddp is None or self._steps % self._every:
+            return
+        found = self._ddp._get_ddp_logging_data()
+        step = int(found.get("iteration", 0))
+        if step <= self._last or "backward_comm_time" not in found:  # one of the warm-up, or seen before
+            return
+        self._last = step
+        exposed_ns = int(found["backward_comm_time"]) - int(found["backward_compute_comm_overlap_time"])
+        self.by_step[step] = exposed_ns / 1e6
+        if len(self.by_step) > KEEP_STEPS:
+            self.by_step.pop(next(iter(self.by_step)))
+
+    def summary(self) -> dict[str, float]:
+        """`phase/allreduce_wait_ms`, a part of `phase/backward_ms`: the mean over the samples past the warm-up. With
+        two samples or more `phase/allreduce_wait_error_ms` too, the mean's standard error. {} where there are none.
+        """
+        if not self.by_step:
+            return {}
+        waits_ms = list(self.by_step.values())
+        found = {"phase/allreduce_wait_ms": fmean(waits_ms)}
+        if len(waits_ms) > 1:
+            found["phase/allreduce_wait_error_ms"] = standard_error(waits_ms)
+        return found
+
+
+def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
+    """What the all-reduce itself keeps all ranks waiting: the least wait of any in the median step, from each rank's `by_step`.
+
+    A mean would have the steps in which another program delayed all ranks. None without a step that all have sampled.
+    """
+    steps = set.intersection(*(set(waits) for waits in by_rank)) if by_rank else set()
+    return median(min(waits[step] for waits in by_rank) for step in steps) if steps else None
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of values that came one after the other, at least two: by the means of consecutive batches of them.
+
+    A disturbed machine delays a rank for many steps on end, so that steps are no independent samples; batches nearly are
+    (Law and Kelton, "Simulation Modeling and Analysis", on the method of batch means).
+    """
+    batches = np.array_split(np.asarray(values), min(_BATCHES, len(values)))
+    return float(np.std([batch.mean() for batch in batches], ddof=1)) / math.sqrt(len(batches))

@@ -1,0 +1,209 @@
+"""Where a step's time goes: a chain of marks that costs a microsecond each and never stops the GPU.
+
+On a GPU the marks are CUDA events in the stream of the step, read after the GPU has passed them. `data` is then the time
+in which the stream stood still for the loader: 0 where the loader was ahead, however long the Python thread waited. `h2d` is
+what it then waited for the copy, and `augment` is augmentation and normalisation on the device.
+
+Shapes: S steps, T timed columns (the phases, then the whole step).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainables.metrics.phases import PHASES
+
+COLUMNS = (*PHASES, "step")
+KEEP_STEPS = 10_000
+"""Steps that quantiles look back on; means, minima and maxima are exact over all steps."""
+_MAX_PENDING = 256
+_PLACE = {phase: place for place, phase in enumerate(PHASES)}
+_DATA, _STEP = _PLACE["data"], len(PHASES)
+
+Floats = npt.NDArray[np.float64]
+Token = TypeVar("Token")
+
+
+class Clock(Protocol[Token]):
+    """A source of points in time that may become readable only later."""
+
+    def now(self) -> Token:
+        """A point in time; costs about a microsecond."""
+
+    def ready(self, token: Token) -> bool:
+        """Whether `token` can be read; never waits."""
+
+    def ms_between(self, earlier: Token, later: Token) -> float:
+        """Milliseconds from one point to another; both are ready."""
+
+    def reuse(self, tokens: Iterable[Token]) -> None:
+        """The caller has read `tokens` and will not use them again."""
+
+
+class CpuClock:
+    """The wall clock: right where every call is done when it returns."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def ready(self, token: float) -> bool:
+        return True
+
+    def ms_between(self, earlier: float, later: float) -> float:
+        return (later - earlier) * 1e3
+
+    def reuse(self, tokens: Iterable[float]) -> None:
+        pass
+
+
+class CudaClock:
+    """Events in the current stream of `device`, from a pool: creating one costs more than recording one."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+
+    def now(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def ready(self, token: torch.cuda.Event) -> bool:
+        return bool(token.query())  # type: ignore[no-untyped-call]
+
+    def ms_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        return float(earlier.elapsed_time(later))
+
+    def reuse(self, tokens: Iterable[torch.cuda.Event]) -> None:
+        self._free.extend(tokens)
+
+
+class _Totals:
+    """Exact sums, minima and maxima of all rows (T,) added, and the latest `KEEP_STEPS` rows for quantiles."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.sum_T = np.zeros(len(COLUMNS))
+        self.min_T = np.full(len(COLUMNS), np.inf)
+        self.max_T = np.full(len(COLUMNS), -np.inf)
+        self.latest: deque[Floats] = deque(maxlen=KEEP_STEPS)
+
+    def add(self, row_T: Floats) -> None:
+        self.num_steps += 1
+        self.sum_T += row_T
+        np.minimum(self.min_T, row_T, out=self.min_T)
+        np.maximum(self.max_T, row_T, out=self.max_T)
+        self.latest.append(row_T)
+
+    def summary(self) -> dict[str, float]:
+        if not self.num_steps:
+            return {}
+        p50_T, p95_T = np.quantile(np.stack(self.latest), (0.5, 0.95), axis=0)
+        columns_ST = (self.sum_T / self.num_steps, self.min_T, self.max_T, p50_T, p95_T)
+        named = {
+            f"phase/{column}{suffix}_ms": float(values_T[place])
+            for place, column in enumerate(COLUMNS)
+            for suffix, values_T in zip(("", "_min", "_max", "_p50", "_p95"), columns_ST, strict=True)
+        }
+        whole = float(self.sum_T[_STEP])
+        return named | {"data_pct": 100 * float(self.sum_T[_DATA]) / whole if whole > 0 else 0.0}
+
+
+class PhaseTimer:
+    """Times the phases of each step of one training thread.
+
+    A step is `start()`, then `mark(phase)` as each phase ends, then `stop()`. A phase runs from the mark before it, so the
+    phases and the rest after the last mark add up to the step. A phase marked again (accumulated micro-batches) adds to
+    itself; one that is not marked took 0. A second `start()` drops an unfinished step, as at an epoch's end.
+
+    Args:
+        device: the device whose time counts.
+        warmup_steps: first steps that `summary()` leaves out; `take()` has them.
+        clock: another source of time than the device's own.
+    """
+
+    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: Clock[Any] | None = None):
+        self._clock: Clock[Any] = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
+        self._now = self._clock.now
+        self._warmup_left = warmup_steps
+        self._tokens: list[Any] = []
+        self._places: list[int] = []
+        self._pending: deque[tuple[list[Any], list[int]]] = deque()
+        self._run, self._window = _Totals(), _Totals()
+
+    def start(self) -> None:
+        """Open a step; `data` runs from here."""
+        if self._tokens:
+            self._clock.reuse(self._tokens)
+        self._tokens, self._places = [self._now()], []
+
+    def mark(self, phase: str) -> None:
+        """Close `phase`, which ran since the last mark.
+
+        Raises:
+            KeyError: no such phase.
+        """
+        self._places.append(_PLACE[phase])
+        self._tokens.append(self._now())
+
+    def stop(self) -> None:
+        """End the step."""
+        self._tokens.append(self._now())
+        self._pending.append((self._tokens, self._places))
+        self._tokens, self._places = [], []
+        if len(self._pending) >= _MAX_PENDING:
+            self.collect()
+
+    def collect(self) -> None:
+        """Read the steps that the device has passed; the others stay for the next call. Never waits for the device."""
+        while self._pending:
+            tokens, places = self._pending[0]
+            # One stream runs in order: where the last event is past, all are.
+            if not self._clock.ready(tokens[-1]):
+                return
+            self._pending.popleft()
+            self._add(_row(self._clock, tokens, places))
+            self._clock.reuse(tokens)
+
+    def _add(self, row_T: Floats) -> None:
+        self._window.add(row_T)
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+        else:
+            self._run.add(row_T)
+
+    def take(self) -> dict[str, float]:
+        """Summary of the steps read since the last `take()`, in the names of `summary`."""
+        self.collect()
+        window, self._window = self._window, _Totals()
+        return window.summary()
+
+    def steps_s(self) -> list[float]:
+        """Seconds of each step past the warm-up, the latest `KEEP_STEPS` of them."""
+        self.collect()
+        return [float(row_T[_STEP]) / 1e3 for row_T in self._run.latest]
+
+    def summary(self) -> dict[str, float]:
+        """Mean, min, max, p50 and p95 of each phase and of `step`, in ms, and the share of data in the step, in percent.
+
+        Named `phase/data_ms` (mean), `phase/data_min_ms`, `…_max_ms`, `…_p50_ms`, `…_p95_ms`, …, `phase/step_ms`, …, and
+        `data_pct`. {} before the first step past the warm-up.
+        """
+        self.collect()
+        return self._run.summary()
+
+
+def _row(clock: Clock[Token], tokens: Sequence[Token], places: Sequence[int]) -> Floats:
+    """One step's times in ms (T,)."""
+    row = [0.0] * len(COLUMNS)
+    for place, earlier, later in zip(places, tokens, tokens[1:], strict=False):
+        row[place] += clock.ms_between(earlier, later)
+    row[_STEP] = clock.ms_between(tokens[0], tokens[-1])
+    return np.array(row)
