@@ -16,7 +16,7 @@ from service.cluster import ray_thread as work
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -> None:
     code = (
-        "import atexit, time\nfrom service import work\natexit.register(print, 'whole')\n"
+        "import atexit, time\nfrom service.cluster import ray_thread as work\natexit.register(print, 'whole')\n"
         f"thread = work.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
         "assert work.goes_on() == thread.is_alive()\nwork.leave(130)"
     )
@@ -28,7 +28,7 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
 @pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])
 def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(again: int) -> None:
     code = (
-        "import os, psutil, signal, subprocess, sys, time\nfrom service import work\nsuspend = psutil.Process.suspend\n"
+        "import os, psutil, signal, subprocess, sys, time\nfrom service.cluster import ray_thread as work\nsuspend = psutil.Process.suspend\n"
         f"psutil.Process.suspend = lambda process: (suspend(process), os.kill(os.getpid(), {int(again)}))\n"
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"

@@ -69,7 +69,8 @@ def test_any_number_of_processes_writes_the_same_bytes(images: Path, tmp_path: P
 def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed"
     script = (
-        "import sys, time; from pathlib import Path; from service.runs import pack as packing; from trainables.data.pack import plan, shard;"
+        "import sys, time; from pathlib import Path; from service.runs import pack as packing;"
+        "from trainables.data.pack import plan, shard;"
         "from trainables.data.pack.modes import Mode; write = packing.write_shard;"
         "packing.write_shard = lambda job: (write(job), time.sleep(0.2))[0];"
         f"packing.pack(Path({str(images)!r}), Path({str(dest)!r}), Mode(), check=False, strict=False, processes=1, "

@@ -23,7 +23,7 @@ import os, signal, sys, time
 from pathlib import Path
 from tests.trainables.jobs import train_on_record
 from tests.trainables.metrics.test_metrics_file import distilling
-from trainables import metrics_file
+from trainables.metrics import metrics_file
 
 append_lines = metrics_file.append_lines
 
