@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError
 from trainables.rundir import write_json
-from trainables.teachers.service.protocol import LostError
+from trainables.teachers.service.protocol import TeacherServiceLostError
 
 Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.
@@ -144,7 +144,7 @@ def _own_kind(error: BaseException) -> Kind:
             return "user"
         case torch.OutOfMemoryError() | MemoryError():
             return "out_of_memory"
-        case LostError():  # a bare ConnectionError or TimeoutError is the user's: nothing of ours lets one out
+        case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: nothing of ours lets one out
             return "lost_peer"
         case OSError(errno=errno.ENOMEM):
             return "out_of_memory"

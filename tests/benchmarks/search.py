@@ -171,13 +171,13 @@ def summary(rows: list[Row]) -> str:
             f"{text}  {100 * np.mean(less < -TIE):10.0f} {100 * np.mean(abs(less) <= TIE):6.0f} {100 * np.mean(less > TIE):7.0f}"
         )
 
-    everyone = [row.regret for row in rows]
-    lines.append(line("guided", everyone))
+    all_gather = [row.regret for row in rows]
+    lines.append(line("guided", all_gather))
     for has_tenant, name in ((False, "guided, no tenant"), (True, "guided, a tenant")):
         if some := [row.regret for row in rows if row.has_tenant is has_tenant]:
             lines.append(line(f"{name} ({len(some)})", some))
     for name in rows[0].peers:
-        lines.append(line(name, [row.peers[name] for row in rows], everyone))
+        lines.append(line(name, [row.peers[name] for row in rows], all_gather))
     for kind in sorted({row.kind for row in rows}):
         some = [row.regret for row in rows if row.kind == kind]
         lines.append(line(f"guided, bound by {kind} ({len(some)})", some))

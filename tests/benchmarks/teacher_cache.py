@@ -107,8 +107,8 @@ class Bench:
         """Seconds of the steps, and of what has to be on disk after them."""
         progress, began = job.state.progress, time.perf_counter()
         loop.train_epoch(job, stop_at=progress.step + self._steps)
-        if job.learner.teacher is not None:
-            job.learner.teacher.end_epoch()
+        if job.train_state.teacher is not None:
+            job.train_state.teacher.end_epoch()
         progress.position = 0
         return time.perf_counter() - began
 

@@ -16,6 +16,7 @@ from tests.benchmarks.simulation.cluster import BRIM, LEAN_STEPS, METRICS, WARM_
 from tests.benchmarks.simulation.draw import MAX_POINTS, MIN_POINTS, Drawn, draw_tenant
 from tests.benchmarks.simulation.parts import (
     HYPERTHREAD_GAIN,
+    BuildContext,
     Copying,
     Cpu,
     Gpu,
@@ -27,7 +28,6 @@ from tests.benchmarks.simulation.parts import (
     Memory,
     Network,
     Plant,
-    Setting,
     Storage,
 )
 from tests.benchmarks.simulation.session import OOM_S, STEPS, Session
@@ -68,7 +68,7 @@ def plant(nodes: int = 1, gpus: int = 1, **parts: Any) -> Plant:
     return Plant(nodes, gpus, 50_000, start_s=20.0, setup_s=1.0, **(usual | parts))
 
 
-def steps(plant: Plant, *settings: Setting, num: int = 200) -> Any:
+def steps(plant: Plant, *settings: BuildContext, num: int = 200) -> Any:
     """Mean step of each point in the long run, and the phases."""
     run = simulate(plant, list(settings), Luck.draw(plant, num, np.random.default_rng(0)))
     return run.steps_s_TP[num // 2 :].mean(0), {name: values[num // 2 :].mean(0) for name, values in run.phases_s_TP.items()}
@@ -84,7 +84,7 @@ def small_cluster(plant: Plant, batches: tuple[int, ...] = (32, 64, 128), loader
 
 
 def test_one_gpu_that_computes_takes_the_sum_of_its_phases() -> None:
-    mean_P, phases = steps(plant(), Setting(1, 32, 4))
+    mean_P, phases = steps(plant(), BuildContext(1, 32, 4))
     assert phases["h2d"] == pytest.approx(32 * 1e5 / 1e10)
     assert (phases["teacher"], phases["student"], phases["backward"]) == pytest.approx((0.032, 0.064, 0.128))
     assert mean_P == pytest.approx(32 * 1e5 / 1e10 + 32 * 7e-3 + 3e-3)
@@ -92,7 +92,7 @@ def test_one_gpu_that_computes_takes_the_sum_of_its_phases() -> None:
 
 def test_one_gpu_that_waits_for_decoding_goes_at_the_threads_speed_or_the_cores() -> None:
     two_cores = plant(loader=replace(LOADER, decode_s=0.05), cpu=replace(CPU, cores=2))
-    mean_P, phases = steps(two_cores, Setting(1, 32, 1), Setting(1, 32, 2), Setting(1, 32, 4))
+    mean_P, phases = steps(two_cores, BuildContext(1, 32, 1), BuildContext(1, 32, 2), BuildContext(1, 32, 4))
     crowding = 1.0 + 0.15 * 0.5  # twice as many threads as cores
     assert mean_P == pytest.approx([32 * 0.05, 32 * 0.05 / 2, 32 * 0.05 / 2 * crowding], rel=0.01)
     assert phases["data"] == pytest.approx(mean_P - 32 * 7e-3 - 32e-5 - 3e-3, rel=0.02)
@@ -100,14 +100,14 @@ def test_one_gpu_that_waits_for_decoding_goes_at_the_threads_speed_or_the_cores(
 
 def test_the_second_threads_of_all_cores_add_three_tenths_of_their_speed() -> None:
     hyper = plant(loader=replace(LOADER, decode_s=0.05), cpu=replace(CPU, cores=4, hyperthreads=True))
-    mean_P, _ = steps(hyper, Setting(1, 32, 4), Setting(1, 32, 8))
+    mean_P, _ = steps(hyper, BuildContext(1, 32, 4), BuildContext(1, 32, 8))
     assert mean_P[0] / mean_P[1] == pytest.approx(1.0 + HYPERTHREAD_GAIN, rel=0.01)
 
 
 def test_threads_that_no_longer_find_room_beside_their_data_are_slower() -> None:
     loader = replace(LOADER, decode_s=0.5)
     near, far = (
-        steps(plant(loader=loader, cpu=replace(CPU, cores=8, sockets=sockets, remote_loss=0.4)), Setting(1, 32, 8))[0][0]
+        steps(plant(loader=loader, cpu=replace(CPU, cores=8, sockets=sockets, remote_loss=0.4)), BuildContext(1, 32, 8))[0][0]
         for sockets in (1, 2)
     )
     assert far / near == pytest.approx(1.0 + 0.4 / 2, rel=0.01)  # half of 8 threads are on the other socket of 4 cores
@@ -115,7 +115,7 @@ def test_threads_that_no_longer_find_room_beside_their_data_are_slower() -> None
 
 def test_a_loader_of_whole_batches_is_as_fast_in_the_long_run_and_comes_in_bursts() -> None:
     bursts = plant(loader=replace(LOADER, decode_s=0.05, whole_batches=True))
-    run = simulate(bursts, [Setting(1, 32, 4)], Luck.draw(bursts, 400, np.random.default_rng(0)))
+    run = simulate(bursts, [BuildContext(1, 32, 4)], Luck.draw(bursts, 400, np.random.default_rng(0)))
     steps_s = run.steps_s_TP[200:, 0]
     assert steps_s.mean() == pytest.approx(32 * 0.05 / 4, rel=0.02)
     waits = run.phases_s_TP["data"][200:, 0] > 0.01
@@ -129,7 +129,7 @@ def test_the_loader_queue_equals_one_played_through_event_by_event(workers: int,
     loader = replace(LOADER, decode_s=decode_s, decode_cv=1.5, whole_batches=True, prefetch=2)
     lonely = plant(loader=loader)
     luck = Luck.draw(lonely, 80, np.random.default_rng(workers))
-    run = simulate(lonely, [Setting(1, 32, workers)], luck)
+    run = simulate(lonely, [BuildContext(1, 32, workers)], luck)
     make_s = 32 * decode_s * np.clip(1.0 + 1.5 / np.sqrt(32) * luck.work_TNG[:, 0, 0], 0.3, 1.9)
     gpu_s = 32 * 7e-3 + 32e-5 + 3e-3
     # Workers wait for a place in the queue; batches are taken in order; the rank goes on as soon as it can.
@@ -155,7 +155,7 @@ def test_the_loader_queue_equals_one_played_through_event_by_event(workers: int,
 
 def test_storage_that_nodes_share_is_shared() -> None:
     storage = replace(STORAGE, shared_bytes_per_s=1e7)  # 100 images a second
-    mean_P, _ = steps(plant(4, 2, storage=storage, network=FREE), Setting(8, 32, 4))
+    mean_P, _ = steps(plant(4, 2, storage=storage, network=FREE), BuildContext(8, 32, 4))
     assert mean_P == pytest.approx(8 * 32 / 100, rel=0.02)
 
 
@@ -166,20 +166,20 @@ def test_stalls_of_the_storage_have_a_heavy_tail_that_a_long_queue_hides() -> No
     assert stalls_s.min() >= 0.3
     assert stalls_s.max() / np.median(stalls_s) > 10
     means_s = [
-        simulate(replace(slow, loader=replace(LOADER, prefetch=prefetch)), [Setting(1, 32, 4)], luck).steps_s_TP.mean()
+        simulate(replace(slow, loader=replace(LOADER, prefetch=prefetch)), [BuildContext(1, 32, 4)], luck).steps_s_TP.mean()
         for prefetch in (1, 2, 4, 16)
     ]
     assert (np.diff(means_s) < 0).all()
-    assert means_s[-1] > steps(replace(slow, storage=STORAGE), Setting(1, 32, 4))[0][0]
+    assert means_s[-1] > steps(replace(slow, storage=STORAGE), BuildContext(1, 32, 4))[0][0]
 
 
 def test_an_all_reduce_that_is_slow_takes_its_rounds_and_one_that_is_fast_hides_but_its_last_bucket() -> None:
     compute_s = 32 * 7e-3 + 3e-3 + 32 * 1e5 * 4 / 1e10
     fast = Network(1e8, 1e7, 4, 1e10, 1e10, 1e10, 1e-6, 1e-6, 0.0)
-    mean_P, _ = steps(plant(1, 4, network=fast), Setting(4, 32, 4))
+    mean_P, _ = steps(plant(1, 4, network=fast), BuildContext(4, 32, 4))
     assert mean_P == pytest.approx(compute_s + 6 * (1e-6 + 1e7 / 4 / 1e10))
     slow = Network(1e8, 1e7, 4, 1e8, 1e8, 1e8, 0.0, 0.0, 0.0)
-    mean_P, phases = steps(plant(1, 4, network=slow), Setting(4, 32, 4))
+    mean_P, phases = steps(plant(1, 4, network=slow), BuildContext(4, 32, 4))
     ring_s = 10 * 6 * 1e7 / 4 / 1e8
     assert mean_P == pytest.approx(compute_s - 0.9 * 0.128 + ring_s)
     assert phases["backward"] == pytest.approx(0.1 * 0.128 + ring_s)
@@ -201,7 +201,7 @@ def test_the_all_reduce_equals_a_queue_of_buckets_played_through_one_by_one() ->
     for seed, link in enumerate((1e8, 1e9, 2e9, 1e10)):
         ring = plant(2, 4, jitter=jitter, network=Network(1e8, 1e7, 4, link, link, link, 1e-5, 1e-5, 0.0))
         luck = Luck.draw(ring, 50, np.random.default_rng(seed))
-        run = simulate(ring, [Setting(8, 16, 8)], luck)
+        run = simulate(ring, [BuildContext(8, 16, 8)], luck)
         t = 49
         assert run.phases_s_TP["data"][t, 0] == 0.0
         speed_R = luck.speed_TNG[t].ravel()
@@ -217,8 +217,8 @@ def test_a_slow_gpu_slows_all_that_work_with_it_and_none_that_do_not() -> None:
     jitter = quiet(1, 4)
     jitter.lasting_NG[0, 3] = 2.0
     limping = plant(1, 4, jitter=jitter, network=FREE)
-    without, _ = steps(limping, Setting(3, 32, 4))
-    with_it, _ = steps(limping, Setting(4, 32, 4))
+    without, _ = steps(limping, BuildContext(3, 32, 4))
+    with_it, _ = steps(limping, BuildContext(4, 32, 4))
     assert with_it - without == pytest.approx(32 * 7e-3, rel=0.01)
 
 
@@ -231,7 +231,7 @@ def test_kernels_run_in_waves_and_small_batches_wait_for_launches() -> None:
 
 def test_a_gpu_that_warms_up_slows_down_and_one_that_rests_cools_down() -> None:
     warm = plant(1, 2, heat=Heat(np.full((1, 2), 0.1), threshold=0.5, constant_s=10.0))
-    setting, luck = Setting(1, 32, 4), Luck.draw(warm, 300, np.random.default_rng(0))
+    setting, luck = BuildContext(1, 32, 4), Luck.draw(warm, 300, np.random.default_rng(0))
     cold = simulate(warm, [setting], luck, warmth_NG=np.zeros((1, 2))).steps_s_TP[:, 0]
     assert (np.diff(cold[1:]) >= -1e-9).all()
     gpu_s = 32 * 7e-3
@@ -301,12 +301,12 @@ def test_no_point_is_faster_than_any_of_the_parts_it_needs(seed: int) -> None:
 
 def test_more_of_what_binds_is_never_slower() -> None:
     loader = replace(LOADER, decode_s=0.02, decode_cv=0.3)
-    threads, _ = steps(plant(loader=loader), *(Setting(1, 32, workers) for workers in (1, 2, 3, 4, 8)))
+    threads, _ = steps(plant(loader=loader), *(BuildContext(1, 32, workers) for workers in (1, 2, 3, 4, 8)))
     assert (np.diff(threads) <= 0).all()
-    batches, _ = steps(plant(), *(Setting(1, batch, 8) for batch in (8, 16, 32, 64)))
+    batches, _ = steps(plant(), *(BuildContext(1, batch, 8) for batch in (8, 16, 32, 64)))
     assert (np.diff(batches) > 0).all()
     links = [
-        steps(plant(1, 4, network=Network(4e8, 2.5e7, 4, speed, speed, speed, 1e-5, 1e-5, 0.0)), Setting(4, 16, 8))[0][0]
+        steps(plant(1, 4, network=Network(4e8, 2.5e7, 4, speed, speed, speed, 1e-5, 1e-5, 0.0)), BuildContext(4, 16, 8))[0][0]
         for speed in (1e9, 2e9, 4e9, 8e9)
     ]
     assert (np.diff(links) <= 0).all()
@@ -487,7 +487,7 @@ def test_a_machine_like_that_of_the_published_diaries_tells_their_story() -> Non
         jitter=replace(quiet(1, 8), step_noise=0.05, rank_noise=0.02),
     )
     rows = ((4, 256, 16, 0.150), (8, 256, 16, 0.161), (8, 512, 32, 0.229), (6, 384, 24, 0.185))
-    step_s = [float(steps(machine, Setting(gpus, batch // gpus, threads // gpus))[0][0]) for gpus, batch, threads, _ in rows]
+    step_s = [float(steps(machine, BuildContext(gpus, batch // gpus, threads // gpus))[0][0]) for gpus, batch, threads, _ in rows]
     assert step_s == pytest.approx([row[3] for row in rows], rel=0.15)
     epoch_s = [1_281_167 / row[1] * seconds for row, seconds in zip(rows, step_s, strict=True)]
     assert np.argsort(epoch_s).tolist() == [2, 3, 0, 1]

@@ -96,7 +96,7 @@ class Careless(nn.Module):
 def train_through_module(group: Group, settings: object) -> object:
     """What a careless method does: it calls the student behind DDP's back."""
     proper = building.wrap
-    building.wrap = lambda pupil, group: Careless(proper(pupil, group))
+    building.wrap = lambda distillation_module, group: Careless(proper(distillation_module, group))
     try:
         return train(group, settings)  # type: ignore[arg-type]
     finally:

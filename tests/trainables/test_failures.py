@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trainables.errors import DataError, ModelError
 from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
 from trainables.models.registry import build_model
-from trainables.teachers.service.protocol import LostError
+from trainables.teachers.service.protocol import TeacherServiceLostError
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_store_that_is_gone_or_does_not_answer_is_a_lost_peer() -> None:
     with pytest.raises(dist.DistStoreError) as raised:
         store.get("x")
     assert kind_of(raised.value) == "lost_peer"
-    assert kind_of(LostError("gone")) == "lost_peer"
+    assert kind_of(TeacherServiceLostError("gone")) == "lost_peer"
 
 
 def lose_a_peer(rank: int, folder: Path) -> None:
@@ -158,10 +158,10 @@ def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> No
 
 def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
     outer = RuntimeError("no answer to photo 3")
-    outer.__cause__ = LostError("ActorDiedError")
+    outer.__cause__ = TeacherServiceLostError("ActorDiedError")
     assert kind_of(outer) == "lost_peer"
     judged = DataError("photo 3 cannot be read: see to the network")
-    judged.__cause__ = LostError("ActorDiedError")
+    judged.__cause__ = TeacherServiceLostError("ActorDiedError")
     assert kind_of(judged) == "user"
 
 

@@ -16,7 +16,7 @@ from trainables.data.order import sample_at
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import Ranks
 from trainables.engine import checkpoint
-from trainables.engine.checkpoint import Progress, TrainState
+from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, DataError
 from trainables.models.checkpoint_header import read_header
@@ -99,7 +99,7 @@ def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Rank
     assert [result["progress"].history[0]["epoch/skipped_images"] for result in one] == [2, 2]
 
 
-def small_state() -> TrainState:
+def small_state() -> CheckpointState:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def small_state() -> TrainState:
     optimizer.step()
     about = {"model": "tiny", "num_classes": 4, "image_size": 1, "classes": list("abcd")}
     progress = Progress(epoch=2, position=7, step=9, skipped={10: "a/10.png (not an image)", 2: "a/2.png (not an image)"})
-    return TrainState(model, nn.ModuleDict(), [optimizer], torch.amp.GradScaler("cpu", enabled=False), progress, about)
+    return CheckpointState(model, nn.ModuleDict(), [optimizer], torch.amp.GradScaler("cpu", enabled=False), progress, about)
 
 
 def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_path: Path) -> None:
@@ -213,7 +213,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     path, state = tmp_path / "last.safetensors", small_state()
     checkpoint.save(path, state, Group())
     before = path.read_bytes()
-    broken = TrainState(state.model, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()})
+    broken = CheckpointState(
+        state.model, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
+    )
     with pytest.raises(TypeError):
         checkpoint.save(path, broken, Group())
     with pytest.raises(CheckpointError, match="the previous one still stands"):

@@ -40,7 +40,7 @@ class Gather:
         gathered: Tensor = _Gathered.apply(own, self._sizes_R(), self._group.rank)  # type: ignore[no-untyped-call]
         return gathered
 
-    def together(self, *own: Tensor) -> tuple[Tensor, ...]:
+    def all_gather_many(self, *own: Tensor) -> tuple[Tensor, ...]:
         """(N, …) for each (B, …) in one message: ranks wait for each other once. All of one type."""
         if self._group.world_size == 1:
             self.used = True

@@ -25,7 +25,7 @@ from trainables.engine.job import Job, build
 from trainables.engine.step import Losses, losses
 from trainables.errors import DistillError
 from trainables.methods import key_of, load
-from trainables.methods.contract import Samples
+from trainables.methods.contract import MethodBatch
 from trainables.methods.distillation_module import returned
 from trainables.models.registry import build_model
 
@@ -138,9 +138,12 @@ def train(group: Group, config: TrainConfig, cut_at: int | None = None) -> dict[
     with _opened(config, group, cut_at) as job:
         with contextlib.suppress(CutOffError):
             loop.run(job)
-        pupil = job.learner.pupil
-        state = {f"method.{name}": tensor for name, tensor in pupil.methods.state_dict().items()}
-        return {name: tensor.detach().clone() for name, tensor in (state | dict(pupil.student.named_parameters())).items()}
+        distillation_module = job.train_state.distillation_module
+        state = {f"method.{name}": tensor for name, tensor in distillation_module.methods.state_dict().items()}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in (state | dict(distillation_module.student.named_parameters())).items()
+        }
 
 
 class Answered(NamedTuple):
@@ -165,20 +168,20 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
     `as_taught`: the student's batch norms run as its teacher's.
     """
     with _opened(config, group) as job, contextlib.closing(on_device(job.train_loader.epoch(0), group.device)) as batches:
-        learner, batch = job.learner, next(batches)
-        pupil = learner.pupil
-        pupil.train()
-        pupil.student.train(not as_taught)
-        pupil.begin_stage(epoch)
-        images, rows = learner.prepare(batch).images_BCHW, len(batch.labels_B)
-        taught = learner.teacher(images, rows) if learner.teacher is not None else None
+        train_state, batch = job.train_state, next(batches)
+        distillation_module = train_state.distillation_module
+        distillation_module.train()
+        distillation_module.student.train(not as_taught)
+        distillation_module.begin_stage(epoch)
+        images, rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
+        taught = train_state.teacher(images, rows) if train_state.teacher is not None else None
         gather = Gather(rows, group)
-        said = pupil(images, Samples(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
-        loss = losses(said, batch.labels_B, None, pupil.weights(1.0 if epoch >= 0 else epoch))
-        only, told = pupil.warms_up(epoch), frozenset(loss.weighted) - {"task"}
-        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in learner.updates.updates]
-        names = {p: name for name, p in pupil.named_parameters() if p.requires_grad}
-        student, method = set(pupil.student.parameters()), 0.0
+        said = distillation_module(images, MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
+        loss = losses(said, batch.labels_B, None, distillation_module.weights(1.0 if epoch >= 0 else epoch))
+        only, told = distillation_module.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in train_state.updates.updates]
+        names = {p: name for name, p in distillation_module.named_parameters() if p.requires_grad}
+        student, method = set(distillation_module.student.parameters()), 0.0
         largest: dict[str, float | None] = {names[p]: None for p in (only.parameters if only else names) if p in names}
         for keys, parameters in lowered:
             moved = [p for p in parameters if p in names]
@@ -189,7 +192,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
                         method += found if part <= told and (only is not None or p in student) else 0.0
         (terms,) = said.terms.values() if said.terms else ({},)
         shapes = {name: tuple(term.shape) for name, term in terms.items()}
-        return Answered(shapes, rows, largest, method, gather.used, learner.updates.several)
+        return Answered(shapes, rows, largest, method, gather.used, train_state.updates.several)
 
 
 def _largest(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:

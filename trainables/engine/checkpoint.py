@@ -58,7 +58,7 @@ class Progress:
 
 
 @dataclass
-class TrainState:
+class CheckpointState:
     """Everything that training changes, and what the model is."""
 
     model: nn.Module
@@ -79,7 +79,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def save(path: Path, state: TrainState, group: Group) -> None:
+def save(path: Path, state: CheckpointState, group: Group) -> None:
     """Write the state beside `path`, fsync it and rename it over `path`. Every rank calls this; rank 0 writes.
 
     Raises:
@@ -155,7 +155,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(header)
 
 
-def restore(path: Path, state: TrainState, group: Group) -> None:
+def restore(path: Path, state: CheckpointState, group: Group) -> None:
     """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
 
     Raises:

@@ -25,12 +25,12 @@ from trainables.distributed.batch_norm import convert, takes_none
 from trainables.distributed.gather import hosts_group
 from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
-from trainables.engine.checkpoint import Progress, TrainState
-from trainables.engine.modules import build_pupil, numbers
+from trainables.engine.checkpoint import CheckpointState, Progress
+from trainables.engine.modules import build_modules, numbers
 from trainables.engine.optimizers import Updates, build_updates
-from trainables.engine.step import Learner
+from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import Pupil, choose, student_name
+from trainables.methods.distillation_module import DistillationModule, choose, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import NoiseHistory, watch
 from trainables.metrics.phase_timer import PhaseTimer
@@ -66,12 +66,12 @@ class Job:
     stage: StageDir
     train_loader: Loader
     val_loader: Loader
-    learner: Learner
+    train_state: TrainState
     normalize: Callable[[Tensor], Tensor]
     """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
     model: nn.Module
-    """The bare student; `learner.student` wraps it."""
-    state: TrainState
+    """The bare student; `train_state.student` wraps it."""
+    state: CheckpointState
     timer: PhaseTimer
     throughput: Throughput
     clock: WallClock
@@ -95,8 +95,8 @@ class Job:
         with contextlib.ExitStack() as stack:
             stack.callback(self.val_loader.close)
             stack.callback(self.train_loader.close)
-            if self.learner.teacher is not None:
-                stack.callback(self.learner.teacher.close)
+            if self.train_state.teacher is not None:
+                stack.callback(self.train_state.teacher.close)
 
 
 def build(
@@ -123,32 +123,39 @@ def build(
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
         model = convert(model, group)
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader, lines)
-    pupil.methods.to(device, dtype)
+    distillation_module, teacher = build_modules(config, group, model, classes, train_loader, lines)
+    distillation_module.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
     stage = StageDir(Path(config.output_dir))
-    if not pupil.init_epochs:  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
-        pupil.begin_stage(0)
+    if (
+        not distillation_module.init_epochs
+    ):  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
+        distillation_module.begin_stage(0)
     updates = Updates(
-        build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm, pupil.init_lr
+        build_updates(model, distillation_module.methods_by_name, config.optim),
+        group,
+        config.optim.clip_grad_norm,
+        distillation_module.init_lr,
     )
-    init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
-    pupil.begin_stage(0)  # before DDP looks which gradients there will be
+    init_epochs = 0 if config.train.max_steps is not None else distillation_module.init_epochs  # a timing run times the training
+    distillation_module.begin_stage(0)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
         "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
         "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
     }  # fmt: skip
-    state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
+    state = CheckpointState(
+        model, distillation_module.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about
+    )
     seed_rank(config.seed, group.rank)
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
-    student = pupil if updates.several else wrap(pupil, group)
-    learner = Learner(
-        pupil=pupil,
+    student = distillation_module if updates.several else wrap(distillation_module, group)
+    train_state = TrainState(
+        distillation_module=distillation_module,
         student=student,
         teacher=teacher,
         updates=updates,
@@ -161,7 +168,7 @@ def build(
         blanks=0 if takes_none(model) else 2,
         accumulate=config.optim.accumulate,
         noise=None if updates.several else watch(student, group, config.optim.accumulate),
-        hosts=hosts_group(group) if pupil.methods else None,
+        hosts=hosts_group(group) if distillation_module.methods else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
@@ -175,8 +182,8 @@ def build(
     )
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, clock, noise, report,
-        flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), memory_from, enough,
+        config, group, stage, train_loader, val_loader, train_state, normalize, model, state, timer, throughput, clock, noise, report,
+        flush_records, telemetry, AllreduceWait(train_state.student, device, config.train.log_every, warmup), memory_from, enough,
     )  # fmt: skip
 
 
@@ -201,7 +208,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     return sources["train"].classes, (loader("train"), loader("val"))
 
 
-def wrap(model: Pupil, group: Group) -> nn.Module:
+def wrap(model: DistillationModule, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model

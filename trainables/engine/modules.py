@@ -19,9 +19,9 @@ from trainables.distributed.group import Group
 from trainables.engine.optimizers import share_out
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import (
-    Chosen,
-    Pupil,
+    DistillationModule,
     Reader,
+    SelectedMethod,
     build_methods,
     check_keeps_enough,
     check_reads_logits,
@@ -30,18 +30,18 @@ from trainables.methods.distillation_module import (
 )
 from trainables.methods.features import TeacherNormOptions
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.teachers.cache.cached_teacher import KeptTeacher, keeps, open_store
+from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
 from trainables.teachers.ensemble import load_network, teacher_reader
-from trainables.teachers.network import Answers, Teacher
-from trainables.teachers.service.client import asking_teacher
+from trainables.teachers.network import Teacher, TeacherInterface
+from trainables.teachers.service.client import service_teacher
 from trainables.teachers.service.protocol import Line
 
 log = logging.getLogger("raydistill")
 
 
-def build_pupil(
+def build_modules(
     config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
-) -> tuple[Pupil, Answers | None]:
+) -> tuple[DistillationModule, TeacherInterface | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
     `lines` lead to the actors of `teacher.service`.
@@ -54,26 +54,28 @@ def build_pupil(
     taught = given is not None and given.weights is not None and bool(reading)
     logits_only = given.logits_only if given is not None and taught else None
     model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
-    pupil, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
+    distillation_module, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
     if model is not None and of_teacher is not None:
         place(model, config, group)
-        return pupil, Teacher(model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading))
+        return distillation_module, Teacher(
+            model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading)
+        )
     asking = [method.key for method in reading]
     if logits_only == "teacher.cache":
-        return pupil, kept_teacher(config, group, classes, loader, asking)
+        return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return pupil, asking_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
-    return pupil, None
+        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+    return distillation_module, None
 
 
-def readers_of(config: TrainConfig) -> tuple[Chosen, ...]:
+def readers_of(config: TrainConfig) -> tuple[SelectedMethod, ...]:
     """The methods of a job that read a teacher."""
     return tuple(method for method in (choose(config.distill) if config.distill else ()) if method.kind.needs.teacher)
 
 
 def unite(
     config: TrainConfig, group: Group, student: nn.Module, model: nn.Module | None, num_classes: int, labels_M: Tensor
-) -> tuple[Pupil, Reader | None]:
+) -> tuple[DistillationModule, Reader | None]:
     """The student with the methods of a job, and what reads the teacher `model` for them.
 
     `model` is None where no method reads a teacher, or only its logits are to be had. No weight of it is looked at, but for those
@@ -85,7 +87,9 @@ def unite(
     given, size = config.teacher, config.data.image_size
     chosen = choose(config.distill) if config.distill is not None else ()
     if config.distill is None or not chosen:
-        return Pupil(student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0), None
+        return DistillationModule(
+            student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
+        ), None
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
         check_reads_logits(chosen, given)
@@ -110,26 +114,26 @@ def unite(
         chosen, student, model, (reader, of_teacher), num_classes=num_classes, labels_M=labels_M, image_size=size,
         global_batch_size=config.data.global_batch_size, seed=config.seed, epochs=config.optim.epochs, group=group,
     )  # fmt: skip
-    pupil = Pupil(
+    distillation_module = DistillationModule(
         student, methods, {c.key: c.options for c in chosen}, reader=reader,
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
     names = ", ".join(config.distill.method)
-    if (pupil.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
+    if (distillation_module.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
         raise ExperimentError(
-            f"{names if pupil.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
+            f"{names if distillation_module.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
     share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
     others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
     others += ["optim.losses"] if config.optim.losses else []
     others += ["optim.name: dot"] if config.optim.name == "dot" else []
-    if pupil.init_epochs and others:
+    if distillation_module.init_epochs and others:
         warms = next(key for key, method in methods.items() if method.init_epochs)
         raise ExperimentError(
             f"distill.method: {warms} has a warm-up stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
         )
-    return pupil, of_teacher
+    return distillation_module, of_teacher
 
 
 def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
@@ -140,9 +144,9 @@ def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
         frozen.compile()
 
 
-def kept_teacher(
+def cached_teacher(
     config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
-) -> KeptTeacher:
+) -> CachedTeacher:
     """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
 
     Raises:
@@ -157,7 +161,7 @@ def kept_teacher(
         log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
         return running_teacher(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
 
-    return KeptTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
+    return CachedTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
 
 
 def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:

@@ -25,10 +25,10 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.evaluate import correct_counts
 from trainables.engine.optimizers import Updates
-from trainables.methods.contract import Samples
-from trainables.methods.distillation_module import Answer, Pupil
+from trainables.methods.contract import MethodBatch
+from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
-from trainables.teachers.network import Answers, Asked
+from trainables.teachers.network import TeacherInterface, TeacherRequest
 
 
 class Marks(Protocol):
@@ -38,14 +38,14 @@ class Marks(Protocol):
 
 
 @dataclass
-class Learner:
+class TrainState:
     """What one step needs."""
 
-    pupil: Pupil
+    distillation_module: DistillationModule
     """The bare student with its methods."""
     student: nn.Module
-    """`pupil`, under DDP where there are several ranks: what a step calls."""
-    teacher: Answers | None
+    """`distillation_module`, under DDP where there are several ranks: what a step calls."""
+    teacher: TeacherInterface | None
     updates: Updates
     scaler: torch.amp.GradScaler
     group: Group
@@ -68,15 +68,19 @@ class Learner:
     """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
 
     def __post_init__(self) -> None:
-        distilled = ("distill_loss", *self.pupil.term_names) if self.pupil.methods else ()
+        distilled = ("distill_loss", *self.distillation_module.term_names) if self.distillation_module.methods else ()
         self.names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.group.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
 
     def silent(self, epoch: int) -> frozenset[str]:
         """Those of `names` that nobody computes in an epoch, counted with those of the warm-up stage: it has terms of its own."""
-        told = self.pupil.told_at(epoch - self.init_epochs)
-        return frozenset({"distill_loss", *self.pupil.term_names} - told) if self.pupil.methods else frozenset()
+        told = self.distillation_module.told_at(epoch - self.init_epochs)
+        return (
+            frozenset({"distill_loss", *self.distillation_module.term_names} - told)
+            if self.distillation_module.methods
+            else frozenset()
+        )
 
 
 class Losses(NamedTuple):
@@ -102,7 +106,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-def losses(answer: Answer, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+def losses(answer: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
     """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
@@ -155,47 +159,55 @@ def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: in
     return [Part(*part) for part in split]
 
 
-def train_step(learner: Learner, batch: DeviceBatch, step: int, timer: Marks) -> None:
-    """Forward, loss, backward, update; adds to `learner.sums`."""
-    group = learner.group
+def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Marks) -> None:
+    """Forward, loss, backward, update; adds to `train_state.sums`."""
+    group = train_state.group
     batch.wait()
     timer.mark("h2d")
     num_images = len(batch.labels_B)
-    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, learner.accumulate))
-    epoch = step / learner.steps_per_epoch - learner.init_epochs
-    weights, only, asks = learner.pupil.weights(epoch), learner.pupil.warms_up(epoch), learner.pupil.asks_teacher(epoch)
-    student = learner.student if only is None else learner.pupil  # a warm-up stage does not reach all that DDP would wait for
-    parts = micro_batches(learner.prepare(batch), batch.indices_B, learner.accumulate, learner.blanks)
+    count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
+    epoch = step / train_state.steps_per_epoch - train_state.init_epochs
+    weights, only, asks = (
+        train_state.distillation_module.weights(epoch),
+        train_state.distillation_module.warms_up(epoch),
+        train_state.distillation_module.asks_teacher(epoch),
+    )
+    student = (
+        train_state.student if only is None else train_state.distillation_module
+    )  # a warm-up stage does not reach all that DDP would wait for
+    parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.blanks)
     timer.mark("augment")
     seen = 0
     for part in parts:
         rows = len(part.labels_B)
-        asked = Asked(batch.known_B[seen : seen + rows], batch.epoch)
+        asked = TeacherRequest(batch.known_B[seen : seen + rows], batch.epoch)
         seen += rows
-        with learner.autocast():
-            taught = learner.teacher(part.images_BCHW, rows, asked) if learner.teacher is not None and asks else None
+        with train_state.autocast():
+            taught = train_state.teacher(part.images_BCHW, rows, asked) if train_state.teacher is not None and asks else None
         timer.mark("teacher")
-        samples = Samples(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, learner.hosts))
+        samples = MethodBatch(
+            part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, train_state.hosts)
+        )
         synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)
         with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
-            with learner.autocast():
-                answer: Answer = student(part.images_BCHW, samples, taught)
-            learner.pupil.check_terms(answer.terms, epoch)
+            with train_state.autocast():
+                answer: DistillationOutputs = student(part.images_BCHW, samples, taught)
+            train_state.distillation_module.check_terms(answer.terms, epoch)
             loss = losses(answer, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
-            learner.updates.backward(loss, count.weight(), learner.scaler, only)
-        if learner.noise is not None and only is None:
-            learner.noise.end_part(rows)
+            train_state.updates.backward(loss, count.weight(), train_state.scaler, only)
+        if train_state.noise is not None and only is None:
+            train_state.noise.end_part(rows)
         timer.mark("backward")
-        add_sums(learner, answer.logits_BK, part.labels_B, loss, step)
-    if learner.noise is not None and only is None:
-        learner.noise.end_step(count, learner.scaler)
-    learner.updates.step(learner.scaler, only)
+        add_sums(train_state, answer.logits_BK, part.labels_B, loss, step)
+    if train_state.noise is not None and only is None:
+        train_state.noise.end_step(count, train_state.scaler)
+    train_state.updates.step(train_state.scaler, only)
     timer.mark("optimizer")
 
 
 @torch.no_grad()
-def add_sums(learner: Learner, student_BK: Tensor, labels_B: Tensor, loss: Losses, step: int) -> None:
+def add_sums(train_state: TrainState, student_BK: Tensor, labels_B: Tensor, loss: Losses, step: int) -> None:
     """Add this part's losses and hits to the running sums and note the first loss that is not finite, on the device.
 
     A loss of the global batch counts for each of its images.
@@ -204,7 +216,7 @@ def add_sums(learner: Learner, student_BK: Tensor, labels_B: Tensor, loss: Losse
     rows = len(labels_B)
     named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
     values = {"images": torch.full_like(first, rows), "top1": first, "top5": first_five, **named}
-    zero = learner.sums.new_zeros(())
-    learner.sums += torch.stack([values[name].double() if name in values else zero for name in learner.names])
-    broken = ~torch.isfinite(named["loss"]) & (learner.bad_step < 0)
-    learner.bad_step.masked_fill_(broken, step)
+    zero = train_state.sums.new_zeros(())
+    train_state.sums += torch.stack([values[name].double() if name in values else zero for name in train_state.names])
+    broken = ~torch.isfinite(named["loss"]) & (train_state.bad_step < 0)
+    train_state.bad_step.masked_fill_(broken, step)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Positive
 from trainables.errors import ExperimentError, near
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import ConvReg, body_parameters, paired_maps
 
 
@@ -49,7 +49,7 @@ class AB(Method):
     init_terms = ("boundary",)
     taps = ("stages.preact",)
 
-    def __init__(self, options: ABOptions, setting: Setting) -> None:
+    def __init__(self, options: ABOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
         super().__init__(options, setting)
         self._options = options
@@ -61,11 +61,11 @@ class AB(Method):
             ]
         )
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """No terms: the method ends before training."""
         return {}
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         weights = self._weights()

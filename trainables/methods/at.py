@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -37,12 +37,12 @@ class AT(Method):
     terms = ("attention",)
     taps = ("stages",)
 
-    def __init__(self, options: ATOptions, setting: Setting) -> None:
+    def __init__(self, options: ATOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         paired_maps("at", setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`attention` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):

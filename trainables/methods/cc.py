@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Natural, NonNegative, Positive
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap
 
@@ -52,7 +52,7 @@ class CC(Method):
     taps = ("pooled",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: CCOptions, setting: Setting) -> None:
+    def __init__(self, options: CCOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         check_one_tap("cc", setting)
@@ -60,11 +60,11 @@ class CC(Method):
             sizes = [math.prod(side.shapes[0]) for side in (setting.student, setting.teacher) if side is not None]
             self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`correlation`, a scalar."""
         if self._options.variant == "repdistiller":
             student_BD, teacher_BD = (seen.features[0].flatten(1) for seen in (student, teacher))
-            apart_NE = batch.everyone((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
+            apart_NE = batch.all_gather((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
             return {"correlation": (apart_NE[:-1] * apart_NE[1:]).sum() / max(len(apart_NE) - 1, 1)}
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         apart_NN = self._kernel(student_ND) - self._kernel(teacher_ND)

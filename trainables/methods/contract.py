@@ -5,7 +5,7 @@ the checkpoint, not in the student that is exported. Its buffers are its memory:
 forward turns what student and teacher answered into named terms of the loss.
 
 A term is either (B,), what each of this rank's samples adds to a mean over the global batch, or a scalar, the value for the whole
-global batch, made from `Samples.everyone` and the same on every rank. So N workers compute what one would.
+global batch, made from `MethodBatch.all_gather` and the same on every rank. So N workers compute what one would.
 
 Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, K classes, M training samples.
 """
@@ -25,7 +25,7 @@ from trainables.distributed.group import Group
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelOutputs:
     """What a model answered to a batch, in float32 or wider."""
 
     logits_BK: Tensor
@@ -34,7 +34,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Samples:
+class MethodBatch:
     """The batch that both models saw."""
 
     images_BCHW: Tensor
@@ -44,10 +44,10 @@ class Samples:
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
     epoch: float
     """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
-    everyone: Gather
-    """`everyone(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
+    all_gather: Gather
+    """`all_gather(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
 
-    `everyone.together(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
+    `all_gather.all_gather_many(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
     """
 
 
@@ -77,7 +77,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Side:
+class ModelSpec:
     """A model as a method is built for it."""
 
     model: nn.Module
@@ -89,11 +89,11 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BuildContext:
     """What a method is built for."""
 
-    student: Side
-    teacher: Side | None
+    student: ModelSpec
+    teacher: ModelSpec | None
     """None: there is no teacher, or its logits are kept and it need not run, see `Needs.teacher_model`."""
     num_classes: int
     labels_M: Tensor
@@ -129,7 +129,7 @@ class Method(nn.Module):
     task_weight: ClassVar[float] = 1.0
     """The weight of the labels' cross-entropy beside it, where the user gives none."""
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         """Auxiliary modules are built here, on the CPU in float32; torch's generator is seeded for it.
 
         Raises:
@@ -141,7 +141,7 @@ class Method(nn.Module):
         self.init_lr: float | None = getattr(options, "init_lr", None)
         """Its learning rate, where it is not the peak of `optim`: an option of methods too."""
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.
 
         The option `weight` is that of `terms`, and the stage's loss counts 1; a method without `terms` has it for this loss.
@@ -176,7 +176,7 @@ class Method(nn.Module):
     def begin_epoch(self, epoch: int, student: nn.Module) -> None:
         """Called on every rank before an epoch's first step, with the bare student; not again where a job resumes inside it."""
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """The terms, unweighted but for the method's own inner weights, each (B,) or a scalar as told above.
 
         A method that needs no teacher is given its student's answer, without gradients, as the teacher's.

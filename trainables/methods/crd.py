@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainables.config import Count, MethodOptions, NonNegative, Positive, Probability
 from trainables.device.random_numbers import Draws
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.features import unit
 from trainables.methods.relations import check_one_tap, with_gradient
 
@@ -61,7 +61,7 @@ class CRD(Method):
     _starts_C: Tensor
     _counts_C: Tensor
 
-    def __init__(self, options: CRDOptions, setting: Setting) -> None:
+    def __init__(self, options: CRDOptions, setting: BuildContext) -> None:
         """The memories are (M, E) each, in the checkpoint and on the device.
 
         Raises:
@@ -84,7 +84,7 @@ class CRD(Method):
         self.register_buffer("_starts_C", counts_C.cumsum(0) - counts_C, persistent=False)
         self.register_buffer("_counts_C", counts_C, persistent=False)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`student`: the student's embedding against the teacher's memory, and `teacher`, of each sample, (B,)."""
         own = [
             unit(embed(seen.features[0].flatten(1)))
@@ -95,8 +95,8 @@ class CRD(Method):
         with torch.no_grad():
             found = [self._exponentials(own_BE, memory_ME, entries_BX) for own_BE, memory_ME in zip(own, memories, strict=True)]
             sums_B2 = torch.stack([found_BX.sum(1) for found_BX in found], dim=1)
-            all_NF = batch.everyone(torch.cat([own[0], own[1], sums_B2], dim=1).detach())
-            indices_N = batch.everyone(batch.indices_B)
+            all_NF = batch.all_gather(torch.cat([own[0], own[1], sums_B2], dim=1).detach())
+            indices_N = batch.all_gather(batch.indices_B)
             normalizers_2 = self._normalizers(all_NF[:, -2:])
             rated = [
                 self._contrast(found_BX / z, memory_ME, entries_BX)

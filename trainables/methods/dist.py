@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.logits import LogitOptions
 
 
@@ -37,16 +37,16 @@ class DIST(Method):
     terms = ("inter", "intra")
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: DISTOptions, setting: Setting) -> None:
+    def __init__(self, options: DISTOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
         given = self._options
         student_BK, teacher_BK = ((logits / given.temperature).softmax(1) for logits in given.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
-        student_NK, teacher_NK = batch.everyone.together(student_BK, teacher_BK)
+        student_NK, teacher_NK = batch.all_gather.all_gather_many(student_BK, teacher_BK)
         intra_K = 1 - correlations(student_NK.T, teacher_NK.T)
         scale = given.temperature**2
         return {"inter": scale * given.beta * inter_B, "intra": scale * given.gamma * intra_K.mean()}

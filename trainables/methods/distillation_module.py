@@ -17,13 +17,13 @@ from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.engine.optimizers import Only
 from trainables.errors import DistillError, ExperimentError
 from trainables.methods import key_of, load
-from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
 from trainables.models.forward import logits_and_aux, seeded
 from trainables.models.names import JOIN
 from trainables.models.taps import Taps
 
 
-class Chosen(NamedTuple):
+class SelectedMethod(NamedTuple):
     """A method of an experiment: what it is called, its class and its options."""
 
     key: str
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
         return self.kind.taps if self.options.teacher_taps is None else self.options.teacher_taps
 
 
-def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
+def choose(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
     """The methods of `distill`, but for those whose weight is 0.
 
     Raises:
@@ -47,7 +47,7 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
         pydantic.ValidationError: options that a method does not have.
     """
     named = [(key_of(name), load(name)) for name in distill.method]
-    every = [Chosen(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
+    every = [SelectedMethod(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
     for key, kind, options in every:
         kept = {
             "warmup_epochs": options.warmup_epochs == 0,
@@ -67,7 +67,7 @@ def choose(distill: DistillConfig) -> tuple[Chosen, ...]:
     return tuple(method for method in every if method.options.weight)
 
 
-def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None:
+def check_reads_logits(chosen: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
     """Refuse methods to which a teacher's logits alone would not do, where `logits_only` gives no more of it.
 
     Raises:
@@ -90,7 +90,7 @@ def check_reads_logits(chosen: Sequence[Chosen], teacher: TeacherConfig) -> None
             )
 
 
-def check_keeps_enough(chosen: Sequence[Chosen], teacher: TeacherConfig, num_classes: int) -> None:
+def check_keeps_enough(chosen: Sequence[SelectedMethod], teacher: TeacherConfig, num_classes: int) -> None:
     """Refuse methods that look at logits which `teacher.cache_top_k` does not keep.
 
     Raises:
@@ -108,14 +108,14 @@ def check_keeps_enough(chosen: Sequence[Chosen], teacher: TeacherConfig, num_cla
             )
 
 
-def task_weight(distill: DistillConfig, chosen: Sequence[Chosen]) -> float:
+def task_weight(distill: DistillConfig, chosen: Sequence[SelectedMethod]) -> float:
     """The weight of the labels' cross-entropy: the user's, or else the largest of the methods' own."""
     if distill.task_weight is not None:
         return distill.task_weight
     return max((method.kind.task_weight for method in chosen), default=1.0)
 
 
-def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[Chosen]) -> str:
+def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[SelectedMethod]) -> str:
     """The model that is trained: `student`, or where a method reuses the teacher's classifier, the two joined."""
     if teacher is None or not any(method.kind.needs.reuses_classifier for method in chosen):
         return student
@@ -139,11 +139,11 @@ class Reader:
             stack.enter_context(taps.reading())
         return stack
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, Seen]:
+    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """For each method what the last forward gave, in float32 or wider, its first `num_rows` rows; the model is let go of."""
         logits_BK = _first(logits_BK, num_rows)
         found = {key: tuple(_first(tensor, num_rows) for tensor in taps.take()) for key, taps in self._taps.items()}
-        return {key: Seen(logits_BK, found.get(key, ())) for key in self.shapes}
+        return {key: ModelOutputs(logits_BK, found.get(key, ())) for key in self.shapes}
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _first(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DistillationOutputs:
     """What the student says to a batch, and what its methods say to that."""
 
     logits_BK: Tensor
@@ -168,7 +168,7 @@ class Answer:
     """Method → its terms, see `Method`."""
 
 
-class Pupil(nn.Module):
+class DistillationModule(nn.Module):
     """Student and methods. Called through DDP where there are several ranks: its forward is the only way to a gradient."""
 
     def __init__(
@@ -190,7 +190,9 @@ class Pupil(nn.Module):
         self._reader, self._epochs = reader, epochs
         self.init_lr = init_lr(self.methods_by_name)
 
-    def forward(self, images_BCHW: Tensor, batch: Samples | None = None, teacher: Mapping[str, Seen] | None = None) -> Answer:
+    def forward(
+        self, images_BCHW: Tensor, batch: MethodBatch | None = None, teacher: Mapping[str, ModelOutputs] | None = None
+    ) -> DistillationOutputs:
         """The answer to `images_BCHW`, cut to the samples of `batch`: a rank without any runs images that count for nothing.
 
         `teacher`: method → what the teacher answered; None where there is no teacher, or no method.
@@ -198,7 +200,7 @@ class Pupil(nn.Module):
         if self._reader is None or batch is None:
             logits_BK, aux = logits_and_aux(self.student(images_BCHW))
             rows = len(logits_BK) if batch is None else len(batch.labels_B)
-            return Answer(widened(logits_BK[:rows]), _cut(aux, rows), {})
+            return DistillationOutputs(widened(logits_BK[:rows]), _cut(aux, rows), {})
         rows = len(batch.labels_B)
         with self._reader.reading():
             logits_BK, aux = logits_and_aux(self.student(images_BCHW))
@@ -208,14 +210,14 @@ class Pupil(nn.Module):
                 key: call(seen[key], teacher[key] if teacher and key in teacher else _detached(seen[key]), batch)
                 for key, call in self._calls(batch.epoch).items()
             }
-        return Answer(widened(logits_BK[:rows]), _cut(aux, rows), terms)
+        return DistillationOutputs(widened(logits_BK[:rows]), _cut(aux, rows), terms)
 
     @property
     def methods_by_name(self) -> dict[str, Method]:
         """The methods, in the order of the experiment."""
         return {key: cast(Method, method) for key, method in self.methods.items()}
 
-    def _calls(self, epoch: float) -> dict[str, Callable[[Seen, Seen, Samples], dict[str, Tensor]]]:
+    def _calls(self, epoch: float) -> dict[str, Callable[[ModelOutputs, ModelOutputs, MethodBatch], dict[str, Tensor]]]:
         """What each method is asked for: its loss, or before epoch 0 that of its warm-up stage."""
         if epoch < 0:
             return {key: method.warm_up for key, method in self.methods_by_name.items() if -epoch <= method.init_epochs}
@@ -333,16 +335,20 @@ def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float,
     return tuple((weight, widened(aux_BK[:rows])) for weight, aux_BK in aux)
 
 
-def _detached(seen: Seen) -> Seen:
-    return Seen(seen.logits_BK.detach(), tuple(feature.detach() for feature in seen.features))
+def _detached(seen: ModelOutputs) -> ModelOutputs:
+    return ModelOutputs(seen.logits_BK.detach(), tuple(feature.detach() for feature in seen.features))
 
 
 def build_methods(
-    chosen: Sequence[Chosen], student: nn.Module, teacher: nn.Module | None, readers: tuple[Reader, Reader | None], **about: Any
+    chosen: Sequence[SelectedMethod],
+    student: nn.Module,
+    teacher: nn.Module | None,
+    readers: tuple[Reader, Reader | None],
+    **about: Any,
 ) -> dict[str, Method]:
     """The methods for these models, on the CPU in float32; their first parameters are a function of method and seed alone.
 
-    `readers` are the student's and the teacher's; `about` is the rest of `Setting`.
+    `readers` are the student's and the teacher's; `about` is the rest of `BuildContext`.
 
     Raises:
         DistillError: a method does not fit the models.
@@ -350,10 +356,10 @@ def build_methods(
     student_reader, teacher_reader = readers
     methods = {}
     for key, kind, options in chosen:
-        own, other = Side(student, student_reader.shapes[key], student_reader.name), None
+        own, other = ModelSpec(student, student_reader.shapes[key], student_reader.name), None
         if teacher is not None and teacher_reader is not None and kind.needs.teacher:
-            other = Side(teacher, teacher_reader.shapes[key], teacher_reader.name)
-        setting = Setting(student=own, teacher=other, **about)
+            other = ModelSpec(teacher, teacher_reader.shapes[key], teacher_reader.name)
+        setting = BuildContext(student=own, teacher=other, **about)
         with seeded(f"method/{key}:{setting.seed}"):
             try:
                 methods[key] = kind(options, setting)

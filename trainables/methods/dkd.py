@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainables.config import NonNegative
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.logits import LogitOptions, divergence, soften, without_target
 
 
@@ -34,14 +34,14 @@ class DKD(Method):
     terms = ("tckd", "nckd")
     needs = Needs(one_label=True)
 
-    def __init__(self, options: DKDOptions, setting: Setting) -> None:
+    def __init__(self, options: DKDOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where there is one class, so that a sample has no other."""
         super().__init__(options, setting)
         if setting.num_classes < 2:
             raise ExperimentError("distill.method: dkd compares a sample's class with the others, and the data has only one")
         self._options = options
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
         student_BK, teacher_BK = self._options.logits(student, teacher)
         given = self._options

@@ -20,7 +20,7 @@ from torch import Tensor
 from trainables.config import MethodOptions, Positive
 from trainables.distributed.batch_norm import convert, normalizes_together, takes_none
 from trainables.errors import ExperimentError, ModelError
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import build_model
@@ -42,7 +42,7 @@ class DML(Method):
     terms = ("student_kl", "peer_ce", "peer_kl")
     needs = Needs(teacher=False, one_label=True)
 
-    def __init__(self, options: DMLOptions, setting: Setting) -> None:
+    def __init__(self, options: DMLOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         name, size = options.peer or setting.student.name, setting.image_size
@@ -54,7 +54,7 @@ class DML(Method):
         # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
         self._blanks = 0 if takes_none(self.peer) else 2
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""
         rows, images_BCHW = len(batch.labels_B), batch.images_BCHW
         if not rows:

@@ -17,7 +17,7 @@ from trainables.config import MethodOptions
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Setting
+from trainables.methods.contract import BuildContext
 from trainables.models.taps import classifier
 
 Shape = tuple[int, ...]
@@ -57,7 +57,7 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
     return map_BCHW if rows == columns == 1 else functional.avg_pool2d(map_BCHW, (rows, columns))
 
 
-def paired_maps(method: str, setting: Setting, *, least: int = 1) -> list[tuple[Shape, Shape]]:
+def paired_maps(method: str, setting: BuildContext, *, least: int = 1) -> list[tuple[Shape, Shape]]:
     """The shapes of the student's and the teacher's maps, paired by position; at least `least` pairs.
 
     Raises:

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
 from trainables.methods.features import ConvReg, paired_maps
 
 
@@ -35,12 +35,12 @@ class FitNet(Method):
     terms = ("hint",)
     taps = ("stage2",)
 
-    def __init__(self, options: FitNetOptions, setting: Setting) -> None:
+    def __init__(self, options: FitNetOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         self.regressors = nn.ModuleList([ConvReg(*pair, setting.group) for pair in paired_maps("fitnet", setting)])
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`hint` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for regressor, s_BCHW, t_BCHW in zip(self.regressors, student.features, teacher.features, strict=True):

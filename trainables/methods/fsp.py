@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import Count, MethodOptions
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import body_parameters, equal_channels, paired_maps, pooled_alike
 
 
@@ -42,16 +42,16 @@ class FSP(Method):
     init_terms = ("flow",)
     taps = ("stem", "stages")
 
-    def __init__(self, options: FSPOptions, setting: Setting) -> None:
+    def __init__(self, options: FSPOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         equal_channels("fsp", paired_maps("fsp", setting, least=2))
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """No terms: the method ends before training."""
         return {}
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         paper = self._options.variant == "paper"

@@ -24,7 +24,7 @@ from trainables.config import MethodOptions, Natural, NonNegative, Positive
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.methods.at import attention
-from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -50,7 +50,7 @@ class FT(Method):
     init_terms = ("reconstruction",)
     taps = ("stage-1",)
 
-    def __init__(self, options: FTOptions, setting: Setting) -> None:
+    def __init__(self, options: FTOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         group = setting.group if options.variant == "repdistiller" else None
@@ -61,7 +61,7 @@ class FT(Method):
             self.builders.append(_stack(nn.ConvTranspose2d, factor, factor, channels, channels))
             self.translators.append(_stack(nn.Conv2d, inputs, inputs, factor, factor, group=group))
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`factor` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         modules = zip(self.paraphrasers, self.translators, student.features, teacher.features, strict=True)
@@ -73,7 +73,7 @@ class FT(Method):
             total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
         return {"factor": total_B}
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`reconstruction` of each sample, (B,). The student has no part in it."""
         total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))
         for paraphraser, builder, t_BCHW in zip(self.paraphrasers, self.builders, teacher.features, strict=True):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
 from trainables.methods.features import average_pooled
 from trainables.methods.relations import squared_distances_of_pairs
 
@@ -44,15 +44,15 @@ class IRG(Method):
     """An earlier map, a later one, and any features."""
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: IRGOptions, setting: Setting) -> None:
+    def __init__(self, options: IRGOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         _check(setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
         both = [part.flatten(1) for seen in (student, teacher) for part in (*seen.features, change(*seen.features[:2])[:, None])]
-        rows = batch.everyone.together(*both)
+        rows = batch.all_gather.all_gather_many(*both)
         edges, changes = [], []
         for *features, moved in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             changes.append(_by_largest(moved[:, 0].clamp(min=1e-12)))
@@ -83,7 +83,7 @@ def _mean(values: Tensor) -> Tensor:
     return values.sum() / max(values.numel(), 1)
 
 
-def _check(setting: Setting) -> None:
+def _check(setting: BuildContext) -> None:
     assert setting.teacher is not None
     for whose, shapes in (("student", setting.student.shapes), ("teacher", setting.teacher.shapes)):
         said = f"distill.options.irg.{whose}_taps: "

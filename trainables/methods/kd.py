@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.logits import LogitOptions, divergence, soften
 
 
@@ -27,11 +27,11 @@ class KD(Method):
     needs = Needs(largest_logits=True)
     task_weight = 0.1
 
-    def __init__(self, options: KDOptions, setting: Setting) -> None:
+    def __init__(self, options: KDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
         student_BK, teacher_BK = self._options.logits(student, teacher)
         return {"kl": soft_loss(student_BK, teacher_BK, self._options.temperature)}

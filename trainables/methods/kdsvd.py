@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainables.config import Count, MethodOptions
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import equal_channels, paired_maps, unit
 
 
@@ -51,14 +51,14 @@ class KDSVD(Method):
     terms = ("relation",)
     taps = ("stages",)
 
-    def __init__(self, options: KDSVDOptions, setting: Setting) -> None:
+    def __init__(self, options: KDSVDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         pairs = paired_maps("kdsvd", setting, least=2)
         equal_channels("kdsvd", pairs)
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
         self._scale = 0.5 * self._vectors**0.5 if options.variant == "paper" else 1.0
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`relation` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         before: tuple[Tensor, Tensor] | None = None

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, Positive
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 
 
 class StandardizeOptions(MethodOptions):
@@ -18,7 +18,7 @@ class StandardizeOptions(MethodOptions):
 
     standardize: bool = Field(False, description="each sample's logits less their mean, by their deviation")
 
-    def logits(self, student: Seen, teacher: Seen) -> tuple[Tensor, Tensor]:
+    def logits(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
         """Both models' logits (B, K), standardised where that is asked for."""
         if not self.standardize:
             return student.logits_BK, teacher.logits_BK

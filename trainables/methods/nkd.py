@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.logits import LogitOptions, without_target
 
 
@@ -35,11 +35,11 @@ class NKD(Method):
     terms = ("target", "others")
     needs = Needs(one_label=True)
 
-    def __init__(self, options: NKDOptions, setting: Setting) -> None:
+    def __init__(self, options: NKDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""
         given, labels_B1 = self._options, batch.labels_B.unsqueeze(1)
         student_BK, teacher_BK = given.logits(student, teacher)

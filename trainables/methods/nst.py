@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import paired_maps, pooled_alike, unit
 
 
@@ -34,11 +34,11 @@ class NST(Method):
     terms = ("mmd",)
     taps = ("stages",)
 
-    def __init__(self, options: NSTOptions, setting: Setting) -> None:
+    def __init__(self, options: NSTOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         paired_maps("nst", setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`mmd` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):

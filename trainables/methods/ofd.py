@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainables.config import NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 from trainables.models.norms import norms_before
 
@@ -45,7 +45,7 @@ class OFD(Method):
     terms = ("partial",)
     taps = ("stages.preact",)
 
-    def __init__(self, options: OFDOptions, setting: Setting) -> None:
+    def __init__(self, options: OFDOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""
         super().__init__(options, setting)
         pairs = paired_maps("ofd", setting)
@@ -63,7 +63,7 @@ class OFD(Method):
             # Not in the checkpoint: the teacher has them. In float64, for a job in float64.
             self.register_buffer(f"_margin{place}", margins(norm.weight, norm.bias), persistent=False)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`partial` of each sample, (B,), summed over stages with their weights."""
         distances = []
         for place, connector in enumerate(self._connectors):
@@ -74,7 +74,7 @@ class OFD(Method):
         return {"partial": torch.stack(distances).sum(0)}
 
 
-def _connector(inputs: int, outputs: int, setting: Setting) -> nn.Sequential:
+def _connector(inputs: int, outputs: int, setting: BuildContext) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
     nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
     return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, setting.group))

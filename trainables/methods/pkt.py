@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal
 
@@ -40,12 +40,12 @@ class PKT(Method):
     taps = ("pooled",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: PKTOptions, setting: Setting) -> None:
+    def __init__(self, options: PKTOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         check_one_tap("pkt", setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl`, a scalar."""
         rows = all_rows(student, teacher, batch)
         if self._options.variant == "paper":

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, Probability
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 
 
 class PSKDOptions(MethodOptions):
@@ -36,12 +36,12 @@ class PSKD(Method):
     needs = Needs(teacher=False, one_label=True, all_workers=True)
     task_weight = 0.0
 
-    def __init__(self, options: PSKDOptions, setting: Setting) -> None:
+    def __init__(self, options: PSKDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options, self._epochs = options, setting.epochs
         self.register_buffer("last_MK", F.one_hot(setting.labels_M, setting.num_classes).float())
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`self_ce` of each sample, (B,). In training mode the samples' softmax is then remembered, on all ranks."""
         last_MK = self.get_buffer("last_MK")
         alpha = self._options.alpha * min((int(batch.epoch) + 1) / self._epochs, 1.0)
@@ -50,6 +50,6 @@ class PSKD(Method):
         target_BK = (1 - alpha) * one_hot_BK + alpha * last_MK[batch.indices_B]
         if self.training:
             with torch.no_grad():
-                indices_N, said_NK = batch.everyone(batch.indices_B), batch.everyone(log_BK.detach().exp())
+                indices_N, said_NK = batch.all_gather(batch.indices_B), batch.all_gather(log_BK.detach().exp())
                 last_MK.index_copy_(0, indices_N, said_NK.to(last_MK.dtype))
         return {"self_ce": -(target_BK * log_BK).sum(1)}

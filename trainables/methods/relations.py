@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, MethodBatch, ModelOutputs
 
 
-def check_one_tap(method: str, setting: Setting) -> None:
+def check_one_tap(method: str, setting: BuildContext) -> None:
     """Refuse more than one feature of a model for a method that compares one.
 
     Raises:
@@ -25,9 +25,9 @@ def check_one_tap(method: str, setting: Setting) -> None:
             )
 
 
-def all_rows(student: Seen, teacher: Seen, batch: Samples) -> tuple[Tensor, ...]:
+def all_rows(student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> tuple[Tensor, ...]:
     """The features of every sample of the global batch, flattened: the student's (N, D), and the teacher's."""
-    return batch.everyone.together(*(seen.features[0].flatten(1) for seen in (student, teacher)))
+    return batch.all_gather.all_gather_many(*(seen.features[0].flatten(1) for seen in (student, teacher)))
 
 
 def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:

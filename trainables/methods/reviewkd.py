@@ -33,7 +33,7 @@ from torch.nn import functional
 from trainables.config import NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
-from trainables.methods.contract import Method, Samples, Seen, Setting, Side, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec, mean_per_sample
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 
 SIZES = (4, 2, 1)
@@ -58,7 +58,7 @@ class ReviewKD(Method):
     Options = ReviewKDOptions
     terms = ("review",)
 
-    def __init__(self, options: ReviewKDOptions, setting: Setting) -> None:
+    def __init__(self, options: ReviewKDOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where student and teacher have different numbers of levels."""
         super().__init__(options, setting)
         assert setting.teacher is not None
@@ -70,7 +70,7 @@ class ReviewKD(Method):
             for level, (student, teacher) in enumerate(pairs, 1)
         )
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`review` of each sample, (B,), summed over levels."""
         deeper_BMHW, losses = None, []
         for level in reversed(range(len(self._fusions))):
@@ -130,5 +130,5 @@ def _as_map(feature: Tensor) -> Tensor:
     return feature[..., None, None] if feature.ndim == 2 else feature
 
 
-def _of_maps(side: Side) -> Side:
+def _of_maps(side: ModelSpec) -> ModelSpec:
     return dataclasses.replace(side, shapes=tuple((*shape, 1, 1) if len(shape) == 1 else shape for shape in side.shapes))

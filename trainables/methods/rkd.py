@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
 
@@ -48,12 +48,12 @@ class RKD(Method):
     taps = ("pooled",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: RKDOptions, setting: Setting) -> None:
+    def __init__(self, options: RKDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         check_one_tap("rkd", setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`distance` and `angle`, scalars, with their weights in them."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         rows = len(student_ND)

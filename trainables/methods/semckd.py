@@ -29,7 +29,7 @@ from trainables.config import MethodOptions, NonNegative, Positive
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
 from trainables.methods.features import pooled_alike, unit
 
 
@@ -49,7 +49,7 @@ class SemCKD(Method):
     taps = ("stages",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: SemCKDOptions, setting: Setting) -> None:
+    def __init__(self, options: SemCKDOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where a tap gives no map."""
         super().__init__(options, setting)
         self._options, self._rows = options, setting.global_batch_size
@@ -66,13 +66,13 @@ class SemCKD(Method):
             nn.ModuleList(_regressor(student[0], teacher[0], setting.group) for teacher in teachers) for student in students
         )
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`calibrated`, a scalar."""
-        flat_ND = batch.everyone.together(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
+        flat_ND = batch.all_gather.all_gather_many(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
         queries_NSE = self._embedded(self._queries, flat_ND[: len(self._queries)])
         keys_NTE = self._embedded(self._keys, flat_ND[len(self._queries) :])
         attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self._options.temperature, 2)
-        distances_NST = batch.everyone(self._distances(student.features, teacher.features))
+        distances_NST = batch.all_gather(self._distances(student.features, teacher.features))
         shares_NS = (attention_NST * distances_NST).sum(2)
         return {"calibrated": shares_NS.sum() / max(shares_NS.numel(), 1)}
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainables.config import MethodOptions
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
 from trainables.methods.features import equal_channels, paired_maps, pooled_alike
 
 
@@ -39,13 +39,13 @@ class SimKD(Method):
     needs = Needs(reuses_classifier=True)
     task_weight = 0.0
 
-    def __init__(self, options: SimKDOptions, setting: Setting) -> None:
+    def __init__(self, options: SimKDOptions, setting: BuildContext) -> None:
         """Raises ExperimentError where other taps are asked for, whose maps do not fit."""
         super().__init__(options, setting)
         pairs = paired_maps("simkd", setting)
         equal_channels("simkd", pairs)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`feature` of each sample, (B,)."""
         pairs = zip(student.features, teacher.features, strict=True)
         return {"feature": torch.stack([_distance(*pair) for pair in pairs]).sum(0)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap
 
@@ -30,11 +30,11 @@ class SP(Method):
     taps = ("stage-1",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: SPOptions, setting: Setting) -> None:
+    def __init__(self, options: SPOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         check_one_tap("sp", setting)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`similarity`, a scalar."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         apart_NN = similarities(student_ND) - similarities(teacher_ND)

@@ -25,7 +25,7 @@ from torch.nn import functional
 from trainables.config import MethodOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
 from trainables.models.taps import classifier
 
 
@@ -44,7 +44,7 @@ class SRRL(Method):
     Options = SRRLOptions
     terms = ("feature", "regression")
 
-    def __init__(self, options: SRRLOptions, setting: Setting) -> None:
+    def __init__(self, options: SRRLOptions, setting: BuildContext) -> None:
         """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
         super().__init__(options, setting)
         self._options = options
@@ -66,7 +66,7 @@ class SRRL(Method):
         nn.init.normal_(convolution.weight, std=math.sqrt(2 / width))
         self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, setting.group), nn.ReLU())
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`feature` (L_FM) and `regression` (L_SR) of each sample, (B,), with their weights."""
         (map_BCHW,), (target_BD,) = student.features, teacher.features
         if map_BCHW.ndim == 2:

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import Method, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.logits import LogitOptions, divergence
 
 
@@ -43,11 +43,11 @@ class TTM(Method):
     Options = TTMOptions
     terms = ("kl",)
 
-    def __init__(self, options: TTMOptions, setting: Setting) -> None:
+    def __init__(self, options: TTMOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
         given = self._options
         student_BK, teacher_BK = given.logits(student, teacher)

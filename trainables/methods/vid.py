@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainables.config import MethodOptions
-from trainables.methods.contract import Method, Samples, Seen, Setting, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
 from trainables.methods.features import Shape, paired_maps, pooled_alike
 
 _LEAST_VARIANCE = 1e-5
@@ -44,12 +44,12 @@ class VID(Method):
     terms = ("information",)
     taps = ("stages",)
 
-    def __init__(self, options: VIDOptions, setting: Setting) -> None:
+    def __init__(self, options: VIDOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._options = options
         self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", setting)])
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`information` of each sample, (B,): what the student does not tell of the teacher."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Seen
-from trainables.methods.distillation_module import Chosen, Reader, widened
+from trainables.methods.contract import ModelOutputs
+from trainables.methods.distillation_module import Reader, SelectedMethod, widened
 from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 
@@ -44,11 +44,11 @@ class MeanReader(Reader):
         super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, Seen]:
+    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """Method → the logits that stand for all teachers', given their own (B, E, K)."""
         logits_BEK = widened(logits_BK[:num_rows])
         found = {at: mean_logits(logits_BEK, self._shares, at) for at in dict.fromkeys(self._temperatures.values())}
-        return {key: Seen(found[at]) for key, at in self._temperatures.items()}
+        return {key: ModelOutputs(found[at]) for key, at in self._temperatures.items()}
 
 
 def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float) -> Tensor:
@@ -58,7 +58,7 @@ def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float)
     return temperature * weighted_BEK.logsumexp(1)
 
 
-def check_several(given: TeacherConfig | None, chosen: Sequence[Chosen]) -> None:
+def check_several(given: TeacherConfig | None, chosen: Sequence[SelectedMethod]) -> None:
     """Refuse methods that read more of a teacher than its logits, where there are several teachers.
 
     Raises:
@@ -92,7 +92,7 @@ def load_network(
     return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
 
 
-def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[Chosen], image_size: int) -> Reader:
+def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> Reader:
     """What reads the answer of `load_network`'s model for each method.
 
     Raises:

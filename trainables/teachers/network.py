@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from trainables.data.loader import Batch
 from trainables.distributed.batch_norm import GlobalBatchNorm
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 from trainables.methods.distillation_module import Reader
 from trainables.models.forward import logits_and_aux
 
 
-class Asked(NamedTuple):
+class TeacherRequest(NamedTuple):
     """Which images a teacher is asked about: with the experiment's seed, these two decide every pixel of them."""
 
     samples_B: Tensor
@@ -27,10 +27,10 @@ class Asked(NamedTuple):
     """By which they are augmented."""
 
 
-class Answers(Protocol):
+class TeacherInterface(Protocol):
     """What a step asks: a teacher that runs, here or elsewhere, or what one has answered before."""
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """Method → the answer to the first `num_rows` images, without waiting for the device.
 
         `asked` tells which images they are; None: images that are no samples, such as those of a trial run.
@@ -61,8 +61,8 @@ class Teacher:
         self._reader, self._gradient = reader, gradient
         self._by_batch = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
-        """See `Answers`: it answers whatever images it is shown."""
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """See `TeacherInterface`: it answers whatever images it is shown."""
         for norm in self._by_batch:  # images that are no samples are no batch either, and a rank may show some on its own
             norm.train(asked is not None)
         if self._by_batch:  # a blank image of a rank without samples is no part of the batch
@@ -75,7 +75,7 @@ class Teacher:
             return self._reader.take(logits_BK, num_rows)
 
     def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `Answers`."""
+        """See `TeacherInterface`."""
         return batches
 
     def end_epoch(self) -> None:

@@ -47,7 +47,7 @@ from trainables.metrics.metrics_file import MetricsFile
 from trainables.metrics.telemetry import Telemetry
 from trainables.rundir import StageDir, final_names, write_json
 from trainables.teachers.cache.fill import fill
-from trainables.teachers.service.protocol import LostError
+from trainables.teachers.service.protocol import TeacherServiceLostError
 
 GAUGES = {
     "raydistill_images_per_s": "images trained on per second, over all workers, loader waits included",
@@ -372,7 +372,7 @@ class ActorLine:
         try:
             reference = getattr(self._actor, method).remote(*arguments)
         except ray.exceptions.RayError as error:
-            raise LostError(str(error).splitlines()[0]) from error
+            raise TeacherServiceLostError(str(error).splitlines()[0]) from error
 
         def result(timeout_s: float) -> Any:
             try:
@@ -381,10 +381,10 @@ class ActorLine:
                 raise
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, TimeoutError):  # it would read as an answer that is still to come
-                    raise LostError(str(error.cause)) from None
+                    raise TeacherServiceLostError(str(error.cause)) from None
                 raise error.cause from None
             except ray.exceptions.RayError as error:  # the actor's process or node has died, or what it had sent went with them
-                raise LostError(type(error).__name__) from error
+                raise TeacherServiceLostError(type(error).__name__) from error
 
         return result
 

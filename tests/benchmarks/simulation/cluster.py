@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.simulation.draw import EXTRAS, Drawn, draw, draw_tenant
-from tests.benchmarks.simulation.parts import Floats, Load, Setting, Tenant
+from tests.benchmarks.simulation.parts import BuildContext, Floats, Load, Tenant
 from tests.benchmarks.simulation.steps import Luck, Steps, simulate
 
 Point = Mapping[str, Any]
@@ -137,13 +137,13 @@ class Cluster:
         setting = self.setting(point)
         return self.plant.memory.peak_mib(setting.batch, setting.memory)
 
-    def setting(self, point: Point) -> Setting:
+    def setting(self, point: Point) -> BuildContext:
         num_workers = int(point["scale.num_workers"])
         changes: dict[str, float] = {}
         for key, values in EXTRAS.items():
             changes |= values[point[key]] if key in point else {}
         batch = -(-int(point["data.global_batch_size"]) // num_workers)
-        return Setting(num_workers, batch, int(point["data.loader_workers"]), **changes)
+        return BuildContext(num_workers, batch, int(point["data.loader_workers"]), **changes)
 
     def measure(
         self,

@@ -30,7 +30,7 @@ MIN_POINTS, MAX_POINTS = 320, 700
 NUM_KERNELS = 8
 FAILURES = 0.03
 EXTRAS: dict[str, dict[str, dict[str, float]]] = {
-    # What a value changes of a point's `Setting`.
+    # What a value changes of a point's `BuildContext`.
     "precision": {
         "fp32": {},
         "bf16": {"speedup": 2.2, "memory": 0.6},

@@ -299,7 +299,7 @@ class Plant:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BuildContext:
     """A point as the machine sees it: per rank, and with what a choice such as a precision changes."""
 
     num_workers: int
@@ -314,6 +314,6 @@ class Setting:
     memory: float = 1.0
 
 
-def per_point(settings: list[Setting], value: Callable[[Setting], float]) -> Floats:
+def per_point(settings: list[BuildContext], value: Callable[[BuildContext], float]) -> Floats:
     """One number a point, shaped P×1×1 to meet N×G."""
     return np.array([value(setting) for setting in settings], dtype=float)[:, None, None]

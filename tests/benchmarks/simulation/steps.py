@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.signal import lfilter
 
-from tests.benchmarks.simulation.parts import LONGEST_SPIKE, LONGEST_STALL, Floats, Load, Plant, Setting, per_point
+from tests.benchmarks.simulation.parts import LONGEST_SPIKE, LONGEST_STALL, BuildContext, Floats, Load, Plant, per_point
 
 MEMORY_STEPS = 20
 """How long a node's reading speed remembers."""
@@ -76,7 +76,7 @@ class Steps:
 
 def simulate(
     plant: Plant,
-    settings: list[Setting],
+    settings: list[BuildContext],
     luck: Luck,
     *,
     warmth_NG: Floats | None = None,
@@ -195,7 +195,7 @@ def simulate(
     return Steps(step_TP, phases, warmth_TPNG)
 
 
-def _gpu_times(plant: Plant, settings: list[Setting]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+def _gpu_times(plant: Plant, settings: list[BuildContext]) -> tuple[dict[str, Floats], dict[str, Floats]]:
     """Seconds of each phase on the GPU alone, and how much of them is launching, before and in the backward pass."""
     gpu, rows, launching = plant.gpu, [], []
     for setting in settings:

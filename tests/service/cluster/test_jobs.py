@@ -100,7 +100,7 @@ class Dashboard(http.server.ThreadingHTTPServer):
     """Answers as Ray's dashboard does, at its addresses: what it is about to answer next stands in its lists."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), TeacherInterface)
         self.token: str | None = None
         self.failures = 0
         """So many requests for jobs will be answered with 500."""
@@ -114,7 +114,7 @@ class Dashboard(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
+class TeacherInterface(http.server.BaseHTTPRequestHandler):
     server: Dashboard
 
     def do_GET(self) -> None:

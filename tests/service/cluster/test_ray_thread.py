@@ -28,7 +28,8 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
 @pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])
 def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(again: int) -> None:
     code = (
-        "import os, psutil, signal, subprocess, sys, time\nfrom service.cluster import ray_thread as work\nsuspend = psutil.Process.suspend\n"
+        "import os, psutil, signal, subprocess, sys, time\nfrom service.cluster import ray_thread as work\n"
+        "suspend = psutil.Process.suspend\n"
         f"psutil.Process.suspend = lambda process: (suspend(process), os.kill(os.getpid(), {int(again)}))\n"
         "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
         "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"

@@ -54,7 +54,7 @@ def compare_together(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
     for at_once in (False, True):
         gather = Gather(mine.stop - mine.start, group)
         own = [drawn(sum(sizes), *shape, seed=seed)[mine].requires_grad_() for seed, shape in enumerate([(4,), (), (2, 3, 3)])]
-        every = gather.together(*own) if at_once else [gather(tensor) for tensor in own]
+        every = gather.all_gather_many(*own) if at_once else [gather(tensor) for tensor in own]
         found += [*every, *torch.autograd.grad(sum(tensor.square().sum() for tensor in every), own)]
     return [tensor.detach() for tensor in found]
 

@@ -37,7 +37,7 @@ def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     """Parameters of student and methods after the job."""
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         loop.run(job)
-        return {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
+        return {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
 
 
 class Heavy:
@@ -59,8 +59,8 @@ class Heavy:
 def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Tensor]:
     """A forward for each loss, the gradients of all at the same parameters, the changes added up."""
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        values = {name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()}
-        prepare, step = job.learner.prepare, 0
+        values = {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
+        prepare, step = job.train_state.prepare, 0
         for epoch in range(settings.optim.epochs):
             for batch in job.train_loader.epoch(epoch):
                 images = prepare(batch).images_BCHW.clone()  # type: ignore[arg-type]
@@ -407,11 +407,11 @@ def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
     settings = (rivals if num_optimizers == 3 else two_heads)(tmp_path, **optim)
     forwards = list[int]()
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        assert len(job.learner.updates.updates) == num_optimizers
+        assert len(job.train_state.updates.updates) == num_optimizers
         job.model.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
-        with contextlib.closing(on_device(job.train_loader.epoch(0), job.learner.group.device)) as batches:
+        with contextlib.closing(on_device(job.train_loader.epoch(0), job.train_state.group.device)) as batches:
             for step in range(2):
-                train_step(job.learner, next(batches), step, job.timer)
+                train_step(job.train_state, next(batches), step, job.timer)
     assert forwards == [100, 100]
 
 
@@ -461,5 +461,7 @@ def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
             for _ in range(epochs):
                 loop.train_epoch(job)
                 loop.finish_epoch(job)
-            found.append({name: tensor.detach().clone() for name, tensor in job.learner.pupil.named_parameters()})
+            found.append(
+                {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
+            )
     return found

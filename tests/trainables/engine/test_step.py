@@ -19,7 +19,7 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.engine.job import build
 from trainables.engine.step import losses, micro_batches, train_step
 from trainables.errors import ExperimentError, TrainingError
-from trainables.methods.distillation_module import Answer, Pupil
+from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.models.registry import build_model
 
 
@@ -52,7 +52,7 @@ LABELS, ONE = torch.tensor([0, 1, 2, 3, 4, 0]), torch.ones((), dtype=torch.float
 def test_the_loss_is_the_formula_per_sample() -> None:
     student, teacher = draw(1, 6, 5), draw(2, 6, 5)
     said = {"kd": terms(make("kd", temperature=2.5), student, teacher, LABELS)}
-    loss = losses(Answer(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
+    loss = losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 0.4, "kd": 0.8})
     expected = reference(student.tolist(), teacher.tolist(), LABELS.tolist(), 0.4, 0.8, 2.5)
     assert loss.named["loss"].tolist() == pytest.approx(expected, rel=1e-12)
     assert float(loss.total(ONE / 6)) == pytest.approx(sum(expected) / 6, rel=1e-12)
@@ -62,7 +62,7 @@ def test_the_loss_is_the_formula_per_sample() -> None:
 def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
     said = {"a": {"x": draw(1, 6), "y": torch.tensor(7.0).double()}, "b": {"z": torch.tensor(2.0).double()}}
     student = draw(2, 6, 5)
-    loss = losses(Answer(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
+    loss = losses(DistillationOutputs(student, (), said), LABELS, None, {"task": 1.0, "a": 2.0, "b": 0.5})
     assert float(loss.total(ONE, frozenset({"a/x", "a/y"}))) == pytest.approx(2 * float(said["a"]["x"].sum()) + 14)
     assert float(loss.total(ONE, frozenset({"b/z"}))) == 1.0
     assert float(loss.total(ONE / 6)) == pytest.approx(float(loss.named["task_loss"].mean() + 2 * said["a"]["x"].mean()) + 15)
@@ -98,14 +98,14 @@ def test_a_method_whose_weight_has_not_begun_to_rise_moves_nothing(tmp_path: Pat
 
 def test_auxiliary_heads_belong_to_the_task() -> None:
     student, aux = draw(1, 6, 5), draw(2, 6, 5)
-    plain = losses(Answer(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
-    with_aux = losses(Answer(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    plain = losses(DistillationOutputs(student, (), {}), LABELS, None, {"task": 1.0}).named["loss"]
+    with_aux = losses(DistillationOutputs(student, ((0.4, aux),), {}), LABELS, None, {"task": 1.0}).named["loss"]
     assert torch.allclose(with_aux - plain, 0.4 * torch.nn.functional.cross_entropy(aux, LABELS, reduction="none"))
 
 
 def test_a_student_in_half_precision_is_answered_for_in_single_precision() -> None:
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    student = Pupil(build_model("mlp_small", num_classes=5, image_size=8, seed=0))
+    student = DistillationModule(build_model("mlp_small", num_classes=5, image_size=8, seed=0))
     with torch.autocast("cpu", torch.bfloat16):
         answer = student(images)
         half = student.student(images)
@@ -193,9 +193,9 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
         batch = next(batches)
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            train_step(job.learner, batch, step, job.timer)
+            train_step(job.train_state, batch, step, job.timer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     batches.close()
     job.close()
-    assert int(job.learner.sums[0]) == 300
+    assert int(job.train_state.sums[0]) == 300

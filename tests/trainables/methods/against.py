@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.references.basic import Array, Ints, derivative
-from trainables.methods.contract import Method, Seen
+from trainables.methods.contract import Method, ModelOutputs
 from trainables.models.registry import build_model
 
 Terms = dict[str, Array] | dict[str, float] | dict[str, Array | float]
@@ -138,7 +138,7 @@ def at_edge(beside: Beside, edge: str) -> tuple[Beside, list[Array], list[Array]
 def ask(beside: Beside, method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> dict[str, Tensor]:
     """All its terms, those of the warm-up stage too."""
     batch = beside.batch(teacher)
-    seen = [Seen(side[0], tuple(side[1:])) for side in (student, teacher)]
+    seen = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
         found |= method.warm_up(*seen, samples(labels_B, **{**batch, "epoch": -1.0}))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.methods import load
-from trainables.methods.contract import Method, Samples, Seen, Setting, Side
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
 from trainables.models.forward import seeded
 
 
@@ -32,8 +32,8 @@ def make(
     """The method in float64, in training mode. Without models it is built for an empty one on either side."""
     kind = load(name)
     labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
-    sides = Side(student or nn.Identity(), student_shapes), Side(teacher or nn.Identity(), teacher_shapes)
-    setting = Setting(
+    sides = ModelSpec(student or nn.Identity(), student_shapes), ModelSpec(teacher or nn.Identity(), teacher_shapes)
+    setting = BuildContext(
         *sides, num_classes=num_classes, labels_M=labels_M, image_size=8, global_batch_size=global_batch_size, seed=seed,
         epochs=epochs, group=group or Group(),
     )  # fmt: skip
@@ -48,10 +48,10 @@ def samples(
     images_BCHW: Tensor | None = None,
     epoch: float = 0.0,
     group: Group | None = None,
-) -> Samples:
+) -> MethodBatch:
     """A batch with these labels; its indices are 0, 1, … where none are given, its images blank."""
     rows = len(labels_B)
-    return Samples(
+    return MethodBatch(
         torch.zeros(rows, 3, 8, 8, dtype=torch.float64) if images_BCHW is None else images_BCHW,
         labels_B,
         torch.arange(rows) if indices_B is None else indices_B,
@@ -60,8 +60,10 @@ def samples(
     )
 
 
-def terms(method: Method, student: Tensor | Seen, teacher: Tensor | Seen, labels_B: Tensor, **batch: Any) -> dict[str, Tensor]:
+def terms(
+    method: Method, student: Tensor | ModelOutputs, teacher: Tensor | ModelOutputs, labels_B: Tensor, **batch: Any
+) -> dict[str, Tensor]:
     """What the method says; logits alone may stand for all that a model answered."""
-    both = (answer if isinstance(answer, Seen) else Seen(answer) for answer in (student, teacher))
+    both = (answer if isinstance(answer, ModelOutputs) else ModelOutputs(answer) for answer in (student, teacher))
     found: dict[str, Tensor] = method(*both, samples(labels_B, **batch))
     return found

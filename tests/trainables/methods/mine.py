@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.config import LossOptimConfig, MethodOptions, Natural
-from trainables.methods.contract import Method, Needs, Samples, Seen, Setting
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
 
 
 class SecondHead(Method):
@@ -20,11 +20,11 @@ class SecondHead(Method):
     taps = ("hidden.0",)
     needs = Needs(teacher=False)
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.head = nn.Linear(setting.student.shapes[0][0], setting.num_classes)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0])
         return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
 
@@ -40,14 +40,14 @@ class Rivals(Method):
         "deceive": LossOptimConfig(lr=0.02, momentum=0.3, schedule="constant"),
     }
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.head = nn.Linear(math.prod(setting.student.shapes[0]), setting.num_classes)
 
     def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
         return list(self.parameters() if term == "judge" else student.parameters())
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0].flatten(1))
         wanted = zip(self.terms, (1, 2), strict=True)
         num_classes = logits_BK.shape[1]
@@ -66,15 +66,15 @@ class Alike(Method):
     terms = ("gram",)
     needs = Needs(whole_batch=True)
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.register_buffer("seen_M", torch.zeros(len(setting.labels_M)))
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
-        mine_ND, theirs_ND = batch.everyone(student.logits_BK), batch.everyone(teacher.logits_BK)
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        mine_ND, theirs_ND = batch.all_gather(student.logits_BK), batch.all_gather(teacher.logits_BK)
         if self.training:
             assert isinstance(self.seen_M, Tensor)
-            self.seen_M[batch.everyone(batch.indices_B)] += 1
+            self.seen_M[batch.all_gather(batch.indices_B)] += 1
         return {"gram": (mine_ND @ mine_ND.T - theirs_ND @ theirs_ND.T).square().mean()}
 
 
@@ -89,7 +89,7 @@ class Prepared(Method):
     terms = ("code",)
     init_terms = ("kept",)
 
-    def __init__(self, options: PreparedOptions, setting: Setting) -> None:
+    def __init__(self, options: PreparedOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.encoder, self.decoder = nn.Linear(setting.num_classes, 4), nn.Linear(4, setting.num_classes)
         self.translator = nn.Linear(setting.num_classes, 4)
@@ -101,10 +101,10 @@ class Prepared(Method):
     def settled_parameters(self) -> list[nn.Parameter]:
         return [*self.encoder.parameters(), *self.decoder.parameters()]
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"kept": (self.decoder(self.encoder(teacher.logits_BK)) - teacher.logits_BK).square().mean(1)}
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"code": (self.translator(student.logits_BK) - self.encoder(teacher.logits_BK)).square().mean(1)}
 
 
@@ -113,7 +113,7 @@ class Apart(Method):
 
     terms = ("gram",)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         mine_BK, theirs_BK = student.logits_BK, teacher.logits_BK
         return {"gram": (mine_BK @ mine_BK.T - theirs_BK @ theirs_BK.T).square().mean(1)}
 
@@ -127,11 +127,11 @@ class Mendable(Alike):
 
     Options = MendableOptions
 
-    def __init__(self, options: MendableOptions, setting: Setting) -> None:
+    def __init__(self, options: MendableOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self._mended = options.mended
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return super().forward(student, teacher, batch) if self._mended else Apart.forward(self, student, teacher, batch)  # type: ignore[arg-type]
 
 
@@ -140,11 +140,11 @@ class Forgetful(Method):
 
     terms = ("kept", "lost")
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.unused = nn.Linear(2, 2)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"kept": (student.logits_BK - teacher.logits_BK).square().mean(1)}
 
 
@@ -153,11 +153,11 @@ class Counting(Method):
 
     terms = ("apart",)
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.calls = 0
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         self.calls += 1
         return {"apart": (student.logits_BK - self.calls * teacher.logits_BK).square().mean(1)}
 
@@ -167,7 +167,7 @@ class Rooted(Method):
 
     terms = ("distance",)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"distance": (student.logits_BK - teacher.logits_BK).square().sum(1).sqrt()}
 
 
@@ -178,11 +178,11 @@ class Slopes(Method):
     taps = ("stage-1",)
     needs = Needs(teacher_gradient=True)
 
-    def __init__(self, options: MethodOptions, setting: Setting) -> None:
+    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
         super().__init__(options, setting)
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         (theirs,) = torch.autograd.grad(teacher.logits_BK.square().sum(), teacher.features, retain_graph=True)
         (mine,) = torch.autograd.grad(student.logits_BK.square().sum(), student.features, create_graph=True)
         return {"slope": (self.scale * mine - theirs.detach()).square().flatten(1).sum(1)}
@@ -197,8 +197,8 @@ class Unsaid(Alike):
 class Unprepared(Prepared):
     """All mistakes are in its warm-up stage: a name that it does not declare, rows of all workers, a root at zero."""
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
-        theirs_NK = batch.everyone(teacher.logits_BK)
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        theirs_NK = batch.all_gather(teacher.logits_BK)
         off = self.decoder(self.encoder(theirs_NK)) - theirs_NK
         return {"zzz": (off * 0).square().sum().sqrt()}
 
@@ -206,15 +206,15 @@ class Unprepared(Prepared):
 class Gathering(Prepared):
     """Gathers in its warm-up stage alone, and does not say so."""
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
-        theirs_NK = batch.everyone(teacher.logits_BK)
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        theirs_NK = batch.all_gather(teacher.logits_BK)
         return {"kept": (self.decoder(self.encoder(theirs_NK)) - theirs_NK).square().mean()}
 
 
 class HalfPrepared(Prepared):
     """Leaves out of its warm-up stage's loss what it says to train there, and takes a root that may be one of zero."""
 
-    def warm_up(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         apart_BK = student.logits_BK.detach() - teacher.logits_BK
         return {"kept": (self.encoder.weight.square().sum() * apart_BK.square().sum(1)).sqrt()}
 
@@ -225,5 +225,5 @@ class Endless(Method):
     terms = ("apart",)
     init_terms = ("kept",)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples) -> dict[str, Tensor]:
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}

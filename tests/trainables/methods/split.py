@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import Ranks
-from trainables.methods.contract import Method, Seen
+from trainables.methods.contract import Method, ModelOutputs
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ def draw(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def answers(case: Case, rows: int, seed: int = 0, num_classes: int = 5) -> tuple[Seen, Seen]:
+def answers(case: Case, rows: int, seed: int = 0, num_classes: int = 5) -> tuple[ModelOutputs, ModelOutputs]:
     """Random logits and features of student and teacher; the student's are leaves that want a gradient."""
     seeds = iter(range(100 * seed, 100 * seed + 100))
     shapes = [(num_classes,), *case.student_shapes], [(num_classes,), *case.teacher_shapes]
     student = [draw(rows, *shape, seed=next(seeds), scale=2.0).requires_grad_() for shape in shapes[0]]
     teacher = [draw(rows, *shape, seed=next(seeds), scale=2.0) for shape in shapes[1]]
-    return Seen(student[0], tuple(student[1:])), Seen(teacher[0], tuple(teacher[1:]))
+    return ModelOutputs(student[0], tuple(student[1:])), ModelOutputs(teacher[0], tuple(teacher[1:]))
 
 
-def leaves(seen: Seen) -> list[Tensor]:
+def leaves(seen: ModelOutputs) -> list[Tensor]:
     return [seen.logits_BK, *seen.features]
 
 
@@ -58,7 +58,7 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
     for step in range(case.steps):
         student, teacher = answers(case, total, seed=step)
         mine = [
-            Seen(seen.logits_BK[own].detach().clone(), tuple(feature[own].detach().clone() for feature in seen.features))
+            ModelOutputs(seen.logits_BK[own].detach().clone(), tuple(feature[own].detach().clone() for feature in seen.features))
             for seen in (student, teacher)
         ]
         for leaf in leaves(mine[0]):
@@ -71,7 +71,7 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
         loss = torch.stack([t if t.ndim == 0 else t.sum() * group.world_size / total for t in terms.values()]).sum()
         loss.backward()
         found += [t.detach() if t.ndim == 0 else _summed(t.detach().sum(), group) / total for t in terms.values()]
-        found += [_all(leaf.grad, batch.everyone) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
+        found += [_all(leaf.grad, batch.all_gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
     found += [_summed(p.grad.clone(), group) / group.world_size for p in method.parameters() if p.grad is not None]
     return found + [buffer.clone() for buffer in method.buffers()]
 
@@ -92,6 +92,6 @@ def _summed(tensor: Tensor, group: Group) -> Tensor:
     return tensor
 
 
-def _all(gradient: Tensor, everyone: Any) -> Tensor:
-    gathered: Tensor = everyone(gradient)
+def _all(gradient: Tensor, all_gather: Any) -> Tensor:
+    gathered: Tensor = all_gather(gradient)
     return gathered

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.trainables.methods.calls import samples
 from tests.trainables.methods.split import Case, answers
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Samples, Seen
+from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.crd import CRD
 
 CASE = Case("crd", {"negatives": 6, "embedding": 3}, ((4,),), ((6,),))
@@ -23,7 +23,7 @@ def build(**more: Any) -> CRD:
     return cast(CRD, CASE.make(**more))
 
 
-def batch(indices: Tensor = INDICES, epoch: float = 0.0) -> Samples:
+def batch(indices: Tensor = INDICES, epoch: float = 0.0) -> MethodBatch:
     return samples(indices % 5, indices_B=indices, epoch=epoch)
 
 
@@ -80,7 +80,7 @@ def test_of_equal_indices_in_a_batch_the_last_is_kept() -> None:
     method, other = build(), build()
     student, teacher = answers(CASE, 4)
     method(student, teacher, batch(twice))
-    last = [Seen(seen.logits_BK[1:], (seen.features[0][1:],)) for seen in (student, teacher)]
+    last = [ModelOutputs(seen.logits_BK[1:], (seen.features[0][1:],)) for seen in (student, teacher)]
     other(*last, batch(twice[1:]))
     assert method.memory_student.equal(other.memory_student)
     assert method.memory_teacher.equal(other.memory_teacher)

@@ -12,29 +12,29 @@ from trainables.config import DistillConfig, MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.contract import Method
-from trainables.methods.distillation_module import Pupil, choose
+from trainables.methods.distillation_module import DistillationModule, choose
 
 MAPS = ((4, 8, 8), (8, 4, 4))
 
 
-def pupil(**options: dict[str, Any]) -> Pupil:
+def distillation_module(**options: dict[str, Any]) -> DistillationModule:
     """Methods with these options, for two maps on either side."""
     methods: dict[str, Method] = {}
     told: dict[str, MethodOptions] = {}
     for key, own in options.items():
         methods[key] = make(key, student_shapes=MAPS, teacher_shapes=MAPS, **own)
         told[key] = load(key).Options.model_validate(own)
-    return Pupil(nn.Identity(), methods, told, task_weight=0.5, epochs=10)
+    return DistillationModule(nn.Identity(), methods, told, task_weight=0.5, epochs=10)
 
 
 def test_the_weight_of_a_method_with_a_warm_up_stage_alone_is_that_of_the_stage() -> None:
-    both = pupil(ab={"weight": 2.0}, fsp={"weight": 0.25}, ft={"weight": 100.0})
+    both = distillation_module(ab={"weight": 2.0}, fsp={"weight": 0.25}, ft={"weight": 100.0})
     assert both.weights(-3.0) == {"task": 0.0, "ab": 2.0, "fsp": 0.25, "ft": 1.0}
     assert both.weights(0.0)["ft"] == 100.0
 
 
 def test_published_stages_count_one() -> None:
-    assert pupil(ab={}, fsp={}, ft={}).weights(-1.0) == {"task": 0.0, "ab": 1.0, "fsp": 1.0, "ft": 1.0}
+    assert distillation_module(ab={}, fsp={}, ft={}).weights(-1.0) == {"task": 0.0, "ab": 1.0, "fsp": 1.0, "ft": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_weight_rises_and_falls_with_the_epochs_as_its_schedule_says(
 
 
 def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
-    both = pupil(fitnet={"weight": 100.0, "decay": "linear"}, nst={"weight": 50.0, "warmup_epochs": 8})
+    both = distillation_module(fitnet={"weight": 100.0, "decay": "linear"}, nst={"weight": 50.0, "warmup_epochs": 8})
     assert both.weights(2.0) == pytest.approx({"task": 0.5, "fitnet": 80.0, "nst": 12.5})
 
 

@@ -15,7 +15,7 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.ab import beyond_the_boundary
-from trainables.methods.contract import Method, Seen
+from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.features import ConvReg, average_pooled, body_parameters, pooled_alike, unit
 from trainables.methods.kdsvd import right_singular
 from trainables.models.registry import build_model
@@ -41,8 +41,8 @@ def maps(shapes: Shapes, rows: int, seed: int) -> Maps:
     return tuple(torch.randn(rows, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
 
-def seen(features: Maps) -> Seen:
-    return Seen(features[0].new_zeros(len(features[0]), 5), features)
+def seen(features: Maps) -> ModelOutputs:
+    return ModelOutputs(features[0].new_zeros(len(features[0]), 5), features)
 
 
 def ask(method: Method, student: Maps, teacher: Maps, group: Group | None = None) -> dict[str, Tensor]:

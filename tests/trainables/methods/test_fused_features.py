@@ -17,7 +17,7 @@ from tests.trainables.methods.references import features as reference
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Seen
+from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.ofd import margins, partial_distance
 from trainables.methods.reviewkd import hierarchical_context_loss
 from trainables.models.norms import norms_before
@@ -47,24 +47,26 @@ def made(name: str, group: Group | None = None, **changed: Any) -> Method:
     )
 
 
-def seen(shapes: tuple[tuple[int, ...], ...], seed: int) -> Seen:
+def seen(shapes: tuple[tuple[int, ...], ...], seed: int) -> ModelOutputs:
     generator = torch.Generator().manual_seed(seed)
     draw = [torch.randn(ROWS, *shape, dtype=torch.float64, generator=generator) for shape in ((CLASSES,), *shapes)]
-    return Seen(draw[0], tuple(draw[1:]))
+    return ModelOutputs(draw[0], tuple(draw[1:]))
 
 
-def answers(name: str) -> tuple[Seen, Seen]:
+def answers(name: str) -> tuple[ModelOutputs, ModelOutputs]:
     return seen(KINDS[name]["student_shapes"], 3), seen(KINDS[name]["teacher_shapes"], 4)
 
 
-def part(whole: Seen, begin: int, end: int) -> Seen:
-    return Seen(whole.logits_BK[begin:end], tuple(feature[begin:end] for feature in whole.features))
+def part(whole: ModelOutputs, begin: int, end: int) -> ModelOutputs:
+    return ModelOutputs(whole.logits_BK[begin:end], tuple(feature[begin:end] for feature in whole.features))
 
 
-def learned(method: Method, student: Seen, teacher: Seen, labels_B: Tensor, total: int, group: Group | None = None) -> Any:
+def learned(
+    method: Method, student: ModelOutputs, teacher: ModelOutputs, labels_B: Tensor, total: int, group: Group | None = None
+) -> Any:
     """The terms, and the gradients of the loss of a step: the student's features', and those of what the method trains."""
     leaves = [feature.clone().requires_grad_() for feature in student.features]
-    terms = method(Seen(student.logits_BK, tuple(leaves)), teacher, samples(labels_B, group=group))
+    terms = method(ModelOutputs(student.logits_BK, tuple(leaves)), teacher, samples(labels_B, group=group))
     assert tuple(terms) == method.terms
     ranks = 1 if group is None else group.world_size
     loss = sum(term if term.ndim == 0 else term.sum() * (ranks / max(total, 1)) for term in terms.values())
@@ -143,7 +145,7 @@ def test_review_knowledge_goes_from_deep_to_shallow() -> None:
     method, (student, teacher) = made("reviewkd"), answers("reviewkd")
     _, gradients, _ = learned(method, student, teacher, LABELS, ROWS)
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    near = Seen(teacher.logits_BK, (*(feature * 0 for feature in teacher.features[:-1]), teacher.features[-1]))
+    near = ModelOutputs(teacher.logits_BK, (*(feature * 0 for feature in teacher.features[:-1]), teacher.features[-1]))
     with torch.no_grad():
         for fusion in list(method._fusions)[:-1]:  # type: ignore[arg-type, union-attr]
             fusion.widen[1].weight.zero_()

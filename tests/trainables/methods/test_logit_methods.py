@@ -12,7 +12,7 @@ from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, assert_ranks_equal_one, draw
 from trainables.distributed.rank_pool import Ranks
 from trainables.methods import load
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 
 CASES = [
     Case("dist"),
@@ -31,7 +31,7 @@ LABELS = torch.tensor([0, 4, 2, 4, 1, 0, 3, 3])
 
 def said(case: Case, student: Tensor, teacher: Tensor, labels: Tensor = LABELS, **more: Any) -> dict[str, Tensor]:
     method = case.make(num_classes=student.shape[1], **more)
-    found: dict[str, Tensor] = method(Seen(student), Seen(teacher), samples(labels))
+    found: dict[str, Tensor] = method(ModelOutputs(student), ModelOutputs(teacher), samples(labels))
     return found
 
 

@@ -28,7 +28,7 @@ from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
 from trainables.metrics.single_image_latency import image_costs
 from trainables.models.registry import build_model
-from trainables.teachers.network import Asked
+from trainables.teachers.network import TeacherRequest
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
@@ -62,27 +62,27 @@ def boundary_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"])
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        learner = job.learner
-        student: Any = copy.deepcopy(learner.pupil.student).eval()
+        train_state = job.train_state
+        student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
         trained = nn.ModuleList([student.conv1, student.layer1, student.layer2, student.layer3]).train()
         sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-        learner.pupil.train()
-        learner.pupil.begin_stage(-1)
+        train_state.distillation_module.train()
+        train_state.distillation_module.begin_stage(-1)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for step in range(3):
                 batch = next(batches)
-                images = learner.prepare(batch).images_BCHW
+                images = train_state.prepare(batch).images_BCHW
                 with torch.no_grad():
-                    taught = wrn_preacts(learner.teacher.model, images)  # type: ignore[union-attr]
+                    taught = wrn_preacts(train_state.teacher.model, images)  # type: ignore[union-attr]
                 loss = boundary_loss(wrn_preacts(student, images), taught)
                 sgd.zero_grad()
                 loss.backward()
                 sgd.step()
-                learner.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
-                train_step(learner, batch, step, job.timer)
-        ours = {name: p.detach() for name, p in learner.pupil.student.named_parameters()}
+                train_state.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
+                train_step(train_state, batch, step, job.timer)
+        ours = {name: p.detach() for name, p in train_state.distillation_module.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
-        norm = learner.pupil.student.get_submodule("bn1")
+        norm = train_state.distillation_module.student.get_submodule("bn1")
         assert not norm.running_mean.any()  # type: ignore[operator, union-attr]
 
 
@@ -96,9 +96,9 @@ def test_what_the_warm_up_leaves_out_is_trained_after_it(tmp_path: Path) -> None
 def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        job.learner.pupil.train()
-        job.learner.pupil.begin_stage(-1)
-        assert all(module.training for module in job.learner.pupil.student.modules())
+        job.train_state.distillation_module.train()
+        job.train_state.distillation_module.begin_stage(-1)
+        assert all(module.training for module in job.train_state.distillation_module.student.modules())
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_what_the_warm_up_cannot_leave_out_is_refused(tmp_path: Path, names: lis
 def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        learner: Any = job.learner
-        method = learner.pupil.methods_by_name["ft"]
+        train_state: Any = job.train_state
+        method = train_state.distillation_module.methods_by_name["ft"]
         halves = copy.deepcopy(nn.ModuleList([method.paraphrasers[0], method.builders[0]])).requires_grad_()
         sgd = torch.optim.SGD(halves.parameters(), lr=0.003, momentum=MOMENTUM, weight_decay=DECAY)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for batch in batches:
-                images = learner.prepare(batch).images_BCHW
-                t_BCHW = learner.teacher(images, len(images))["ft"].features[0]
+                images = train_state.prepare(batch).images_BCHW
+                t_BCHW = train_state.teacher(images, len(images))["ft"].features[0]
                 sgd.zero_grad()
                 nn.functional.mse_loss(halves[1](halves[0](t_BCHW)), t_BCHW).backward()
                 sgd.step()
@@ -165,8 +165,8 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_2", method, teacher_norm=norm)
     plain: Any = build_model("wrn_16_2", num_classes=10, image_size=8, seed=11).double().train(norm == "batch")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
-        teacher: Any = job.learner.teacher
-        found = teacher(drawn(16), 16, Asked(torch.arange(16), 0))[method]
+        teacher: Any = job.train_state.teacher
+        found = teacher(drawn(16), 16, TeacherRequest(torch.arange(16), 0))[method]
         expected = [*wrn_preacts(plain, drawn(16)), plain(drawn(16))]
         for ours, theirs in zip([*found.features[:3], found.logits_BK], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -175,7 +175,7 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        return not group.is_main or image_costs(job.learner, 8)["one_image_ms"] > 0
+        return not group.is_main or image_costs(job.train_state, 8)["one_image_ms"] > 0
 
 
 def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: Ranks, tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks:
 def answered(group: Group, settings: TrainConfig) -> Tensor:
     """The teacher's logits of 7 images, 7 of which rank 0 has: another rank runs blank ones, which count for nothing."""
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job, torch.no_grad():
-        teacher: Any = job.learner.teacher
+        teacher: Any = job.train_state.teacher
         images, rows = (drawn(7), 7) if group.is_main else (torch.zeros(2, 3, 8, 8, dtype=torch.float64), 0)
-        (found,) = teacher(images, rows, Asked(torch.arange(rows), 0)).values()
+        (found,) = teacher(images, rows, TeacherRequest(torch.arange(rows), 0)).values()
         logits: Tensor = found.logits_BK
         return logits
 

@@ -23,7 +23,7 @@ from tests.trainables.methods.against import (
 from tests.trainables.methods.calls import samples
 from tests.trainables.methods.references import relations as reference
 from tests.trainables.methods.references.basic import Array, Ints, derivatives
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 from trainables.methods.crd import CRD
 
 VECTORS: dict[str, Any] = {"student_shapes": ((4,),), "teacher_shapes": ((7,),)}
@@ -147,7 +147,7 @@ def test_crds_losses_and_memory_are_those_of_the_reference_over_three_steps(nega
             indices[-1] = indices[0]
         contrast = method.entries(indices, indices % 5, step)
         expected = beside.step(student[1], teacher[1], contrast.numpy())
-        seen = [Seen(torch.as_tensor(side[0]), (torch.as_tensor(side[1]),)) for side in (student, teacher)]
+        seen = [ModelOutputs(torch.as_tensor(side[0]), (torch.as_tensor(side[1]),)) for side in (student, teacher)]
         found = method(*seen, samples(indices % 5, indices_B=indices, epoch=float(step)))
         np.testing.assert_allclose((found["student"] + found["teacher"]).detach().numpy(), expected, rtol=1e-9)
         beside.memory = beside.after
@@ -166,7 +166,10 @@ def test_crds_gradients_are_those_of_the_reference() -> None:
         contrast = method.entries(INDICES, INDICES % 5, step).numpy()
         leaf = torch.as_tensor(student[1]).requires_grad_()
         before = [parameter.detach().numpy().copy() for parameter in method.parameters()]
-        seen = Seen(torch.as_tensor(student[0]), (leaf,)), Seen(torch.as_tensor(teacher[0]), (torch.as_tensor(teacher[1]),))
+        seen = (
+            ModelOutputs(torch.as_tensor(student[0]), (leaf,)),
+            ModelOutputs(torch.as_tensor(teacher[0]), (torch.as_tensor(teacher[1]),)),
+        )
         found = method(*seen, samples(INDICES % 5, indices_B=INDICES, epoch=float(step)))
         if step == 0:
             remembering.step(student[1], teacher[1], contrast)

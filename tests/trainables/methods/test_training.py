@@ -29,7 +29,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm2d, convert
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import Ranks
 from trainables.errors import ExperimentError
-from trainables.methods.contract import Method, Seen
+from trainables.methods.contract import Method, ModelOutputs
 from trainables.models.registry import build_model
 
 
@@ -230,7 +230,7 @@ def remembered_on(group: Group) -> tuple[Tensor, Tensor]:
     logits_NK = draw(12, 5, seed=4)
     losses = []
     for epoch in range(2):
-        seen = Seen(logits_NK[part] * (1 + epoch))
+        seen = ModelOutputs(logits_NK[part] * (1 + epoch))
         given = samples(LABELS_M[part], indices_B=part, epoch=float(epoch), group=group)
         losses.append(method(seen, seen, given)["self_ce"])
     return method.get_buffer("last_MK").clone(), losses[1]

@@ -40,12 +40,16 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     """An epoch's steps: the parameters before, the images of this rank and what all ranks together say of the noise."""
     told = []
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        assert job.learner.noise is not None
+        assert job.train_state.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
             before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
-            kept = {"before": before, "images": job.learner.prepare(batch).images_BCHW.clone(), "labels": batch.labels_B.clone()}
-            train_step(job.learner, batch, step, job.timer)
-            told.append(kept | {"noise": all_reduce_sum(job.learner.noise.take(), group).tolist()})
+            kept = {
+                "before": before,
+                "images": job.train_state.prepare(batch).images_BCHW.clone(),
+                "labels": batch.labels_B.clone(),
+            }
+            train_step(job.train_state, batch, step, job.timer)
+            told.append(kept | {"noise": all_reduce_sum(job.train_state.noise.take(), group).tolist()})
     return told
 
 

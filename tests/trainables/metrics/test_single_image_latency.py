@@ -39,7 +39,7 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
         job.model.train()
         random = torch.random.get_rng_state()
-        image_costs(job.learner, IMAGE_SIZE)
+        image_costs(job.train_state, IMAGE_SIZE)
         assert equal(before, job.model.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
         assert job.model.training

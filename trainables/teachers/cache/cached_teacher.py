@@ -19,19 +19,19 @@ from trainables.data.loader import Batch, Loader
 from trainables.data.storage.shared_folder import free_bytes, human
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError, DistillError
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 from trainables.rundir import write_json
 from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
 from trainables.teachers.cache.logits_format import Layout
 from trainables.teachers.cache.store import Shelf, Store
 from trainables.teachers.cache.writer import Keeper
-from trainables.teachers.network import Asked, Teacher
+from trainables.teachers.network import Teacher, TeacherRequest
 
 log = logging.getLogger("raydistill")
 
 
-class KeptTeacher:
-    """Answers from disk, see `Answers`. Where one of a batch is missing, the live teacher answers all of it."""
+class CachedTeacher:
+    """Answers from disk, see `TeacherInterface`. Where one of a batch is missing, the live teacher answers all of it."""
 
     def __init__(
         self, store: Store, methods: Sequence[str], build: Callable[[], Teacher], *, device: torch.device, dtype: torch.dtype,
@@ -46,8 +46,8 @@ class KeptTeacher:
         self._shelf: tuple[int, Shelf] | None = None
         self._ran_for = 0
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
-        """See `Answers`."""
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """See `TeacherInterface`."""
         if asked is None:
             if self.live is not None:
                 return self.live(images_BCHW, num_rows)
@@ -67,11 +67,11 @@ class KeptTeacher:
         return self._for_all(self.store.layout.decode(columns, self._dtype))
 
     def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `Answers`."""
+        """See `TeacherInterface`."""
         return batches
 
     def end_epoch(self) -> int:
-        """See `Answers`. The next epoch finds what all workers have written by now."""
+        """See `TeacherInterface`. The next epoch finds what all workers have written by now."""
         if self._keeper is not None:
             self._keeper.flush()
         self._shelf = None
@@ -89,8 +89,8 @@ class KeptTeacher:
             self._keeper.close()
             self._keeper = None
 
-    def _for_all(self, logits_BK: Tensor) -> dict[str, Seen]:
-        return {method: Seen(logits_BK) for method in self._methods}
+    def _for_all(self, logits_BK: Tensor) -> dict[str, ModelOutputs]:
+        return {method: ModelOutputs(logits_BK) for method in self._methods}
 
     def _open(self, epoch: int) -> Shelf:
         if self._shelf is None or self._shelf[0] != epoch:

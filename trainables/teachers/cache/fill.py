@@ -14,10 +14,10 @@ from trainables.device.device_batches import on_device
 from trainables.device.model_input import autocast, normalizer
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine.job import open_loaders
-from trainables.engine.modules import kept_teacher, numbers
+from trainables.engine.modules import cached_teacher, numbers
 from trainables.errors import DataError
-from trainables.teachers.cache.cached_teacher import KeptTeacher
-from trainables.teachers.network import Asked
+from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.network import TeacherRequest
 
 
 def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, dict[str, float]], None]) -> dict[str, float]:
@@ -40,7 +40,7 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
         about = {"steps_per_epoch": steps_per_epoch, "samples_per_epoch": loader.samples_per_epoch, "epochs": epochs}
         report("start", 0, 0.0, {**about, "num_workers": group.world_size, "max_steps": 0})
         images, missing = 0, 0
-        with contextlib.closing(kept_teacher(config, group, classes, loader, ["cache"])) as teacher:
+        with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
             for epoch in range(epochs):
                 done = epoch * steps_per_epoch
                 missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
@@ -51,7 +51,7 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
                         batch.wait()
                         rows = len(batch.labels_B)
                         with in_precision():
-                            teacher(prepare(batch).images_BCHW, rows, Asked(batch.known_B, batch.epoch))
+                            teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.known_B, batch.epoch))
                         if step % config.train.log_every == 0:
                             report("step", step, step / steps_per_epoch, {})
                             _check_written(teacher, group)
@@ -62,7 +62,7 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
         return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}
 
 
-def _check_written(teacher: KeptTeacher, group: Group) -> None:
+def _check_written(teacher: CachedTeacher, group: Group) -> None:
     """End on every rank where the disk has failed one. Raises DataError."""
     for reason in filter(None, gather_objects(teacher.unwritten(), group)):
         raise DataError(

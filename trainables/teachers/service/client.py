@@ -24,10 +24,10 @@ from trainables.config import TrainConfig
 from trainables.data.loader import Batch, Loader
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import ClusterError, DistillError
-from trainables.methods.contract import Seen
+from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
-from trainables.teachers.network import Asked
-from trainables.teachers.service.protocol import Line, LostError, Question, Reply
+from trainables.teachers.network import TeacherRequest
+from trainables.teachers.service.protocol import Line, Question, Reply, TeacherServiceLostError
 
 log = logging.getLogger("raydistill")
 
@@ -57,8 +57,8 @@ class _Coming:
     logits_BK: Tensor | None = None
 
 
-class AskingTeacher:
-    """Answers that a service computes, see `Answers`. A sample is always asked of the same one of several lines."""
+class ServiceTeacher:
+    """Answers that a service computes, see `TeacherInterface`. A sample is always asked of the same one of several lines."""
 
     def __init__(
         self, lines: Sequence[Line], key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int,
@@ -76,7 +76,7 @@ class AskingTeacher:
         self._ran_for = 0
 
     def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `Answers`. One more with each step, up to AHEAD: the first step does not wait until so many are loaded."""
+        """See `TeacherInterface`. One more with each step, up to AHEAD: the first step does not wait until so many are loaded."""
         self._coming.clear()
         waiting, given = deque[Batch](), 0
         with contextlib.closing(batches):
@@ -88,11 +88,11 @@ class AskingTeacher:
                     given += 1
             yield from waiting
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: Asked | None = None) -> dict[str, Seen]:
-        """See `Answers`. Waits for the answer where it is not there yet, but not for the device."""
+    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """See `TeacherInterface`. Waits for the answer where it is not there yet, but not for the device."""
         if asked is None:
             logits_BK = torch.zeros((num_rows, len(self._about[1])), device=self._device, dtype=self._dtype)
-            return {method: Seen(logits_BK) for method in self._methods}
+            return {method: ModelOutputs(logits_BK) for method in self._methods}
         coming = self._coming[0]
         rows = slice(coming.given, coming.given + num_rows)
         if not np.array_equal(coming.samples_B[rows], asked.samples_B.numpy()):
@@ -103,10 +103,10 @@ class AskingTeacher:
         if coming.given == len(coming.samples_B):
             self._coming.popleft()
         logits_BK = coming.logits_BK[rows]
-        return {method: Seen(logits_BK) for method in self._methods}
+        return {method: ModelOutputs(logits_BK) for method in self._methods}
 
     def end_epoch(self) -> int:
-        """See `Answers`: images of which this worker was the first to ask."""
+        """See `TeacherInterface`: images of which this worker was the first to ask."""
         ran_for, self._ran_for = self._ran_for, 0
         return ran_for
 
@@ -162,7 +162,7 @@ class AskingTeacher:
                     sent_b[:] = False
                 else:
                     sent_b[reply.wanted] = True
-            except LostError as error:
+            except TeacherServiceLostError as error:
                 if self._closed.is_set():
                     raise
                 if time.monotonic() >= until_s:
@@ -179,7 +179,7 @@ class AskingTeacher:
             except TimeoutError as error:
                 if time.monotonic() >= until_s:
                     raise ClusterError(self._gave_up()) from error
-        raise LostError("the training is over")
+        raise TeacherServiceLostError("the training is over")
 
     def _gave_up(self) -> str:
         return (
@@ -188,10 +188,10 @@ class AskingTeacher:
         )
 
 
-def asking_teacher(
+def service_teacher(
     config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], lines: Sequence[Line], methods: Sequence[str],
     dtype: torch.dtype,
-) -> AskingTeacher:  # fmt: skip
+) -> ServiceTeacher:  # fmt: skip
     """The teacher whom `lines` lead to. Every rank calls it.
 
     Raises:
@@ -203,7 +203,7 @@ def asking_teacher(
         raise told
     key, sha256 = told
     settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
-    return AskingTeacher(lines, key, settings, classes, images.num_samples, methods, device=group.device, dtype=dtype)
+    return ServiceTeacher(lines, key, settings, classes, images.num_samples, methods, device=group.device, dtype=dtype)
 
 
 def _key(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, str] | DistillError:

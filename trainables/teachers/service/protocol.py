@@ -38,7 +38,7 @@ class Reply(NamedTuple):
     """For how many of the images that came along the network runs."""
 
 
-class LostError(Exception):
+class TeacherServiceLostError(Exception):
     """Whoever was asked is gone, or is being started again: the answer does not come. Asking again cannot do harm."""
 
 

@@ -34,9 +34,9 @@ from trainables.errors import CheckpointError, DataError, DistillError, Experime
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
 from trainables.teachers.cache import cached_teacher as kept
-from trainables.teachers.cache.cached_teacher import KeptTeacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.store import Store
-from trainables.teachers.network import Asked
+from trainables.teachers.network import TeacherRequest
 from trainables.teachers.service.protocol import Line
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
@@ -131,8 +131,8 @@ def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> 
     for name in ("first", "second"):
         with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
             loop.run(job)
-            assert isinstance(job.learner.teacher, KeptTeacher)
-            assert (job.learner.teacher.live is None) == (name == "second")
+            assert isinstance(job.train_state.teacher, CachedTeacher)
+            assert (job.train_state.teacher.live is None) == (name == "second")
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
     """What the first batch's answer fails with on this rank; its step, in which ranks meet, is not done."""
     with contextlib.closing(build(each[group.rank], group, Recorded(), no_telemetry)) as job:
         batch = next(job.train_loader.epoch(0))
-        assert job.learner.teacher is not None
+        assert job.train_state.teacher is not None
         try:
             images = torch.zeros(len(batch.labels_B), 3, 8, 8, dtype=torch.float64)
-            job.learner.teacher(images, len(images), Asked(batch.indices_B, 0))
+            job.train_state.teacher(images, len(images), TeacherRequest(batch.indices_B, 0))
         except CheckpointError as error:
             return str(error)
     return None
@@ -368,11 +368,11 @@ def test_on_a_gpu_nothing_waits_while_logits_are_read_or_kept(tmp_path: Path, to
         asked = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
         with contextlib.closing(build(asked, group, Recorded(), no_telemetry)) as job:
             loop.run(job)  # whatever is lazy is there
-            assert job.learner.teacher is not None
+            assert job.train_state.teacher is not None
             images = torch.zeros(50, 3, 8, 8, device=group.device)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                taught = job.learner.teacher(images, 50, Asked(torch.arange(50), 0))["kd"].logits_BK
+                taught = job.train_state.teacher(images, 50, TeacherRequest(torch.arange(50), 0))["kd"].logits_BK
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             epochs.append(taught.cpu())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainables.config import TrainConfig
-from trainables.teachers.service.protocol import LostError
+from trainables.teachers.service.protocol import TeacherServiceLostError
 from trainables.teachers.service.served_network import LiveNetwork
 from trainables.teachers.service.server import Service
 
@@ -25,7 +25,7 @@ class LineHere:
     def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
         service = self.service
         if service is None:
-            raise LostError("killed")
+            raise TeacherServiceLostError("killed")
         answer: Future[Any] = getattr(service, method)(*arguments)
 
         def result(timeout_s: float) -> Any:
@@ -33,7 +33,7 @@ class LineHere:
                 return answer.result(timeout_s)
             except TimeoutError:
                 if service is not self.service:
-                    raise LostError("killed") from None
+                    raise TeacherServiceLostError("killed") from None
                 raise
 
         return result

@@ -25,8 +25,8 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
-from trainables.teachers.network import Asked
-from trainables.teachers.service.client import AHEAD, AskingTeacher
+from trainables.teachers.network import TeacherRequest
+from trainables.teachers.service.client import AHEAD, ServiceTeacher
 from trainables.teachers.service.protocol import Line
 
 ROWS = 1442
@@ -142,13 +142,13 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
 def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
     with lines() as to, contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, lines=to)) as job:
         to[0].kill()
-        asking = AskingTeacher(
+        asking = ServiceTeacher(
             to, "key", {}, ("a", "b"), ROWS, ["kd"], device=torch.device("cpu"), dtype=torch.float64, patience_s=0.3
         )
         with contextlib.closing(asking):
             batch = next(asking.ahead(job.train_loader.epoch(0), 0))
             with pytest.raises(ClusterError, match=r"teacher.service: no answer for 0.3 s: see .* `distill resume`") as error:
-                asking(batch.images_BCHW, len(batch.labels_B), Asked(batch.indices_B, 0))
+                asking(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
     assert "\n" not in str(error.value)
 
 
@@ -207,12 +207,12 @@ def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -
             return never
 
     with contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, lines=[Silent()])) as job:
-        assert job.learner.teacher is not None
-        ahead = job.learner.teacher.ahead(job.train_loader.epoch(0), 0)
+        assert job.train_state.teacher is not None
+        ahead = job.train_state.teacher.ahead(job.train_loader.epoch(0), 0)
         counts, images = list[int](), list[torch.Tensor]()
         for batch in ahead:
             images.append(batch.images_BCHW)
-            counts.append(len(job.learner.teacher._coming))  # type: ignore[attr-defined]
+            counts.append(len(job.train_state.teacher._coming))  # type: ignore[attr-defined]
         assert counts[0] == 2
         assert max(counts) == len(counts)  # nothing was taken: all of them are still to be
         assert [count - number for number, count in enumerate(counts)][:6] == [2, 3, 4, 5, 5, 5]
@@ -227,8 +227,8 @@ def test_batches_that_wait_for_their_answer_keep_their_images(tmp_path: Path) ->
         contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as ours,
         contextlib.closing(build(peer, Group(), Recorded(), no_telemetry)) as theirs,
     ):
-        assert ours.learner.teacher is not None
-        held = ours.learner.teacher.ahead(ours.train_loader.epoch(0), 0)
+        assert ours.train_state.teacher is not None
+        held = ours.train_state.teacher.ahead(ours.train_loader.epoch(0), 0)
         before = None
         for batch, other in zip(held, theirs.train_loader.epoch(0), strict=True):
             time.sleep(0.001)  # the loader's threads overwrite what they may
@@ -261,15 +261,15 @@ def test_on_a_gpu_a_step_takes_its_answer_without_waiting_for_the_device(tmp_pat
         lines() as to,
         contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, lines=to)) as job,
     ):
-        teacher = job.learner.teacher
-        assert isinstance(teacher, AskingTeacher)
+        teacher = job.train_state.teacher
+        assert isinstance(teacher, ServiceTeacher)
         batch = next(teacher.ahead(job.train_loader.epoch(0), 0))
         until_s = time.monotonic() + 60
         while not all(part.reply.done() for part in teacher._coming[0].parts) and time.monotonic() < until_s:
             time.sleep(0.01)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            taught = teacher(batch.images_BCHW, len(batch.labels_B), Asked(batch.indices_B, 0))["kd"].logits_BK
+            taught = teacher(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))["kd"].logits_BK
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert (taught.shape, taught.device.type) == ((100, 10), "cuda")
