@@ -40,14 +40,13 @@ from trainables.device.cuda_check import check_usable
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
-from trainables.engine.job import build
-from trainables.errors import ClusterError, DistillError
+from trainables.engine.job import build, open_loaders
+from trainables.errors import ClusterError, DistillError, TeacherServiceLostError
 from trainables.failures import NODE_OUT_OF_MEMORY, Failure, Kind, WorkersFailedError, failure_of, write_failure
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.metrics.telemetry import Telemetry
 from trainables.rundir import StageDir, final_names, write_json
-from trainables.teachers.cache.fill import fill
-from trainables.teachers.service.protocol import TeacherServiceLostError
+from trainables.teachers.cache.fill import fill, stored_order
 
 GAUGES = {
     "raydistill_images_per_s": "images trained on per second, over all workers, loader waits included",
@@ -184,7 +183,10 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
     try:
         start_logging(stage, group)
         with Reporter(config, stage, group) as reporter:
-            metrics = fill(config, group, reporter.report)
+            in_order = stored_order(config)
+            classes, (loader, val_loader) = open_loaders(in_order, group)
+            with contextlib.closing(loader), contextlib.closing(val_loader):
+                metrics = fill(in_order, group, classes, loader, reporter.report)
         if group.is_main:
             write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": metrics})
     except (Exception, SystemExit) as error:
