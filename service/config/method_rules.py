@@ -152,9 +152,9 @@ def _check_needs(experiment: Said) -> None:
             )
     if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
         from trainables.methods.distillation_module import choose
-        from trainables.teachers.ensemble import check_several
+        from trainables.teachers.ensemble import check_ensemble
 
-        check_several(experiment.teacher, choose(distill))
+        check_ensemble(experiment.teacher, choose(distill))
     if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
         return
     for name in distill.method:

@@ -38,8 +38,8 @@ from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.service.client import AHEAD
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.service.client import PREFETCH_BATCHES
+from trainables.teachers.service.protocol import TeacherConnection
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
 """torch 2.14 has given an option another name."""
@@ -105,12 +105,12 @@ def build(
     report: Report,
     telemetry: Snapshot,
     enough: Callable[[Sequence[float]], bool] | None = None,
-    lines: Sequence[Line] = (),
+    connections: Sequence[TeacherConnection] = (),
     flush_records: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `lines` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
+    `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
@@ -123,7 +123,7 @@ def build(
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
         model = convert(model, group)
-    distillation_module, teacher = build_modules(config, group, model, classes, train_loader, lines)
+    distillation_module, teacher = build_modules(config, group, model, classes, train_loader, connections)
     distillation_module.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
@@ -202,7 +202,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             loader_workers=data.loader_workers, device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
             seed_epochs=config.seed_epochs if split == "train" else None,
-            held=AHEAD if split == "train" and config.teacher is not None and config.teacher.service is not None else 0,
+            held=PREFETCH_BATCHES if split == "train" and config.teacher and config.teacher.service else 0,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

@@ -102,7 +102,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     loader = job.train_loader
     batches, drawn = loader.epoch(progress.epoch, progress.position), loader.seed_epoch(progress.epoch)
     if train_state.teacher is not None and train_state.distillation_module.asks_teacher(progress.epoch - train_state.init_epochs):
-        batches = train_state.teacher.ahead(batches, drawn)
+        batches = train_state.teacher.prefetch(batches, drawn)
     ready = on_device(batches, job.group.device, drawn, loader.costs.add_copy)
     job.throughput.begin(progress.step)
     timer.start()

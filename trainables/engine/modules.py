@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST, tensor_format
+from trainables.device.model_input import AUTOCAST
 from trainables.distributed.batch_norm import normalize_by_batch, normalizes_together
 from trainables.distributed.group import Group
 from trainables.engine.optimizers import share_out
@@ -28,18 +28,23 @@ from trainables.methods.distillation_module import (
 )
 from trainables.methods.features import TeacherNormOptions
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.teachers.build import cached_teacher, load_network, place, service_teacher, teacher_reader
+from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import Teacher
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.protocol import TeacherConnection
 
 
 def build_modules(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
+    config: TrainConfig,
+    group: Group,
+    student: nn.Module,
+    classes: tuple[str, ...],
+    loader: Loader,
+    connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
-    `lines` lead to the actors of `teacher.service`.
+    `connections`: to the actors of `teacher.service`.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -51,15 +56,15 @@ def build_modules(
     model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
     distillation_module, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
     if model is not None and of_teacher is not None:
-        place(model, config, group)
-        return distillation_module, Teacher(
+        to_device(model, config, group)
+        return distillation_module, TeacherNetwork(
             model, of_teacher, gradient=any(method.kind.needs.teacher_gradient for method in reading)
         )
     asking = [method.key for method in reading]
     if logits_only == "teacher.cache":
         return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, tensor_format(config)[0])
+        return distillation_module, service_teacher(config, group, classes, loader, connections, asking)
     return distillation_module, None
 
 
