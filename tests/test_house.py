@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,14 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted([*(ROOT / "service").rglob("*.py"), *(ROOT / "trainables").rglob("*.py")])
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module that a file imports, at the top or inside a function; relative names are not used here."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -58,9 +65,40 @@ def test_private_names_of_ray_are_in_one_module() -> None:
     assert who_imports("ray.train.v2") == {"trainables/worker/ray_internals.py"}
 
 
+def private_names(path: Path, *packages: str) -> set[str]:
+    """Dotted names inside `packages` with a part that begins with one underscore, imported or used as attributes."""
+    attributes = (ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute))
+    dotted = {*imports(path), *(name for name in attributes if re.fullmatch(r"[\w.]+", name))}
+    return {
+        name
+        for name in dotted
+        if name.split(".")[0] in packages and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    }
+
+
+def test_no_other_private_names_of_torch_are_relied_on() -> None:
+    used = {name for path in MODULES for name in private_names(path, "torch")}
+    assert used <= {
+        "torch._foreach_add_",
+        "torch._foreach_copy_",
+        "torch._foreach_norm",
+        "torch._foreach_sub",
+        "torch._utils._flatten_dense_tensors",
+        "torch._utils._unflatten_dense_tensors",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.conv._ConvNd",
+        "torch.ops.aten._upsample_bilinear2d_aa",
+        "torch.ops.aten._upsample_bilinear2d_aa.out",
+    }
+
+
+def test_no_private_names_of_mlflow_are_relied_on() -> None:
+    assert not {name for path in MODULES for name in private_names(path, "mlflow")}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+    assert ast.get_docstring(tree(path)), f"{path} has no docstring"
 
 
 def test_the_lock_names_no_index() -> None:

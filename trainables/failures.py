@@ -1,7 +1,8 @@
-"""Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`, which says it.
+"""Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`.
 
 A kind follows from an exception's type. Where a library raises a bare RuntimeError, the phrases below are all that is relied
-on; no message is read anywhere else.
+on; no message is read anywhere else. `tests/trainables/test_failures.py` provokes each with the installed library, or where that
+takes a GPU looks it up in the library's file.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from trainables.rundir import write_json
 Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.
 
-In the order of causes: what comes later may follow from what comes before, on another worker.
+Causes come first: a later kind may follow from an earlier one on another worker.
 """
-RESTARTED = frozenset({"device", "worker_died", "lost_peer"})
-"""What beginning again from the last checkpoint may mend."""
+RETRYABLE = frozenset({"device", "worker_died", "lost_peer"})
+"""Kinds after which training continues from the last checkpoint."""
 VERSION = 1
 NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"
 
 OUT_OF_MEMORY = (
+    # torch
     "CUDA out of memory",
     "CUDA ran out of memory",
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "DefaultCPUAllocator: can't allocate memory",
-    # cuDNN in benchmark mode drops each plan whose workspace finds no room, and is left with none
+    # cuDNN; in benchmark mode it drops each plan whose workspace has no room, and finds none
     "FIND was unable to find an engine",
     "GET was unable to find an engine",
     "CUDNN_STATUS_ALLOC_FAILED",
     "DEVICE_ALLOCATION_FAILED",
     "HOST_ALLOCATION_FAILED",
-    # the first call of a library makes its handle, which needs memory too
+    # the first call of a CUDA library creates its handle, which needs memory too
     "CUDNN_STATUS_NOT_INITIALIZED",
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUSOLVER_STATUS_NOT_INITIALIZED",
@@ -49,7 +51,9 @@ OUT_OF_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",  # NCCL
+    # NCCL
+    "Cuda failure 2 'out of memory'",
+    # nvJPEG
     "NVJPEG_STATUS_ALLOCATOR_FAIL",
     # DALI
     "cudaErrorMemoryAllocation",
@@ -58,25 +62,29 @@ OUT_OF_MEMORY = (
 )
 DALI_OUT_OF_MEMORY = re.compile(r"Can't allocate \d+ bytes on (device|host)")
 LOST_PEER = ("/gloo/transport/", "Gloo connectFullMesh failed", "Application timeout caused pair closure")
+"""Of gloo, which raises a bare RuntimeError; NCCL and the store raise a `torch.distributed.DistError`."""
 DEVICE = (
+    # torch
     "CUDA error: ",
     "CUDA driver error: ",
     "cuDNN error: ",
+    # CUDA's libraries
     "CUDNN_STATUS_",
     "CUBLAS_STATUS_",
     "CUSOLVER_STATUS_",
+    # DALI
     "CUDA runtime API error",
     "CUDA driver API error",
     "cudaError",
     "CUDA_ERROR_",
 )
 DEVICE_ASSERT = "device-side assert triggered"
-"""An index out of range, or another check inside a kernel: the data or the code is wrong, not the device."""
+"""A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's end, or that of all."""
+    """Why one worker, or all of them, ended."""
 
     kind: Kind
     message: str
@@ -87,12 +95,16 @@ class Failure:
     def __str__(self) -> str:
         if self.kind == "worker_died":
             return f"a worker died: {self.message}"
-        whose = f"rank {self.rank}: " if self.rank is not None and (self.type or self.kind == "out_of_memory") else ""
-        return whose + (f"{self.type}: " if self.type and self.kind != "out_of_memory" else "") + self.message
+        parts = [self.message]
+        if self.type and self.kind != "out_of_memory":
+            parts.insert(0, self.type)
+        if self.rank is not None and (self.type or self.kind == "out_of_memory"):
+            parts.insert(0, f"rank {self.rank}")
+        return ": ".join(parts)
 
 
 class WorkersFailedError(Exception):
-    """A job's workers ended before their work did. `failures` is what is known of each, at least of one."""
+    """A job's workers ended before they had finished. `failures`: what is known of each, at least of one."""
 
     def __init__(self, failures: Iterable[Failure]) -> None:
         self.failures = tuple(failures)
@@ -100,12 +112,12 @@ class WorkersFailedError(Exception):
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from; of several as strong the first."""
+    """The failure that the others may follow from, by its kind; the first of several."""
     return min(failures, key=lambda failure: get_args(Kind).index(failure.kind))
 
 
 def failure_of(error: BaseException, rank: int | None) -> Failure:
-    """What an exception means for the job of the worker that raised it."""
+    """The failure of the worker on `rank` that raised an exception."""
     kind = kind_of(error)
     if isinstance(error, SystemExit):
         return Failure(kind, f"code of the experiment called sys.exit({error.code!r})", None, rank)
@@ -114,8 +126,8 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
         return Failure(kind, text, None, rank)
     if isinstance(error, OSError) and kind == "disk":
         where = f"{error.filename}: " if error.filename else ""
-        then = "mend that" if error.errno == errno.EROFS else "free space"
-        return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {then}, then `distill resume`", None, rank)
+        remedy = "mend that" if error.errno == errno.EROFS else "free space"
+        return Failure(kind, f"{where}{os.strerror(error.errno or 0)}: {remedy}, then `distill resume`", None, rank)
     line = text.splitlines()[0]
     if kind == "out_of_memory" and "memory" not in line.lower():
         line += " (its memory ran out)"
@@ -123,16 +135,18 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an exception, or, where it was raised from another whose kind says more, of that one."""
-    kind = _own_kind(error)
+    """The kind of an exception; where that is `user` and it was raised from another exception, the kind of that one.
+
+    A DistillError stays `user` whatever it was raised from, unless memory ran out.
+    """
+    kind = _kind_of_type(error)
     if kind != "user" or error.__cause__ is None:
         return kind
-    behind = kind_of(error.__cause__)
-    # An error with a line of its own has weighed what it was raised from. How much memory there is depends on the machine.
-    return behind if behind == "out_of_memory" or not isinstance(error, DistillError) else kind
+    cause = kind_of(error.__cause__)
+    return cause if cause == "out_of_memory" or not isinstance(error, DistillError) else kind
 
 
-def _own_kind(error: BaseException) -> Kind:
+def _kind_of_type(error: BaseException) -> Kind:
     import torch
     from torch import distributed as dist
 
@@ -143,7 +157,7 @@ def _own_kind(error: BaseException) -> Kind:
             return "user"
         case torch.OutOfMemoryError() | MemoryError():
             return "out_of_memory"
-        case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: nothing of ours lets one out
+        case TeacherServiceLostError():  # a bare ConnectionError or TimeoutError is the user's: ours are none
             return "lost_peer"
         case OSError(errno=errno.ENOMEM):
             return "out_of_memory"
@@ -163,28 +177,27 @@ def _own_kind(error: BaseException) -> Kind:
 
 
 def write_failure(path: Path, failure: Failure) -> None:
-    """Note why the job stops: of several workers the cause, see `first_cause`. The note is whole once it has its name.
+    """Write why the job ends; of several workers' failures the first cause stays. The file appears complete.
 
     Raises:
         OSError: the disk cannot be written.
     """
-    record = {"version": VERSION, **asdict(failure)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        write_json(beside, record)
+        write_json(temporary, {"version": VERSION, **asdict(failure)})
         try:
-            os.link(beside, path)
-        except OSError:  # another worker's note is there, or the file system has no links
+            os.link(temporary, path)
+        except OSError:  # another worker's file is there, or the file system has no links
             before = read_failure(path)
             if before is None or first_cause([before, failure]) is not before:
-                os.replace(beside, path)
+                os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What a worker has noted; None where none did, or in a form of another version."""
+    """The failure that a worker wrote; None where there is none, or one of another version."""
     try:
         record = json.loads(path.read_text())
         if record.pop("version") != VERSION:

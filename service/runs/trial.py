@@ -13,7 +13,7 @@ from service.cluster.resources import Need, observe
 from service.config.method_rules import asks_teacher
 from trainables.config import TrainConfig
 from trainables.errors import DistillError
-from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.failures import RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, read_lines, write_json
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
                     work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
             cause = cause_of(stage, error)
             outcome = Outcome("oom" if cause.kind == "out_of_memory" else "failed", str(cause), restarts=restarts)
-            if cause.kind not in RESTARTED or restarts == limit:
+            if cause.kind not in RETRYABLE or restarts == limit:
                 return outcome
             if refusal := wait_for_room(work):
                 return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=restarts)

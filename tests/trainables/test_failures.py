@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import multiprocessing
 import os
 import pickle
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainables import failures
 from trainables.errors import DataError, ModelError, TeacherServiceLostError
 from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
 from trainables.models.registry import build_model
@@ -73,12 +77,12 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
-def test_what_libraries_say_where_memory_runs_out_is_out_of_memory(error: Exception) -> None:
+def test_what_libraries_raise_where_memory_runs_out_is_out_of_memory(error: Exception) -> None:
     assert kind_of(error) == "out_of_memory"
     assert kind_of(pickle.loads(pickle.dumps(error))) == "out_of_memory"
 
 
-def test_memory_that_really_runs_out_is_out_of_memory_also_under_a_line_of_ours() -> None:
+def test_memory_that_really_runs_out_is_out_of_memory_also_under_an_error_of_ours() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60)
     assert kind_of(raised.value) == "out_of_memory"
@@ -101,7 +105,7 @@ def test_a_gpu_that_fails_is_a_device(error: Exception) -> None:
     assert kind_of(error) == "device"
 
 
-def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full")
@@ -155,6 +159,52 @@ def test_gloo_says_that_a_peer_does_not_come_or_was_killed(tmp_path: Path) -> No
     assert json.loads((tmp_path / "kinds").read_text()) == ["lost_peer"] * 4
 
 
+def test_gloo_says_that_a_peer_cannot_be_reached() -> None:
+    """The store has the address of a rank that has ended, as where a worker dies between its registration and the first call."""
+    store = dist.PrefixStore("group", dist.HashStore())
+    second = timedelta(seconds=1)
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, second), range(2)))
+    del ended
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Gloo connectFullMesh failed") as raised:
+        dist.ProcessGroupGloo(store, 0, 2, second)
+    assert kind_of(raised.value) == "lost_peer"
+
+
+LIBRARY_OF = {
+    "CUDA out of memory": "torch/lib/libc10_cuda.so",
+    "CUDA ran out of memory": "torch/lib/libtorch_cuda.so",
+    "FIND was unable to find an engine": "torch/lib/libtorch_cuda.so",
+    "GET was unable to find an engine": "torch/lib/libtorch_cuda.so",
+    "DEVICE_ALLOCATION_FAILED": "nvidia/cudnn/lib/libcudnn_graph.so.9",
+    "HOST_ALLOCATION_FAILED": "nvidia/cudnn/lib/libcudnn_graph.so.9",
+    "CUDNN_STATUS_NOT_INITIALIZED": "nvidia/cudnn/lib/libcudnn_graph.so.9",
+    "CUBLAS_STATUS_NOT_INITIALIZED": "torch/lib/libtorch_cuda.so",
+    "CUSOLVER_STATUS_NOT_INITIALIZED": "torch/lib/libtorch_cuda.so",
+    "CUBLAS_STATUS_ALLOC_FAILED": "torch/lib/libtorch_cuda.so",
+    "CUSOLVER_STATUS_ALLOC_FAILED": "torch/lib/libtorch_cuda.so",
+    "CUFFT_ALLOC_FAILED": "torch/lib/libtorch_cuda.so",
+    "CUDA error: ": "torch/lib/libtorch_cuda.so",
+    "CUDA driver error: ": "torch/lib/libtorch_cuda.so",
+    "cuDNN error: ": "torch/lib/libtorch_cuda.so",
+}
+"""Phrases that only a GPU provokes, and the file of torch's CUDA build that has them."""
+
+
+@pytest.mark.slow
+def test_phrases_that_only_a_gpu_provokes_are_in_the_installed_libraries() -> None:
+    assert {*LIBRARY_OF} <= {*failures.OUT_OF_MEMORY, *failures.DEVICE}
+    site, missing = Path(torch.__file__).parent.parent, list[str]()
+    if not torch.version.cuda:
+        pytest.skip("a torch without CUDA")
+    for phrase, library in LIBRARY_OF.items():
+        with open(site / library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(phrase.encode()) < 0:
+                missing.append(f"{library}: {phrase}")
+    assert not missing
+
+
 def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
     outer = RuntimeError("no answer to photo 3")
     outer.__cause__ = TeacherServiceLostError("ActorDiedError")
@@ -164,7 +214,7 @@ def test_an_error_that_another_led_to_is_of_that_ones_kind() -> None:
     assert kind_of(judged) == "user"
 
 
-def test_the_first_worker_to_fail_is_noted_and_one_that_only_lost_it_is_not(tmp_path: Path) -> None:
+def test_the_first_worker_to_fail_is_written_and_one_that_only_lost_it_is_not(tmp_path: Path) -> None:
     lost, wrong = Failure("lost_peer", "closed by peer", "RuntimeError", 0), Failure("user", "'stored_rows'", "KeyError", 1)
     file = tmp_path / "stage" / "error.json"
     for order in ([lost, wrong], [wrong, lost], [lost, wrong, Failure("user", "later", "ValueError", 2)]):
@@ -175,7 +225,7 @@ def test_the_first_worker_to_fail_is_noted_and_one_that_only_lost_it_is_not(tmp_
     assert str(wrong) == "rank 1: KeyError: 'stored_rows'"
 
 
-def test_a_stronger_cause_that_comes_later_is_noted_instead(tmp_path: Path) -> None:
+def test_an_earlier_cause_that_is_written_later_replaces_the_other(tmp_path: Path) -> None:
     device, wrong = Failure("device", "CUDA error: unknown", "AcceleratorError", 0), Failure("user", "3", "KeyError", 1)
     for order in ([device, wrong], [wrong, device]):
         file = tmp_path / str(order[0].rank) / "error.json"
@@ -185,7 +235,7 @@ def test_a_stronger_cause_that_comes_later_is_noted_instead(tmp_path: Path) -> N
         assert [found.name for found in file.parent.iterdir()] == ["error.json"]
 
 
-def test_a_note_is_whole_once_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_file_appears_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, whole = tmp_path / "error.json", []
     first, second = Failure("user", "first", "KeyError", 0), Failure("user", "second", "KeyError", 1)
     fsync = os.fsync
@@ -199,10 +249,10 @@ def test_a_note_is_whole_once_it_has_its_name(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", while_another_writes)
     write_failure(file, first)
     assert whole == [False]
-    assert read_failure(file) == second  # the one whose note stood first
+    assert read_failure(file) == second  # the one that was written first
 
 
-def test_a_note_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:
+def test_an_error_file_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     for text in (
         "",
@@ -213,7 +263,7 @@ def test_a_note_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None
         assert read_failure(file) is None
 
 
-def test_of_several_workers_failures_the_cause_is_told() -> None:
+def test_of_several_workers_failures_the_cause_is_the_message() -> None:
     lost, died = Failure("lost_peer", "closed by peer", "RuntimeError", 0), Failure("worker_died", "The actor died", None, 2)
     memory = Failure("out_of_memory", "CUDA out of memory", "OutOfMemoryError", 1)
     assert first_cause([lost, died, memory]) is memory
@@ -227,7 +277,7 @@ def test_words_that_do_not_name_memory_are_explained() -> None:
     assert str(failure_of(MemoryError(), 0)) == "rank 0: MemoryError"
 
 
-def test_code_that_calls_exit_is_told() -> None:
+def test_code_that_calls_exit_is_named() -> None:
     assert str(failure_of(SystemExit(0), 1)) == "code of the experiment called sys.exit(0)"
 
 
