@@ -86,6 +86,7 @@ def test_no_other_private_names_of_torch_are_relied_on() -> None:
         "torch._utils._flatten_dense_tensors",
         "torch._utils._unflatten_dense_tensors",
         "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._NormBase",
         "torch.nn.modules.conv._ConvNd",
         "torch.ops.aten._upsample_bilinear2d_aa",
         "torch.ops.aten._upsample_bilinear2d_aa.out",
