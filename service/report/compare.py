@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.report import labels as names
 from service.report.run_records import SCALE, Records, Row, ran, spread
+from service.report.statistics import LEVEL, holm, paired_t_test
 from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.rows import probes
-
-LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Pair:
         return None if None in errors else math.hypot(*(float(error or 0.0) for error in errors))
 
     @property
-    def chance(self) -> float | None:
-        """Chance of a ratio so far from 1 if both were as fast (two-sided, normal)."""
+    def p_value(self) -> float | None:
+        """Probability of a ratio so far from 1 if both were equally fast (two-sided, normal)."""
         if self.error is None:
             return None
         return math.erfc(abs(math.log(self.ratio)) / max(self.error, 1e-9) / math.sqrt(2))
@@ -63,7 +62,7 @@ def compare(a: Records, b: Records) -> Comparison:
     found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
     common = [Pair(dict(zip(searched, (held for held, _ in point), strict=True)), found_a[point], found_b[point])
               for point in found_a if point in found_b]  # fmt: skip
-    common = holm(common)
+    common = with_significance(common)
     both = {key for key in searched if all(any(key in row["params"] for row in records.rows) for records in (a, b))}
     differences = [
         (key, a.experiment.get(key), b.experiment.get(key))
@@ -107,17 +106,14 @@ def best_row(records: Records) -> Row | None:
     return records.best if records.is_sweep else next(iter(rows_of(records)), None)
 
 
-def holm(pairs: list[Pair]) -> list[Pair]:
-    """Which differences are beyond noise, many being looked at at once (Holm 1979), in the order of the pairs."""
-    known = sorted(
-        (place for place, pair in enumerate(pairs) if pair.chance is not None), key=lambda place: pairs[place].chance or 0.0
-    )
-    verdicts: dict[int, bool] = {}
-    holds = True
-    for passed, place in enumerate(known):
-        holds = holds and (pairs[place].chance or 0.0) <= LEVEL / (len(known) - passed)
-        verdicts[place] = holds
-    return [Pair(pair.point, pair.a, pair.b, verdicts.get(place)) for place, pair in enumerate(pairs)]
+def with_significance(pairs: list[Pair]) -> list[Pair]:
+    """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
+    p_values = [pair.p_value for pair in pairs]
+    adjusted = iter(holm([p_value for p_value in p_values if p_value is not None]))
+    return [
+        pair if p_value is None else replace(pair, beyond_noise=next(adjusted) <= LEVEL)
+        for pair, p_value in zip(pairs, p_values, strict=True)
+    ]
 
 
 def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
@@ -125,15 +121,10 @@ def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
 
     What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
     """
-    if len(pairs) < 2:
+    test = paired_t_test([math.log(pair.ratio) for pair in pairs])
+    if test is None:
         return None
-    logs_M = [math.log(pair.ratio) for pair in pairs]
-    mean = sum(logs_M) / len(logs_M)
-    from scipy.stats import t
-
-    variance = sum((one - mean) ** 2 for one in logs_M) / (len(logs_M) - 1)
-    half = float(t.ppf(0.975, len(logs_M) - 1)) * math.sqrt(variance / len(logs_M))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    return math.exp(test.mean), math.exp(test.mean - test.half_width), math.exp(test.mean + test.half_width)
 
 
 def lead(comparison: Comparison) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +13,10 @@ from service.report import document
 from service.report import labels as names
 from service.report import plotly_marks as marks
 from service.report.run_records import Row, value
+from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.winner import judged
 
 SEED = "seed"
-LEVEL = 0.95
-"""Of the confidence intervals; what is significant is so at 1 - LEVEL for all rows of a table together."""
 ROUNDING = 1e-12
 """Of differences, relative to the numbers themselves."""
 
@@ -27,9 +25,9 @@ ROUNDING = 1e-12
 class Difference:
     """A group less the first one, over the seeds that both have: a mean, and half of its confidence interval.
 
-    `p` is that of a paired t-test for this row and all others together (Holm 1979, "A simple sequentially rejective multiple test
-    procedure"): a dozen methods compared at 5% each would find a winner among equals in one table of two. None where all
-    differences are the same: accuracies are multiples of an image, so that of two seeds this happens, and tells little.
+    `p` is that of a paired t-test for this row and all others together (`statistics.holm`): a dozen methods compared at 5% each
+    would find a winner among equals in one table of two. None where all differences are the same: accuracies are multiples of
+    an image, so that of two seeds this happens, and says little.
     """
 
     mean: float
@@ -39,7 +37,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        return self.p is not None and self.p < 1 - LEVEL
+        return self.p is not None and self.p < LEVEL
 
 
 @dataclass(frozen=True)
@@ -101,28 +99,11 @@ def _said(held: Any) -> str:
     return " + ".join(map(str, held)) if isinstance(held, list) else str(held)
 
 
-def paired(of: Mapping[int, float], first: Mapping[int, float]) -> Difference | None:
-    """The mean difference over the seeds that both have, Student's t interval and p of it; None below two of them."""
-    from scipy import stats  # takes half a second, which a table without seeds does not need
-
-    differences = [held - first[seed] for seed, held in of.items() if seed in first]
-    num = len(differences)
-    if num < 2:
-        return None
-    mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(num)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, num - 1)) * error
-    alike = error <= ROUNDING * max(1.0, *map(abs, of.values()))
-    p = None if alike else 2 * float(stats.t.sf(abs(mean) / error, num - 1))
-    return Difference(mean, half, p, num)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """The p of each test when all of them are made: the smallest counts for all, the next for one less, and so on."""
-    adjusted, most = [0.0] * len(ps), 0.0
-    for rank, place in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        most = max(most, min(1.0, (len(ps) - rank) * ps[place]))
-        adjusted[place] = most
-    return adjusted
+def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Difference | None:
+    """The mean difference over the seeds that both have, with Student's t interval and p-value; None below two of them."""
+    differences = [value - first[seed] for seed, value in values.items() if seed in first]
+    test = paired_t_test(differences, rounding=ROUNDING * max(1.0, *map(abs, values.values())))
+    return None if test is None else Difference(test.mean, test.half_width, test.p_value, len(differences))
 
 
 def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -138,7 +119,7 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         f"mean {what}",
         "±",
         f"difference to {found[0].label}",
-        f"{LEVEL:.0%} interval",
+        f"{1 - LEVEL:.0%} interval",
         "p (Holm)",
         "significant",
     ]
@@ -170,7 +151,7 @@ def sentence(result: Mapping[str, Any]) -> list[str]:
     if (d := best.difference) is None:
         return [f"{told}."]
     digits = names.METRICS.get(metric, (metric, 3))[1]
-    sure = f"{LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
+    sure = f"{1 - LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
     return [f"{told}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
 
 
@@ -216,7 +197,7 @@ def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in told], tips)
     dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in told], [d.half for d in told])
     heads, rows = cells(result)
-    read_as = f"{what}, mean difference with its {LEVEL:.0%} interval; across zero it may be chance."
+    read_as = f"{what}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
     return marks.Figure(
         "seeds", f"Over seeds, difference to {first}", read_as,
         [dots], {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)}, heads, rows,

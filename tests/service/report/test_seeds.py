@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from service.report.seeds import figure, groups, holm, page_table, seed_table, sentence
+from service.report.seeds import figure, groups, page_table, seed_table, sentence
 from tests.service.reproduce.test_tables import SCALE
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
@@ -53,12 +53,6 @@ def test_differences_are_those_of_a_paired_t_test() -> None:
     assert kd.p == pytest.approx(2 * stats.ttest_rel(KD, ALONE).pvalue)  # the smaller of two
     assert sp.p == pytest.approx(stats.ttest_rel(SP, ALONE).pvalue)
     assert (kd.significant, sp.significant) == (True, False)
-
-
-def test_holms_p_are_those_of_the_paper() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
