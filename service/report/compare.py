@@ -60,8 +60,11 @@ def compare(a: Records, b: Records) -> Comparison:
     """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
     searched = dict.fromkeys([*SCALE, *(key for records in (a, b) for row in records.rows for key in row["params"])])
     found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
-    common = [Pair(dict(zip(searched, (held for held, _ in point), strict=True)), found_a[point], found_b[point])
-              for point in found_a if point in found_b]  # fmt: skip
+    common = [
+        Pair(dict(zip(searched, (item for item, _ in point), strict=True)), found_a[point], found_b[point])
+        for point in found_a
+        if point in found_b
+    ]
     common = with_significance(common)
     both = {key for key in searched if all(any(key in row["params"] for row in records.rows) for records in (a, b))}
     differences = [
@@ -77,11 +80,11 @@ def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any
     """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
     for row in rows_of(records):
         known = {**records.experiment, **row["params"], **row["scale"]}
-        yield tuple((held, repr(held)) for held in (hashable(known.get(key)) for key in keys)), row
+        yield tuple((item, repr(item)) for item in (hashable(known.get(key)) for key in keys)), row
 
 
-def hashable(held: Any) -> Any:
-    return held if isinstance(held, str | int | float | bool | None) else repr(held)
+def hashable(item: Any) -> Any:
+    return item if isinstance(item, str | int | float | bool | None) else repr(item)
 
 
 def rows_of(records: Records) -> list[Row]:
@@ -93,11 +96,20 @@ def rows_of(records: Records) -> list[Row]:
         if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):
             history = next((h for h in records.histories if h.label == "student"), None)
             scale = {
-                NUM_WORKERS: records.result["num_workers"], GLOBAL_BATCH: records.experiment[GLOBAL_BATCH],
+                NUM_WORKERS: records.result["num_workers"],
+                GLOBAL_BATCH: records.experiment[GLOBAL_BATCH],
                 LOADER_WORKERS: records.result["loader_workers"],
-            }  # fmt: skip
-            found.append({"id": "student", "params": {}, "scale": scale, "status": "ok", "metrics": stage["metrics"],
-                          "error": spread(history.windows_s) if history else None})  # fmt: skip
+            }
+            found.append(
+                {
+                    "id": "student",
+                    "params": {},
+                    "scale": scale,
+                    "status": "ok",
+                    "metrics": stage["metrics"],
+                    "error": spread(history.windows_s) if history else None,
+                }
+            )
     return found
 
 
@@ -129,31 +141,33 @@ def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
 
 def lead(comparison: Comparison) -> list[str]:
     """What the comparison says, in sentences."""
-    told = []
+    sentences = []
     for name, records in (("A", comparison.a), ("B", comparison.b)):
         best = best_row(records)
         where = f"{name}, {records.result['name']}"
-        told.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
+        sentences.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
     a, b = (best_row(records) for records in (comparison.a, comparison.b))
     if a and b:
-        told.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
+        sentences.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
     if not comparison.pairs:
-        return [*told, "No point was run by both."]
+        return [*sentences, "No point was run by both."]
     counted = names.counted(len(comparison.pairs), "common point")
     if whole := overall(comparison.pairs):
-        told.append(f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f}).")
+        sentences.append(
+            f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f})."
+        )
     known = [pair for pair in comparison.pairs if pair.beyond_noise is not None]
     if known:
         faster = sum(bool(pair.beyond_noise) and pair.ratio > 1 for pair in known)
         slower = sum(bool(pair.beyond_noise) and pair.ratio < 1 for pair in known)
-        told += [
+        sentences += [
             f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
             f"{len(known) - faster - slower} differ by no more than noise.",
             "What made the machine slower on one of the days (heat, neighbours) is not in that noise.",
         ]
     if len(known) < len(comparison.pairs):
-        told.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
-    return told
+        sentences.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
+    return sentences
 
 
 def summary(records: Records, best: Row, keys: list[str]) -> str:

@@ -12,12 +12,18 @@ from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 METRICS = {
-    "images_per_s": ("images/s", 1), "epoch_s": ("s an epoch", 2), "step_s": ("s a step", 4),
-    "gpu_s_per_epoch": ("GPU-s an epoch", 2), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
-    "top5_pct": ("% top-5", 2), "val_loss": ("validation loss", 4),
+    "images_per_s": ("images/s", 1),
+    "epoch_s": ("s an epoch", 2),
+    "step_s": ("s a step", 4),
+    "gpu_s_per_epoch": ("GPU-s an epoch", 2),
+    "top1_pct": ("% top-1", 2),
+    "best_top1_pct": ("% best top-1", 2),
+    "top5_pct": ("% top-5", 2),
+    "val_loss": ("validation loss", 4),
     "time_to_accuracy_s": ("s of training to the accuracy", 1),
-    "data_pct": ("% of a step waiting for data", 1), "peak_memory_mib": ("MiB peak memory", 0),
-}  # fmt: skip
+    "data_pct": ("% of a step waiting for data", 1),
+    "peak_memory_mib": ("MiB peak memory", 0),
+}
 
 ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
 """What a status that does not say it itself means."""
@@ -43,13 +49,13 @@ def counted(count: Any, unit: str) -> str:
     return f"{count} {unit}" + ("s" if count != 1 else "")
 
 
-def at(key: str, held: Any, unit: str) -> str:
+def at(key: str, value: Any, unit: str) -> str:
     """One value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
     if key == NUM_WORKERS:
-        return counted(held, unit)
+        return counted(value, unit)
     if key == LOADER_WORKERS:
-        return counted(held, "loader worker")
-    return f"batch {held}" if key == GLOBAL_BATCH else f"{key} {held}"
+        return counted(value, "loader worker")
+    return f"batch {value}" if key == GLOBAL_BATCH else f"{key} {value}"
 
 
 def point(row: Row, unit: str, extras: Sequence[str]) -> str:
@@ -58,10 +64,10 @@ def point(row: Row, unit: str, extras: Sequence[str]) -> str:
     return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE)])
 
 
-def metric(name: str, held: float) -> str:
+def metric(name: str, value: float) -> str:
     """A metric's value with its unit."""
     unit, digits = METRICS.get(name, (name, 3))
-    return f"{number(held, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+    return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
 
 
 def statuses(rows: Sequence[Row]) -> dict[str, int]:

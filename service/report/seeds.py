@@ -74,29 +74,29 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
     keys = [key for key in keys if len({repr(row["params"].get(key)) for row in rows}) > 1]
     found: dict[str, dict[int, float]] = {}
     for row in rows:
-        own = found.setdefault(_label(row, keys), {})
-        if row["status"] == "ok" and (held := row["metrics"].get(metric)) is not None:
-            own[row["params"][SEED]] = float(held)
+        by_seed = found.setdefault(_label(row, keys), {})
+        if row["status"] == "ok" and (measured_value := row["metrics"].get(metric)) is not None:
+            by_seed[row["params"][SEED]] = float(measured_value)
     measured = {label: of for label, of in found.items() if of}
     if not measured or max(map(len, measured.values())) < 2:
         return []
     (_, first), *others = measured.items()
     raw = [paired(of, first) for _, of in others]
     adjusted = iter(holm([one.p for one in raw if one is not None and one.p is not None]))
-    told = [one if one is None or one.p is None else replace(one, p=next(adjusted)) for one in raw]
-    return [Group(label, of, one) for (label, of), one in zip(measured.items(), [None, *told], strict=True)]
+    differences = [one if one is None or one.p is None else replace(one, p=next(adjusted)) for one in raw]
+    return [Group(label, of, one) for (label, of), one in zip(measured.items(), [None, *differences], strict=True)]
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
     """The values in which this point differs, without the keys that it does not set."""
-    told = {key: value(row, key) for key in keys if key in row["params"]}
-    if list(told) == ["distill.method"]:
-        return _said(told["distill.method"])
-    return ", ".join(f"{key.removeprefix('distill.')} {_said(held)}" for key, held in told.items()) or "all alike"
+    values = {key: value(row, key) for key in keys if key in row["params"]}
+    if list(values) == ["distill.method"]:
+        return _text(values["distill.method"])
+    return ", ".join(f"{key.removeprefix('distill.')} {_text(item)}" for key, item in values.items()) or "all alike"
 
 
-def _said(held: Any) -> str:
-    return " + ".join(map(str, held)) if isinstance(held, list) else str(held)
+def _text(item: Any) -> str:
+    return " + ".join(map(str, item)) if isinstance(item, list) else str(item)
 
 
 def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Difference | None:
@@ -125,18 +125,24 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     rows = []
     for group in found:
-        told = ["–"] * 4
+        difference = ["–"] * 4
         if (d := group.difference) is not None:
             sure = ("better" if (d.mean > 0) == (mode == "max") else "worse") if d.significant else "no"
-            told = [
+            difference = [
                 f"{d.mean:+.{digits}f}",
                 f"{d.mean - d.half:+.{digits}f} to {d.mean + d.half:+.{digits}f}",
                 names.number(d.p, 3),
                 sure,
             ]
-        rows.append([
-            group.label, str(len(group.of)), names.number(group.mean, digits), names.number(group.std, digits), *told,
-        ])  # fmt: skip
+        rows.append(
+            [
+                group.label,
+                str(len(group.of)),
+                names.number(group.mean, digits),
+                names.number(group.std, digits),
+                *difference,
+            ]
+        )
     return heads, rows
 
 
@@ -147,12 +153,12 @@ def sentence(result: Mapping[str, Any]) -> list[str]:
         return []
     metric, mode = judged(result)
     best = (max if mode == "max" else min)(found, key=lambda group: group.mean)
-    told = f"Over seeds {best.label} is best: {names.metric(metric, best.mean)}, the mean of {len(best.of)}"
+    text = f"Over seeds {best.label} is best: {names.metric(metric, best.mean)}, the mean of {len(best.of)}"
     if (d := best.difference) is None:
-        return [f"{told}."]
+        return [f"{text}."]
     digits = names.METRICS.get(metric, (metric, 3))[1]
     sure = f"{1 - LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
-    return [f"{told}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
+    return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
 
 
 def caption(result: Mapping[str, Any]) -> str:
@@ -185,20 +191,27 @@ def page_table(result: Mapping[str, Any]) -> document.Table | None:
 
 def figure(result: Mapping[str, Any]) -> marks.Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
-    every = groups(result)
-    found = [group for group in every if group.difference is not None]
+    all_groups = groups(result)
+    found = [group for group in all_groups if group.difference is not None]
     if not found:
         return None
-    first, metric = every[0].label, judged(result)[0]
+    first, metric = all_groups[0].label, judged(result)[0]
     what, digits = names.METRICS.get(metric, (metric, 3))
-    labels, told = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
-    tips = [marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
-            for group, d in zip(found, told, strict=True)]  # fmt: skip
-    dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in told], tips)
-    dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in told], [d.half for d in told])
+    labels, differences = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
+    tips = [
+        marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
+        for group, d in zip(found, differences, strict=True)
+    ]
+    dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in differences], tips)
+    dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in differences], [d.half for d in differences])
     heads, rows = cells(result)
     read_as = f"{what}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
     return marks.Figure(
-        "seeds", f"Over seeds, difference to {first}", read_as,
-        [dots], {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)}, heads, rows,
-    )  # fmt: skip
+        "seeds",
+        f"Over seeds, difference to {first}",
+        read_as,
+        [dots],
+        {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)},
+        heads,
+        rows,
+    )

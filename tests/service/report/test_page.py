@@ -51,9 +51,20 @@ def test_one_trial_is_a_page(tmp_path: Path) -> None:
 def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4))
     assert titles(parsed) == [
-        "speed-0", "speed-1", "phases", "waits", "efficiency", "pareto", "accuracy", "drift", "wall",
-        "utilisation", "temperature", "clocks", "cpu",
-    ]  # fmt: skip
+        "speed-0",
+        "speed-1",
+        "phases",
+        "waits",
+        "efficiency",
+        "pareto",
+        "accuracy",
+        "drift",
+        "wall",
+        "utilisation",
+        "temperature",
+        "clocks",
+        "cpu",
+    ]
 
 
 def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> None:
@@ -104,8 +115,18 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
     parsed = page(train_dir(tmp_path / "t"))
     assert "The student resnet8 reached top-1" in parsed.text
     assert titles(parsed) == [
-        "loss", "accuracy", "wall", "phases", "waits", "speed", "drift", "utilisation", "temperature", "clocks", "cpu",
-    ]  # fmt: skip
+        "loss",
+        "accuracy",
+        "wall",
+        "phases",
+        "waits",
+        "speed",
+        "drift",
+        "utilisation",
+        "temperature",
+        "clocks",
+        "cpu",
+    ]
 
 
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:

@@ -17,8 +17,14 @@ ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6,
 def trial(method: Any, seed: int, top1_pct: float | None, **more: Any) -> dict[str, Any]:
     params = {**SCALE, "distill.method": method, "seed": seed, **more}
     metrics = {} if top1_pct is None else {"top1_pct": top1_pct, "images_per_s": 100.0}
-    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE, "status": "ok" if metrics else "failed",
-            "reason": "", "metrics": metrics}  # fmt: skip
+    return {
+        "id": f"{method}-{seed}",
+        "params": params,
+        "scale": SCALE,
+        "status": "ok" if metrics else "failed",
+        "reason": "",
+        "metrics": metrics,
+    }
 
 
 def result(trials: list[dict[str, Any]], metric: str = "top1_pct", mode: str = "max") -> dict[str, Any]:
@@ -91,8 +97,12 @@ def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -
     assert drawn is not None
     (marks,) = drawn.traces
     assert marks["x"] == ["kd", "sp"]
-    assert marks["y"] == pytest.approx([stats.ttest_rel(one, ALONE).confidence_interval().low + half for one, half in
-                                        zip((KD, SP), marks["error_y"]["array"], strict=True)])  # fmt: skip
+    assert marks["y"] == pytest.approx(
+        [
+            stats.ttest_rel(one, ALONE).confidence_interval().low + half
+            for one, half in zip((KD, SP), marks["error_y"]["array"], strict=True)
+        ]
+    )
 
 
 def test_the_table_and_the_sentence_say_what_is_sure() -> None:
