@@ -37,8 +37,35 @@ def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
 
 
 LAYERS = {
-    "trainables": "errors config rundir failures distributed data device models methods metrics teachers engine worker".split(),
-    "service": "recipes config cluster tracking runs search sweeps report doctor reproduce commands cli".split(),
+    "trainables": [
+        "errors",
+        "config",
+        "rundir",
+        "failures",
+        "distributed",
+        "data",
+        "device",
+        "models",
+        "methods",
+        "metrics",
+        "teachers",
+        "engine",
+        "worker",
+    ],
+    "service": [
+        "recipes",
+        "config",
+        "cluster",
+        "tracking",
+        "runs",
+        "search",
+        "sweeps",
+        "report",
+        "doctor",
+        "reproduce",
+        "commands",
+        "cli",
+    ],
 }
 """The rooms of each package from the lowest to the highest: each imports lower ones alone."""
 
