@@ -3,13 +3,17 @@ PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-slow bench lint docs lock clean
+.PHONY: demo test test-slow bench lint docs lock clean test-quick
 
 demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# What needs neither Ray nor a server.
+test-quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not integration and not slow and not gpu"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
