@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainables.errors import DeviceError, DistillError
+from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
 from trainables.rundir import write_json
-from trainables.teachers.service.protocol import TeacherServiceLostError
 
 Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.

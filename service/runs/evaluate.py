@@ -94,7 +94,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         raise ClusterError(f"{refusal}: lower scale.num_workers")
     storage.root.mkdir(parents=True, exist_ok=True)
     with Display() as display, clusters.connect(config.scale.num_workers * cpus, storage.root) as cluster:
-        from trainables.worker import entry_points as worker
+        from trainables.worker import trainer
 
         if workers == "auto":
             workers = clusters.auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
@@ -107,10 +107,10 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         data = config.data.model_copy(update={"loader_workers": workers})
         try:
             job = config.model_copy(update={"data": data, "output": str(output)})
-            fit = partial(worker.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
+            fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
-        except (WorkersFailedError, worker.NoRoomError) as error:
+        except (WorkersFailedError, trainer.ClusterFullError) as error:
             raise CheckpointError(f"evaluation failed: {error}") from error
         finally:
             output.unlink(missing_ok=True)

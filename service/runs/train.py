@@ -20,7 +20,7 @@ from service.report.tables import phase_table, stage_table
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan, absolute
 from service.runs.run_directory import locked
-from service.runs.teacher_actors import serving
+from service.runs.teacher_actors import running_teacher_actors
 from service.runs.trial import Assignment, Outcome, accounted, carry_out
 from service.tracking import Tracker, default_uri, sync_neighbours
 from trainables.config import TrainConfig
@@ -233,7 +233,7 @@ def train(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = prepare(now, plan)
-            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+            with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
                 student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result["stages"][-1]["metrics"])
         now.display.console.print(

@@ -17,7 +17,7 @@ from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_ca
 from trainables.rundir import RunDir, StageDir, read_lines, write_json
 
 if TYPE_CHECKING:
-    from trainables.worker.entry_points import Visit
+    from trainables.worker.trainer import Visit
 
 Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
 
@@ -67,7 +67,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
     """
     import ray
 
-    from trainables.worker import entry_points as worker
+    from trainables.worker import trainer
 
     restarts = 0
     while True:
@@ -80,7 +80,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
             leftover.unlink(missing_ok=True)
         name = f"{work.config.labels.get('trial', work.config.stage)}-{time.time_ns():x}"
         try:
-            worker.fit(
+            trainer.fit(
                 work.config,
                 use_gpu=work.use_gpu,
                 loader_workers=work.loader_workers,
@@ -89,7 +89,7 @@ def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit
                 callbacks=callbacks,
                 visit=visit,
             )
-        except worker.NoRoomError:
+        except trainer.ClusterFullError:
             if refusal := wait_for_room(work):
                 return Outcome("failed", refusal, restarts=restarts)
             tell(stage, "the cluster has no room for the workers yet: still waiting")
@@ -199,7 +199,7 @@ def run_visit(settings: dict[str, Any], guide: Any) -> None:
     import ray
     from ray import tune
 
-    from trainables.worker.entry_points import Visit
+    from trainables.worker.trainer import Visit
 
     visit = Visit(guide, settings["visit"])
     outcome = carry_out(ray.get(guide.enter.remote(visit.name)), visit=visit)

@@ -16,7 +16,7 @@ from service.config.method_rules import asks_teacher
 from service.report.tables import compared, verdict
 from service.runs.dry_run import refuse_misfits
 from service.runs.plan import Plan, absolute
-from service.runs.teacher_actors import serving
+from service.runs.teacher_actors import running_teacher_actors
 from service.runs.train import Session, prepare, record_student, session, start_tracking, written_ms
 from service.runs.trial import Assignment, Outcome, need
 from service.search.replay import conclusion, race, replay
@@ -77,7 +77,7 @@ def run_trials(now: Session, trials: list[Trial], cluster: Cluster) -> None:
     if config.races:
         trained = [stage["metrics"] for stage in now.result.get("stages", ())]
         now.save(noise_scales=[m["noise_scale"] for m in trained if m.get("noise_scale", 0.0) > 0])
-    with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+    with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
         taught = weights, teachers
         carry_on(now, trials, pending, cluster, taught)
         if config.races:

@@ -32,7 +32,7 @@ from trainables.data.index import read_index
 from trainables.data.loader import Batch, Loader
 from trainables.distributed.group import Group
 from trainables.engine.job import build
-from trainables.worker.entry_points import CPU_MALLOC
+from trainables.worker.trainer import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")
 

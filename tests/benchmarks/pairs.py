@@ -16,7 +16,7 @@ from trainables.engine.checkpoint import write_tensors
 from trainables.engine.job import Job
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.worker import entry_points as worker
+from trainables.worker import trainer
 
 NUM_CLASSES = 10
 LABELS = tuple(str(label) for label in range(NUM_CLASSES))
@@ -74,7 +74,7 @@ class Pair:
     def ours(self, folder: Path, num_workers: int) -> dict[str, float]:
         """The summary of a timing run in a `TorchTrainer`, on the Ray that this process is connected to."""
         config = self.config(folder, num_workers)
-        worker.fit(config, use_gpu=False, loader_workers=1, storage=folder / "ray", name=Path(config.output_dir).name)
+        trainer.fit(config, use_gpu=False, loader_workers=1, storage=folder / "ray", name=Path(config.output_dir).name)
         summary: dict[str, float] = json.loads(StageDir(Path(config.output_dir)).result.read_text())["metrics"]
         return summary
 

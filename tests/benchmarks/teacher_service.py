@@ -21,7 +21,7 @@ from service.runs import teacher_actors as teachers
 from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
 from trainables.engine.job import Job
-from trainables.worker.entry_points import ActorLine
+from trainables.worker.actor_connection import ActorConnection
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def together_s(bench: Bench, actor: str | None = None) -> float:
     with contextlib.ExitStack() as jobs:
         built = list[Job]()
         for number in range(STUDENTS):
-            lines = [ActorLine(actor)] if actor else []
+            lines = [ActorConnection(actor)] if actor else []
             optim = {"epochs": 1, "lr": 0.1 + 0.01 * number}
             built.append(bench.job(jobs, lines=lines, teacher={"service": 1 if actor else None}, optim=optim))
         students = [threading.Thread(target=bench.train_s, args=(job,)) for job in built]

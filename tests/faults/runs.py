@@ -83,7 +83,7 @@ class Bench:
 
 def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
     """What `trainables.worker.entry_points.train_loop_per_worker` does, without Ray."""
-    from trainables.worker.entry_points import NodeTelemetry
+    from trainables.worker.node_telemetry import NodeTelemetry
 
     stage = StageDir(Path(config.output_dir))
     stage.root.mkdir(exist_ok=True)

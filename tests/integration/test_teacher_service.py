@@ -45,7 +45,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     epochs = [records(RunDir(undisturbed).trial(trial).root, "epoch") for trial in TRIALS]
     ran_for = [[record["metrics"]["epoch/train/teacher_images"] for record in of_trial] for of_trial in epochs]
     assert [sum(counts) for counts in zip(*ran_for, strict=True)] == [IMAGES] * EPOCHS
-    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and ([\d,]+)\s+were answered", output)
+    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and\s+logits\s+of\s+([\d,]+)\s+were\s+returned", output)
     assert counted is not None, output
     assert [int(count.replace(",", "")) for count in counted.groups()] == [IMAGES * EPOCHS, 2 * IMAGES * EPOCHS]
     assert not actors(cluster)

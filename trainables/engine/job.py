@@ -20,13 +20,13 @@ from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.augment import TrainInputs
 from trainables.device.decode import check_decoder
-from trainables.device.model_input import autocast, normalizer
+from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.batch_norm import convert, takes_none
 from trainables.distributed.gather import hosts_group
 from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
-from trainables.engine.modules import build_modules, numbers
+from trainables.engine.modules import build_modules
 from trainables.engine.optimizers import Updates, build_updates
 from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
@@ -117,7 +117,7 @@ def build(
     """
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
-    dtype, layout = numbers(config)
+    dtype, layout = tensor_format(config)
     name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)

@@ -5,15 +5,13 @@ Shapes: M training samples.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST
+from trainables.device.model_input import AUTOCAST, tensor_format
 from trainables.distributed.batch_norm import normalize_by_batch, normalizes_together
 from trainables.distributed.group import Group
 from trainables.engine.optimizers import share_out
@@ -30,13 +28,10 @@ from trainables.methods.distillation_module import (
 )
 from trainables.methods.features import TeacherNormOptions
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
-from trainables.teachers.ensemble import load_network, teacher_reader
-from trainables.teachers.network import Teacher, TeacherInterface
-from trainables.teachers.service.client import service_teacher
+from trainables.teachers.build import cached_teacher, load_network, place, service_teacher, teacher_reader
+from trainables.teachers.interface import TeacherInterface
+from trainables.teachers.network import Teacher
 from trainables.teachers.service.protocol import Line
-
-log = logging.getLogger("raydistill")
 
 
 def build_modules(
@@ -64,7 +59,7 @@ def build_modules(
     if logits_only == "teacher.cache":
         return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, tensor_format(config)[0])
     return distillation_module, None
 
 
@@ -134,50 +129,3 @@ def unite(
             f"distill.method: {warms} has a warm-up stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
         )
     return distillation_module, of_teacher
-
-
-def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
-    """Bring a network that is not trained to where it runs."""
-    dtype, layout = numbers(config)
-    frozen.to(group.device, dtype).to(memory_format=layout)
-    if config.train.compile:
-        frozen.compile()
-
-
-def cached_teacher(
-    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
-) -> CachedTeacher:
-    """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
-
-    Raises:
-        DistillError: see `open_store`.
-    """
-    assert config.teacher is not None
-    name = config.teacher.model
-
-    store, sha256 = open_store(config, group, loader, classes)
-
-    def run() -> Teacher:
-        log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        return running_teacher(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
-
-    return CachedTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
-
-
-def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:
-    """The experiment's teacher as a network, for methods that read its logits.
-
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`; it is not the one of `config.teacher_sha256`.
-    """
-    given, size = config.teacher, config.data.image_size
-    assert given is not None
-    network = load_network(given, classes, size, config.seed, config.teacher_sha256)
-    place(network, config, group)
-    return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
-
-
-def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
-    """The type of the models' numbers, and how the images' lie in memory."""
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
-    return torch.float64 if config.precision == "fp64" else torch.float32, layout

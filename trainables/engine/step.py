@@ -28,7 +28,7 @@ from trainables.engine.optimizers import Updates
 from trainables.methods.contract import MethodBatch
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
-from trainables.teachers.network import TeacherInterface, TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
 class Marks(Protocol):

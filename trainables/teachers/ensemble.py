@@ -21,7 +21,6 @@ from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.distillation_module import Reader, SelectedMethod, widened
 from trainables.models.forward import logits_and_aux
-from trainables.models.weights import load_teacher
 
 
 class SeveralTeachers(nn.Module):
@@ -73,33 +72,3 @@ def check_several(given: TeacherConfig | None, chosen: Sequence[SelectedMethod])
                 f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(given.others)} teachers there"
                 " is only a mean of probabilities: leave out teacher.others, or take a method on logits, such as kd"
             )
-
-
-def load_network(
-    given: TeacherConfig, classes: Sequence[str], image_size: int, seed: int, sha256: str | None = None
-) -> nn.Module:
-    """The teacher, or all of several, with their weights; frozen, on the CPU. `sha256`: of the first, see `load_teacher`.
-
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`.
-    """
-    assert given.weights is not None
-    named = [(given.model, given.weights, sha256), *((other.model, other.weights, None) for other in given.others)]
-    models = [
-        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed, sha256=known)
-        for model, weights, known in named
-    ]
-    return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
-
-
-def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> Reader:
-    """What reads the answer of `load_network`'s model for each method.
-
-    Raises:
-        ExperimentError: see `check_several`.
-        ModelError: the model has no such taps.
-    """
-    if not given.others:
-        return Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
-    check_several(given, chosen)
-    return MeanReader(given.shares, {c.key: float(getattr(c.options, "temperature", 1.0)) for c in chosen})

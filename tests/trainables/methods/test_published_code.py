@@ -28,7 +28,7 @@ from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
 from trainables.metrics.single_image_latency import image_costs
 from trainables.models.registry import build_model
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 

@@ -17,7 +17,8 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.distillation_module import choose
 from trainables.models.weights import load_teacher
-from trainables.teachers.ensemble import MeanReader, check_several, load_network, mean_logits, teacher_reader
+from trainables.teachers.build import load_network, teacher_reader
+from trainables.teachers.ensemble import MeanReader, check_several, mean_logits
 from trainables.teachers.network import Teacher
 
 CLASSES = [str(label) for label in range(10)]

@@ -25,7 +25,8 @@ from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_p
 from trainables.teachers.cache.logits_format import Layout
 from trainables.teachers.cache.store import Shelf, Store
 from trainables.teachers.cache.writer import Keeper
-from trainables.teachers.network import Teacher, TeacherRequest
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.network import Teacher
 
 log = logging.getLogger("raydistill")
 

@@ -9,18 +9,30 @@ import contextlib
 from collections.abc import Callable
 
 from trainables.config import FillConfig
+from trainables.data.loader import Loader
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import autocast, normalizer
+from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.group import Group, gather_objects
-from trainables.engine.job import open_loaders
-from trainables.engine.modules import cached_teacher, numbers
 from trainables.errors import DataError
+from trainables.teachers.build import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 
 
-def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, dict[str, float]], None]) -> dict[str, float]:
+def stored_order(config: FillConfig) -> FillConfig:
+    """The job with every image of the training split in the order in which they are stored."""
+    data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
+    return config.model_copy(update={"data": data})
+
+
+def fill(
+    config: FillConfig,
+    group: Group,
+    classes: tuple[str, ...],
+    loader: Loader,
+    report: Callable[[str, int, float, dict[str, float]], None],
+) -> dict[str, float]:
     """Keep what is not kept yet, and return `images` (for which the teacher ran) and `missing` (rows that could not be read).
 
     In the order in which images are stored, each worker its part of a batch; an epoch begins at the first image that is missing.
@@ -28,38 +40,35 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
     Raises:
         DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
-    data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
-    config = config.model_copy(update={"data": data})
-    classes, (loader, val_loader) = open_loaders(config, group)
-    dtype, layout = numbers(config)
-    with contextlib.closing(loader), contextlib.closing(val_loader):
-        normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
-        prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
-        in_precision = autocast(config.precision, group.device)
-        steps_per_epoch, epochs = loader.steps_per_epoch, config.kept_epochs
-        about = {"steps_per_epoch": steps_per_epoch, "samples_per_epoch": loader.samples_per_epoch, "epochs": epochs}
-        report("start", 0, 0.0, {**about, "num_workers": group.world_size, "max_steps": 0})
-        images, missing = 0, 0
-        with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
-            for epoch in range(epochs):
-                done = epoch * steps_per_epoch
-                missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
-                if missing_N.any():  # rank 0 decides: a shared file system may show a part to one node later than to another
-                    start = int(missing_N.argmax())
-                    batches = on_device(loader.epoch(epoch, start), group.device, loader.seed_epoch(epoch))
-                    for step, batch in enumerate(batches, start=done + start // data.global_batch_size + 1):
-                        batch.wait()
-                        rows = len(batch.labels_B)
-                        with in_precision():
-                            teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.known_B, batch.epoch))
-                        if step % config.train.log_every == 0:
-                            report("step", step, step / steps_per_epoch, {})
-                            _check_written(teacher, group)
-                    images += sum(gather_objects(teacher.end_epoch(), group))
-                    _check_written(teacher, group)
-                    missing += int(teacher.store.open(epoch).missing_N.sum())
-                report("step", done + steps_per_epoch, epoch + 1.0, {})
-        return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}
+    data = config.data
+    dtype, layout = tensor_format(config)
+    normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
+    prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
+    in_precision = autocast(config.precision, group.device)
+    steps_per_epoch, epochs = loader.steps_per_epoch, config.kept_epochs
+    about = {"steps_per_epoch": steps_per_epoch, "samples_per_epoch": loader.samples_per_epoch, "epochs": epochs}
+    report("start", 0, 0.0, {**about, "num_workers": group.world_size, "max_steps": 0})
+    images, missing = 0, 0
+    with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
+        for epoch in range(epochs):
+            done = epoch * steps_per_epoch
+            missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
+            if missing_N.any():  # rank 0 decides: a shared file system may show a part to one node later than to another
+                start = int(missing_N.argmax())
+                batches = on_device(loader.epoch(epoch, start), group.device, loader.seed_epoch(epoch))
+                for step, batch in enumerate(batches, start=done + start // data.global_batch_size + 1):
+                    batch.wait()
+                    rows = len(batch.labels_B)
+                    with in_precision():
+                        teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.known_B, batch.epoch))
+                    if step % config.train.log_every == 0:
+                        report("step", step, step / steps_per_epoch, {})
+                        _check_written(teacher, group)
+                images += sum(gather_objects(teacher.end_epoch(), group))
+                _check_written(teacher, group)
+                missing += int(teacher.store.open(epoch).missing_N.sum())
+            report("step", done + steps_per_epoch, epoch + 1.0, {})
+    return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}
 
 
 def _check_written(teacher: CachedTeacher, group: Group) -> None:

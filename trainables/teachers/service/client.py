@@ -20,14 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.config import TrainConfig
-from trainables.data.loader import Batch, Loader
-from trainables.distributed.group import Group, gather_objects
-from trainables.errors import ClusterError, DistillError
+from trainables.data.loader import Batch
+from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
-from trainables.teachers.network import TeacherRequest
-from trainables.teachers.service.protocol import Line, Question, Reply, TeacherServiceLostError
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.service.protocol import Line, Question, Reply
 
 log = logging.getLogger("raydistill")
 
@@ -186,34 +183,3 @@ class ServiceTeacher:
             f"teacher.service: no answer for {self._patience_s:g} s: see that the cluster holds its {len(self._lines)} actors, "
             "then `distill resume`; or set teacher.service to null"
         )
-
-
-def service_teacher(
-    config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], lines: Sequence[Line], methods: Sequence[str],
-    dtype: torch.dtype,
-) -> ServiceTeacher:  # fmt: skip
-    """The teacher whom `lines` lead to. Every rank calls it.
-
-    Raises:
-        DistillError: the teacher or the data cannot be read, or the workers see different images.
-    """
-    images = agree_on_images(config.data.path, loader, group, "teacher.service")
-    told = gather_objects(_key(config, images, classes) if group.is_main else None, group)[0]
-    if isinstance(told, DistillError):
-        raise told
-    key, sha256 = told
-    settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
-    return ServiceTeacher(lines, key, settings, classes, images.num_samples, methods, device=group.device, dtype=dtype)
-
-
-def _key(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, str] | DistillError:
-    """On rank 0: whose answers are asked for, and the teacher's hash.
-
-    A timing run shares no answers, since it is to say what its own teacher costs.
-    """
-    try:
-        parts = key_parts(config, images, classes, None)
-    except DistillError as error:
-        return error
-    own = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
-    return key_of(parts) + own, parts["teacher"]["sha256"]

@@ -38,10 +38,6 @@ class Reply(NamedTuple):
     """For how many of the images that came along the network runs."""
 
 
-class TeacherServiceLostError(Exception):
-    """Whoever was asked is gone, or is being started again: the answer does not come. Asking again cannot do harm."""
-
-
 class Line(Protocol):
     """One service, however it is reached."""
 

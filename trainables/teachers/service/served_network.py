@@ -16,9 +16,9 @@ from torch import Tensor
 from trainables.config import TrainConfig
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.model_input import autocast, normalizer
+from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.group import Group
-from trainables.engine.modules import numbers, running_teacher
+from trainables.teachers.build import running_teacher
 
 _ASKER = "service"
 
@@ -28,7 +28,7 @@ class LiveNetwork:
 
     def __init__(self, config: TrainConfig, classes: Sequence[str], device: torch.device) -> None:
         """`config` is a worker's. Raises CheckpointError, ModelError: the teacher cannot be loaded."""
-        dtype, layout = numbers(config)
+        dtype, layout = tensor_format(config)
         data = config.data
         self.num_classes, self.dtype = len(classes), np.dtype("float64" if dtype == torch.float64 else "float32")
         self._device = device

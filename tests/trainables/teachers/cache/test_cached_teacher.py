@@ -36,7 +36,7 @@ from trainables.rundir import StageDir
 from trainables.teachers.cache import cached_teacher as kept
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.store import Store
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.protocol import Line
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}

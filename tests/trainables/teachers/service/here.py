@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainables.config import TrainConfig
-from trainables.teachers.service.protocol import TeacherServiceLostError
+from trainables.errors import TeacherServiceLostError
 from trainables.teachers.service.served_network import LiveNetwork
 from trainables.teachers.service.server import Service
 

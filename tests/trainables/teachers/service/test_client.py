@@ -25,7 +25,7 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 from trainables.teachers.service.client import AHEAD, ServiceTeacher
 from trainables.teachers.service.protocol import Line
 
