@@ -226,7 +226,7 @@ def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
             return f"{stage}it {returned(said.terms, declared)}"
         if said.gathers and not (kind.needs.whole_batch or kind.needs.all_workers):
             return (
-                f"{stage}it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused"
+                f"{stage}it calls batch.all_gather: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused"
                 " with it"
             )
         wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]

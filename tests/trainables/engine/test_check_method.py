@@ -52,7 +52,7 @@ def test_every_method_of_ours_keeps_the_contract(ranks: Ranks, name: str) -> Non
     [
         ("Unprepared", 0, "in the warm-up stage it returns zzz and declares kept"),
         ("Unprepared", 1, "in the warm-up stage its terms do not move what it trains"),
-        ("Gathering", 0, "in the warm-up stage it calls batch.everyone: declare needs = Needs(whole_batch=True)"),
+        ("Gathering", 0, "in the warm-up stage it calls batch.all_gather: declare needs = Needs(whole_batch=True)"),
         ("HalfPrepared", 1, "in the warm-up stage no loss reaches methods.HalfPrepared.encoder.bias, methods.HalfPrepared.dec"),
         ("HalfPrepared", 5, "in the warm-up stage the gradient is not finite of methods.HalfPrepared.encoder.weight"),
         ("Endless", 0, "it declares init_terms, and its Options have no init_epochs: its warm-up stage has no length"),

@@ -58,13 +58,13 @@ print("torch" in sys.modules)
 
 
 MINE = """
-from trainables.methods.contract import Method, Samples, Seen
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 
 
 class Mine(Method):
     terms = ("apart",)
 
-    def forward(self, student: Seen, teacher: Seen, batch: Samples):
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch):
         return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
 
 
