@@ -141,7 +141,7 @@ def _check_needs(experiment: Said) -> None:
         raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {known}")
     teacher = experiment.teacher
     if teacher is not None and teacher.logits_only is not None and (distill.method != ("kd",) or distill.options):
-        from trainables.methods.distillation_module import check_reads_logits, choose
+        from trainables.methods.select import check_reads_logits, choose
 
         check_reads_logits(choose(distill), teacher)
     for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
@@ -151,7 +151,7 @@ def _check_needs(experiment: Said) -> None:
                 " not its own: leave out assistants"
             )
     if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
-        from trainables.methods.distillation_module import choose
+        from trainables.methods.select import choose
         from trainables.teachers.ensemble import check_several
 
         check_several(experiment.teacher, choose(distill))

@@ -146,7 +146,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
-    from trainables.methods.distillation_module import choose
+    from trainables.methods.select import choose
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 

@@ -11,7 +11,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.batch_norm import convert
 from trainables.distributed.group import Group
 from trainables.engine.modules import readers_of, unite
-from trainables.methods.distillation_module import choose, student_name
+from trainables.methods.select import choose, student_name
 from trainables.models.registry import build_model, construct
 from trainables.teachers.ensemble import SeveralTeachers
 

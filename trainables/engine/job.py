@@ -30,7 +30,8 @@ from trainables.engine.modules import build_modules, numbers
 from trainables.engine.optimizers import Updates, build_updates
 from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import DistillationModule, choose, student_name
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import choose, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import NoiseHistory, watch
 from trainables.metrics.phase_timer import PhaseTimer

@@ -18,17 +18,11 @@ from trainables.distributed.batch_norm import normalize_by_batch, normalizes_tog
 from trainables.distributed.group import Group
 from trainables.engine.optimizers import share_out
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import (
-    DistillationModule,
-    Reader,
-    SelectedMethod,
-    build_methods,
-    check_keeps_enough,
-    check_reads_logits,
-    choose,
-    task_weight,
-)
+from trainables.methods.build import build_methods
+from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.features import TeacherNormOptions
+from trainables.methods.select import SelectedMethod, check_keeps_enough, check_reads_logits, choose, task_weight
+from trainables.methods.tap_reader import Reader
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
 from trainables.teachers.ensemble import load_network, teacher_reader

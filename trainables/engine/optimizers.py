@@ -32,6 +32,7 @@ from trainables.engine.optim import (
 )
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
+from trainables.methods.distillation_module import Only
 
 
 class Total(Protocol):
@@ -85,13 +86,6 @@ class DotSide(torch.optim.SGD):
             group.update({name: own[name] for name in self._where_both})
         for p, gradient in gradients.items():
             p.grad = gradient
-
-
-class Only(NamedTuple):
-    """What a warm-up stage trains, and by which losses."""
-
-    parameters: Sequence[nn.Parameter]
-    losses: frozenset[str]
 
 
 class Updates:

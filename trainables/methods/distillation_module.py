@@ -5,155 +5,25 @@ Shapes: B samples of this rank, K classes.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainables.config import DistillConfig, MethodOptions, TeacherConfig
-from trainables.engine.optimizers import Only
-from trainables.errors import DistillError, ExperimentError
-from trainables.methods import key_of, load
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
-from trainables.models.forward import logits_and_aux, seeded
-from trainables.models.names import JOIN
-from trainables.models.taps import Taps
+from trainables.config import MethodOptions
+from trainables.errors import ExperimentError
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs
+from trainables.methods.tap_reader import Reader, widened
+from trainables.models.forward import logits_and_aux
 
 
-class SelectedMethod(NamedTuple):
-    """A method of an experiment: what it is called, its class and its options."""
+class Only(NamedTuple):
+    """What a warm-up stage trains, and by which losses."""
 
-    key: str
-    kind: type[Method]
-    options: MethodOptions
-
-    @property
-    def student_taps(self) -> tuple[str, ...]:
-        return self.kind.taps if self.options.student_taps is None else self.options.student_taps
-
-    @property
-    def teacher_taps(self) -> tuple[str, ...]:
-        return self.kind.taps if self.options.teacher_taps is None else self.options.teacher_taps
-
-
-def choose(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
-    """The methods of `distill`, but for those whose weight is 0.
-
-    Raises:
-        ExperimentError: one of them cannot be loaded, or has a schedule that changes nothing.
-        pydantic.ValidationError: options that a method does not have.
-    """
-    named = [(key_of(name), load(name)) for name in distill.method]
-    every = [SelectedMethod(key, kind, kind.Options.model_validate(distill.options.get(key, {}))) for key, kind in named]
-    for key, kind, options in every:
-        kept = {
-            "warmup_epochs": options.warmup_epochs == 0,
-            "warmup_by": options.warmup_by == "step",
-            "decay": options.decay == "none",
-        }
-        if not kind.terms and (name := next((name for name, unchanged in kept.items() if not unchanged), None)):
-            raise ExperimentError(
-                f"distill.options.{key}.{name}: {key} works in its warm-up stage alone, throughout which its weight is the same:"
-                f" leave {name} out"
-            )
-        if options.warmup_by != "step" and not options.warmup_epochs:
-            raise ExperimentError(
-                f"distill.options.{key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, "
-                "or leave warmup_by out"
-            )
-    return tuple(method for method in every if method.options.weight)
-
-
-def check_reads_logits(chosen: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
-    """Refuse methods to which a teacher's logits alone would not do, where `logits_only` gives no more of it.
-
-    Raises:
-        ExperimentError: one line.
-    """
-    key = teacher.logits_only
-    if key is None:
-        return
-    for method in chosen:
-        needs = method.kind.needs
-        more = {
-            "features": method.teacher_taps,
-            "gradients": needs.teacher_gradient,
-            "network": needs.teacher_model or needs.reuses_classifier,
-        }
-        if needs.teacher and (what := next((name for name, needed in more.items() if needed), None)):
-            raise ExperimentError(
-                f"{key}: it gives a teacher's logits, and {method.key} needs its {what}: set {key} to null, or distill.method "
-                "to methods on logits, such as kd"
-            )
-
-
-def check_keeps_enough(chosen: Sequence[SelectedMethod], teacher: TeacherConfig, num_classes: int) -> None:
-    """Refuse methods that look at logits which `teacher.cache_top_k` does not keep.
-
-    Raises:
-        ExperimentError: one line.
-    """
-    if teacher.cache_top_k is None or teacher.cache_top_k >= num_classes:
-        return
-    for method in chosen:
-        standardizes = getattr(method.options, "standardize", False)
-        if method.kind.needs.teacher and (standardizes or not method.kind.needs.largest_logits):
-            looks = f"distill.options.{method.key}.standardize" if standardizes else method.key
-            raise ExperimentError(
-                f"teacher.cache_top_k: of {num_classes} classes it keeps {teacher.cache_top_k} apart, and {looks} looks at each:"
-                " leave it out, or set distill.method to kd, without standardize"
-            )
-
-
-def task_weight(distill: DistillConfig, chosen: Sequence[SelectedMethod]) -> float:
-    """The weight of the labels' cross-entropy: the user's, or else the largest of the methods' own."""
-    if distill.task_weight is not None:
-        return distill.task_weight
-    return max((method.kind.task_weight for method in chosen), default=1.0)
-
-
-def student_name(student: str, teacher: TeacherConfig | None, chosen: Sequence[SelectedMethod]) -> str:
-    """The model that is trained: `student`, or where a method reuses the teacher's classifier, the two joined."""
-    if teacher is None or not any(method.kind.needs.reuses_classifier for method in chosen):
-        return student
-    joined = f"{JOIN}{teacher.model}"
-    return student if student.endswith(joined) else student + joined
-
-
-class Reader:
-    """What several methods read of one model, each at taps of its own."""
-
-    def __init__(self, model: nn.Module, wanted: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`wanted`: method → its taps. Raises ModelError where the model has no such point."""
-        self.name = name
-        self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in wanted.items() if names}
-        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in wanted}
-
-    def reading(self) -> contextlib.ExitStack:
-        """A context in which the model's forward is read."""
-        stack = contextlib.ExitStack()
-        for taps in self._taps.values():
-            stack.enter_context(taps.reading())
-        return stack
-
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
-        """For each method what the last forward gave, in float32 or wider, its first `num_rows` rows; the model is let go of."""
-        logits_BK = _first(logits_BK, num_rows)
-        found = {key: tuple(_first(tensor, num_rows) for tensor in taps.take()) for key, taps in self._taps.items()}
-        return {key: ModelOutputs(logits_BK, found.get(key, ())) for key in self.shapes}
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In float32, unless it is wider: sums of half-precision numbers are not exact enough for a loss."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _first(tensor: Tensor, num_rows: int) -> Tensor:
-    """The first rows, widened; the tensor itself where that is all of it, so that it stays a part of its model's graph."""
-    return widened(tensor if len(tensor) == num_rows else tensor[:num_rows])
+    parameters: Sequence[nn.Parameter]
+    losses: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -337,37 +207,3 @@ def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float,
 
 def _detached(seen: ModelOutputs) -> ModelOutputs:
     return ModelOutputs(seen.logits_BK.detach(), tuple(feature.detach() for feature in seen.features))
-
-
-def build_methods(
-    chosen: Sequence[SelectedMethod],
-    student: nn.Module,
-    teacher: nn.Module | None,
-    readers: tuple[Reader, Reader | None],
-    **about: Any,
-) -> dict[str, Method]:
-    """The methods for these models, on the CPU in float32; their first parameters are a function of method and seed alone.
-
-    `readers` are the student's and the teacher's; `about` is the rest of `BuildContext`.
-
-    Raises:
-        DistillError: a method does not fit the models.
-    """
-    student_reader, teacher_reader = readers
-    methods = {}
-    for key, kind, options in chosen:
-        own, other = ModelSpec(student, student_reader.shapes[key], student_reader.name), None
-        if teacher is not None and teacher_reader is not None and kind.needs.teacher:
-            other = ModelSpec(teacher, teacher_reader.shapes[key], teacher_reader.name)
-        setting = BuildContext(student=own, teacher=other, **about)
-        with seeded(f"method/{key}:{setting.seed}"):
-            try:
-                methods[key] = kind(options, setting)
-            except DistillError:
-                raise
-            except (Exception, SystemExit) as error:  # a user's method may fail in any way
-                reason = next(iter(str(error).strip().splitlines()), "")
-                raise ExperimentError(
-                    f"distill.method: {key} cannot be built for these models ({type(error).__name__}: {reason})"
-                ) from error
-    return methods

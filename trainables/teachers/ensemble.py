@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader, SelectedMethod, widened
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import Reader, widened
 from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 

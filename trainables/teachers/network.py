@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainables.data.loader import Batch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader
+from trainables.methods.tap_reader import Reader
 from trainables.models.forward import logits_and_aux
 
 

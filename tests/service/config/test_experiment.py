@@ -16,7 +16,7 @@ from service.config.method_rules import asks_teacher
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
-from trainables.methods.distillation_module import choose
+from trainables.methods.select import choose
 
 KEYS = list(known_keys(Experiment))
 

@@ -12,7 +12,8 @@ from trainables.config import DistillConfig, MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.contract import Method
-from trainables.methods.distillation_module import DistillationModule, choose
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import choose
 
 MAPS = ((4, 8, 8), (8, 4, 4))
 

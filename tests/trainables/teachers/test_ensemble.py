@@ -15,7 +15,7 @@ from tests.trainables.methods.references.training import several_teachers
 from trainables.config import DistillConfig, TeacherConfig, TrainConfig
 from trainables.distributed.rank_pool import Ranks
 from trainables.errors import CheckpointError, ExperimentError
-from trainables.methods.distillation_module import choose
+from trainables.methods.select import choose
 from trainables.models.weights import load_teacher
 from trainables.teachers.ensemble import MeanReader, check_several, load_network, mean_logits, teacher_reader
 from trainables.teachers.network import Teacher
