@@ -31,7 +31,7 @@ from trainables.engine.optimizers import Updates, build_updates
 from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.methods.select import choose, student_name
+from trainables.methods.select import select_methods, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import NoiseHistory, watch
 from trainables.metrics.phase_timer import PhaseTimer
@@ -119,7 +119,7 @@ def build(
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype, layout = numbers(config)
-    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
@@ -131,7 +131,7 @@ def build(
     stage = StageDir(Path(config.output_dir))
     if (
         not distillation_module.init_epochs
-    ):  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
+    ):  # what is never trained has no optimizer; an init stage's one has what is settled after it
         distillation_module.begin_stage(0)
     updates = Updates(
         build_updates(model, distillation_module.methods_by_name, config.optim),

@@ -55,7 +55,7 @@ ENTRY_POINTS = "raydistill.methods"
 
 
 @cache
-def offered() -> dict[str, dict[str, str]]:
+def available_methods() -> dict[str, dict[str, str]]:
     """Every method that goes by a name → the package that offers it → `module:class`. Of several packages none is preferred."""
     found = {name: {"raydistill": place} for name, place in METHODS.items()}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -64,7 +64,7 @@ def offered() -> dict[str, dict[str, str]]:
     return found
 
 
-def key_of(name: str) -> str:
+def option_key(name: str) -> str:
     """What a method is called in `distill.options` and in the records: its name, or of `FILE.py:CLASS` the class."""
     return name.rpartition(":")[2]
 
@@ -88,7 +88,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
         return
     if name in METHODS:  # without a look at what all installed packages offer
         return
-    known = offered()
+    known = available_methods()
     if name not in known:
         similar = near(name.lower(), known)
         instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
@@ -106,14 +106,14 @@ def load(name: str) -> type[Method]:
 
     check_name(name)
     file = file_of(name)
-    places = offered()[name] if file is None else {}
+    places = available_methods()[name] if file is None else {}
     if len(places) > 1:
         both = " and ".join(f"{package} ({place})" for package, place in places.items())
         raise ExperimentError(
             f"distill.method: {name} is offered by {both}: uninstall all but one, or write the one that is meant as FILE.py:CLASS"
         )
     try:
-        found = pkgutil.resolve_name(*places.values()) if file is None else getattr(_module(file.resolve()), key_of(name))
+        found = pkgutil.resolve_name(*places.values()) if file is None else getattr(_module(file.resolve()), option_key(name))
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error

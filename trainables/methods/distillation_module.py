@@ -1,6 +1,6 @@
-"""The student together with what its methods add, as one module: one forward, one DDP, one set of gradients.
+"""The student and the auxiliary modules of its methods as one module: one forward pass, one DDP, one set of gradients.
 
-Shapes: B samples of this rank, K classes.
+Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
-from trainables.methods.tap_reader import Reader, widened
+from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
 
+LossFunction = Callable[[ModelOutputs, ModelOutputs, MethodBatch], dict[str, Tensor]]
+"""`Method.forward` or `Method.init_loss`."""
 
-class Only(NamedTuple):
-    """What a warm-up stage trains, and by which losses."""
+
+class InitTargets(NamedTuple):
+    """The parameters that an init stage trains, and the losses by which it does."""
 
     parameters: Sequence[nn.Parameter]
     losses: frozenset[str]
@@ -28,7 +31,7 @@ class Only(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillationOutputs:
-    """What the student says to a batch, and what its methods say to that."""
+    """The student's logits for a batch, and the loss terms of its methods."""
 
     logits_BK: Tensor
     """In float32 or wider."""
@@ -39,7 +42,10 @@ class DistillationOutputs:
 
 
 class DistillationModule(nn.Module):
-    """Student and methods. Called through DDP where there are several ranks: its forward is the only way to a gradient."""
+    """Student and methods. With several ranks it is called through DDP: gradients come only from its forward pass.
+
+    An `epoch` counts from the start of training and may have a fraction; below 0 it is in the init stage.
+    """
 
     def __init__(
         self,
@@ -47,7 +53,7 @@ class DistillationModule(nn.Module):
         methods: Mapping[str, Method] | None = None,
         options: Mapping[str, MethodOptions] | None = None,
         *,
-        reader: Reader | None = None,
+        reader: TapReader | None = None,
         task_weight: float = 1.0,
         epochs: int = 1,
     ) -> None:
@@ -63,101 +69,104 @@ class DistillationModule(nn.Module):
     def forward(
         self, images_BCHW: Tensor, batch: MethodBatch | None = None, teacher: Mapping[str, ModelOutputs] | None = None
     ) -> DistillationOutputs:
-        """The answer to `images_BCHW`, cut to the samples of `batch`: a rank without any runs images that count for nothing.
+        """The outputs for the samples of `batch`, which are the first of `images_BCHW`; a rank without samples runs blank images.
 
-        `teacher`: method → what the teacher answered; None where there is no teacher, or no method.
+        `teacher`: method → the teacher's outputs; None where there is no teacher, or no method.
         """
+        num_rows = len(images_BCHW) if batch is None else len(batch.labels_B)
+        terms: dict[str, dict[str, Tensor]] = {}
         if self._reader is None or batch is None:
             logits_BK, aux = logits_and_aux(self.student(images_BCHW))
-            rows = len(logits_BK) if batch is None else len(batch.labels_B)
-            return DistillationOutputs(widened(logits_BK[:rows]), _cut(aux, rows), {})
-        rows = len(batch.labels_B)
-        with self._reader.reading():
-            logits_BK, aux = logits_and_aux(self.student(images_BCHW))
-            seen = self._reader.take(logits_BK, rows)
-        with torch.autocast(images_BCHW.device.type, enabled=False):
-            terms = {
-                key: call(seen[key], teacher[key] if teacher and key in teacher else _detached(seen[key]), batch)
-                for key, call in self._calls(batch.epoch).items()
-            }
-        return DistillationOutputs(widened(logits_BK[:rows]), _cut(aux, rows), terms)
+        else:
+            with self._reader.capture():
+                logits_BK, aux = logits_and_aux(self.student(images_BCHW))
+                student = self._reader.pop(logits_BK, num_rows)
+            with torch.autocast(images_BCHW.device.type, enabled=False):
+                for key, loss in self._loss_functions(batch.epoch).items():
+                    reference = teacher[key] if teacher and key in teacher else _detached(student[key])
+                    terms[key] = loss(student[key], reference, batch)
+        aux = tuple((weight, at_least_float32(aux_BK[:num_rows])) for weight, aux_BK in aux)
+        return DistillationOutputs(at_least_float32(logits_BK[:num_rows]), aux, terms)
 
     @property
     def methods_by_name(self) -> dict[str, Method]:
         """The methods, in the order of the experiment."""
         return {key: cast(Method, method) for key, method in self.methods.items()}
 
-    def _calls(self, epoch: float) -> dict[str, Callable[[ModelOutputs, ModelOutputs, MethodBatch], dict[str, Tensor]]]:
-        """What each method is asked for: its loss, or before epoch 0 that of its warm-up stage."""
+    def _loss_functions(self, epoch: float) -> dict[str, LossFunction]:
+        """Method → the loss that it has in this epoch."""
         if epoch < 0:
-            return {key: method.warm_up for key, method in self.methods_by_name.items() if -epoch <= method.init_epochs}
+            return {key: method.init_loss for key, method in self.methods_by_name.items() if -epoch <= method.init_epochs}
         return {key: method for key, method in self.methods_by_name.items() if method.terms}
 
     def weights(self, epoch: float) -> dict[str, float]:
-        """The weight of the task and of each method when so many epochs have passed.
+        """The weight of the task (`task`) and of each method. For those of an init stage see `Method.init_loss`."""
+        if epoch >= 0:
+            methods = {key: options.weight_at(epoch, self._epochs) for key, options in self._options.items()}
+            return {"task": self.task_weight, **methods}
+        methods = {key: 1.0 if m.terms else self._options[key].weight for key, m in self.methods_by_name.items()}
+        return {"task": 0.0, **methods}
 
-        In a warm-up stage the task's is 0, a method's 1, or its `weight` where it has no other stage: see `Method.warm_up`.
-        """
-        if epoch < 0:
-            methods = self.methods_by_name.items()
-            return {"task": 0.0, **{key: 1.0 if m.terms else self._options[key].weight for key, m in methods}}
-        return {"task": self.task_weight, **{key: o.weight_at(epoch, self._epochs) for key, o in self._options.items()}}
-
-    def check_terms(self, said: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
-        """Refuse terms of methods that are not those which they declare: some would be learned and stand in no record.
+    def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
+        """Refuse a method that returns other terms than it declares: some would be trained and never recorded.
 
         Raises:
-            ExperimentError: on every rank alike, one line.
+            ExperimentError: one line, the same on every rank.
         """
-        for key, terms in said.items():
+        for key, returned in terms.items():
             declared = self.declared(key, epoch)
-            if terms.keys() != set(declared):
-                where, names = ("forward", "terms") if epoch >= 0 else ("warm_up", "init_terms")
+            if returned.keys() != set(declared):
+                function, names = ("forward", "terms") if epoch >= 0 else ("init_loss", "init_terms")
                 raise ExperimentError(
-                    f"distill.method: {key} {returned(terms, declared)}: give what {where} returns the names in {names}"
+                    f"distill.method: {key} {describe_terms(returned, declared)}:"
+                    f" give what {function} returns the names in {names}"
                 )
 
     def declared(self, key: str, epoch: float) -> tuple[str, ...]:
-        """Names of the terms that a method declares for the time when so many epochs have passed."""
+        """The names of the terms that a method declares for this epoch."""
         method = self.methods_by_name[key]
         return method.terms if epoch >= 0 else method.init_terms
 
-    def asks_teacher(self, epoch: float) -> bool:
-        """Whether a method that is asked for its loss now reads the teacher."""
-        return any(self.methods_by_name[key].needs.teacher for key in self._calls(epoch))
+    def requires_teacher(self, epoch: float) -> bool:
+        """Whether a method with a loss in this epoch requires a teacher."""
+        return any(self.methods_by_name[key].requires.teacher for key in self._loss_functions(epoch))
 
-    def warms_up(self, epoch: float) -> Only | None:
-        """What a warm-up stage trains; None from epoch 0 on."""
+    def init_targets(self, epoch: float) -> InitTargets | None:
+        """What the init stage trains in this epoch; None from epoch 0 on."""
         if epoch >= 0:
             return None
-        frozen = {p for module in self._frozen(epoch) for p in module.parameters()}
-        every = (p for key in self._calls(epoch) for p in self.methods_by_name[key].warm_up_parameters(self.student))
-        found = dict.fromkeys(p for p in every if p not in frozen)
-        return Only(list(found), self.told_at(epoch) - {"distill_loss"})
+        frozen = {parameter for module in self._init_stage_frozen(epoch) for parameter in module.parameters()}
+        parameters = [
+            parameter
+            for key in self._loss_functions(epoch)
+            for parameter in self.methods_by_name[key].init_stage_parameters(self.student)
+            if parameter not in frozen
+        ]
+        return InitTargets(list(dict.fromkeys(parameters)), self.active_terms(epoch) - {"distill_loss"})
 
     @property
     def init_epochs(self) -> int:
-        """The length of the longest warm-up stage."""
+        """The length of the longest init stage."""
         return max((method.init_epochs for method in self.methods_by_name.values()), default=0)
 
     def begin_stage(self, epoch: float) -> None:
-        """In training mode, choose what the stage of this epoch changes: a warm-up stage (below 0), or training.
+        """Prepare a module in training mode for the stage of this epoch: the init stage, or training.
 
-        Training freezes what the warm-up stage alone trains: DDP must not wait for it.
+        Training freezes the parameters of the init stage only: DDP must not wait for their gradients.
         """
         for method in self.methods_by_name.values():
-            for parameter in method.settled_parameters():
+            for parameter in method.init_only_parameters():
                 parameter.requires_grad_(epoch < 0)
-        for module in self._frozen(epoch):
+        for module in self._init_stage_frozen(epoch):
             module.eval()
 
-    def _frozen(self, epoch: float) -> list[nn.Module]:
-        """The student's parts that a warm-up stage leaves as they are."""
-        keys = self._calls(epoch) if epoch < 0 else {}
-        return [module for key in keys for module in self.methods_by_name[key].warm_up_frozen(self.student)]
+    def _init_stage_frozen(self, epoch: float) -> list[nn.Module]:
+        """The student's modules that the init stage does not train."""
+        keys = self._loss_functions(epoch) if epoch < 0 else {}
+        return [module for key in keys for module in self.methods_by_name[key].init_stage_frozen(self.student)]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the methods, see `Method.begin_epoch`."""
+        """Call `Method.begin_epoch` of every method."""
         for method in self.methods_by_name.values():
             method.begin_epoch(epoch, self.student)
 
@@ -167,43 +176,40 @@ class DistillationModule(nn.Module):
         methods = self.methods_by_name.items()
         return tuple(dict.fromkeys(f"{key}/{term}" for key, m in methods for term in (*m.init_terms, *m.terms)))
 
-    def told_at(self, epoch: float) -> frozenset[str]:
-        """Those of `term_names` that are computed when so many epochs have passed, and `distill_loss` where there are any."""
-        names = frozenset(f"{key}/{term}" for key in self._calls(epoch) for term in self.declared(key, epoch))
+    def active_terms(self, epoch: float) -> frozenset[str]:
+        """Those of `term_names` that are computed in this epoch, and `distill_loss` where there are any."""
+        names = frozenset(f"{key}/{term}" for key in self._loss_functions(epoch) for term in self.declared(key, epoch))
         return names | {"distill_loss"} if names else names
 
     @property
-    def needs_whole_batch(self) -> bool:
-        """Whether one of the methods compares samples, or normalises over them."""
-        return any(method.compares_samples for method in self.methods_by_name.values())
+    def requires_whole_batch(self) -> bool:
+        """Whether a method compares samples, or normalises over them."""
+        return any(method.requires_whole_batch for method in self.methods_by_name.values())
 
 
 def init_lr(methods: Mapping[str, Method]) -> float | None:
-    """The learning rate of the warm-up stage that methods share; None: the peak of `optim`.
+    """The learning rate of the init stage, which all methods share; None: the peak of `optim`.
 
     Raises:
-        ExperimentError: they have unlike ones.
+        ExperimentError: two methods have different ones.
     """
     rates = {key: method.init_lr for key, method in methods.items() if method.init_epochs}
-    own = next((key for key, rate in rates.items() if rate is not None), None)
-    if own is None:
+    first = next((key for key, rate in rates.items() if rate is not None), None)
+    if first is None:
         return None
-    if other := next((key for key, rate in rates.items() if rate != rates[own]), None):
-        raise ExperimentError(
-            f"distill.options.{own}.init_lr: {other} has a warm-up stage too, at another rate, and there is one for both: leave"
-            f" init_lr out, or {other}"
-        )
-    return rates[own]
+    for other, rate in rates.items():
+        if rate != rates[first]:
+            raise ExperimentError(
+                f"distill.options.{first}.init_lr: {other} has an init stage too, at another rate, and there is one for both:"
+                f" leave init_lr out, or {other}"
+            )
+    return rates[first]
 
 
-def returned(terms: Collection[str], declared: Collection[str]) -> str:
-    """What a method returns and what it declares, in words."""
-    return f"returns {', '.join(terms) or 'none'} and declares {', '.join(declared) or 'none'}"
+def describe_terms(returned: Collection[str], declared: Collection[str]) -> str:
+    """The terms that a method returns and those that it declares, as a part of a message."""
+    return f"returns {', '.join(returned) or 'none'} and declares {', '.join(declared) or 'none'}"
 
 
-def _cut(aux: tuple[tuple[float, Tensor], ...], rows: int) -> tuple[tuple[float, Tensor], ...]:
-    return tuple((weight, widened(aux_BK[:rows])) for weight, aux_BK in aux)
-
-
-def _detached(seen: ModelOutputs) -> ModelOutputs:
-    return ModelOutputs(seen.logits_BK.detach(), tuple(feature.detach() for feature in seen.features))
+def _detached(outputs: ModelOutputs) -> ModelOutputs:
+    return ModelOutputs(outputs.logits_BK.detach(), tuple(feature.detach() for feature in outputs.features))

@@ -1,4 +1,4 @@
-"""The outputs of one model for several methods, each with taps of its own.
+"""One model's outputs for several methods, each with its own taps.
 
 Shapes: B samples of this rank, K classes.
 """
@@ -15,34 +15,42 @@ from trainables.methods.contract import ModelOutputs
 from trainables.models.taps import Taps
 
 
-class Reader:
-    """What several methods read of one model, each at taps of its own."""
+class TapReader:
+    """The taps of several methods on one model."""
 
-    def __init__(self, model: nn.Module, wanted: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`wanted`: method → its taps. Raises ModelError where the model has no such point."""
+    def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
+        """`taps`: method → its taps on this model. `name`: the model's, for messages.
+
+        Raises:
+            ModelError: the model has no such tap.
+        """
         self.name = name
-        self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in wanted.items() if names}
-        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in wanted}
+        self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
+        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in taps}
+        """Method → the shapes of its features, without the batch dimension."""
 
-    def reading(self) -> contextlib.ExitStack:
-        """A context in which the model's forward is read."""
+    def capture(self) -> contextlib.ExitStack:
+        """A context whose forward passes are captured, see `Taps.capture`."""
         stack = contextlib.ExitStack()
         for taps in self._taps.values():
-            stack.enter_context(taps.reading())
+            stack.enter_context(taps.capture())
         return stack
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
-        """For each method what the last forward gave, in float32 or wider, its first `num_rows` rows; the model is let go of."""
-        logits_BK = _first(logits_BK, num_rows)
-        found = {key: tuple(_first(tensor, num_rows) for tensor in taps.take()) for key, taps in self._taps.items()}
-        return {key: ModelOutputs(logits_BK, found.get(key, ())) for key in self.shapes}
+    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+        """Method → the first `num_rows` rows of the logits and of its captured features, in float32 or wider.
+
+        The reader keeps no reference to them.
+        """
+        logits_BK = _first_rows(logits_BK, num_rows)
+        features = {key: tuple(_first_rows(tensor, num_rows) for tensor in taps.pop()) for key, taps in self._taps.items()}
+        return {key: ModelOutputs(logits_BK, features.get(key, ())) for key in self.shapes}
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """In float32, unless it is wider: sums of half-precision numbers are not exact enough for a loss."""
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """float32, or float64 unchanged: sums of half-precision numbers are not exact enough for a loss."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _first(tensor: Tensor, num_rows: int) -> Tensor:
-    """The first rows, widened; the tensor itself where that is all of it, so that it stays a part of its model's graph."""
-    return widened(tensor if len(tensor) == num_rows else tensor[:num_rows])
+def _first_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """The first rows in float32 or wider; the tensor itself where it has no more, so that it stays in its model's graph."""
+    return at_least_float32(tensor if len(tensor) == num_rows else tensor[:num_rows])

@@ -20,7 +20,7 @@ from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod
-from trainables.methods.tap_reader import Reader, widened
+from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
 from trainables.models.weights import load_teacher
 
@@ -37,7 +37,7 @@ class SeveralTeachers(nn.Module):
         return torch.stack([logits_and_aux(model(images_BCHW))[0] for model in self.models], dim=1)
 
 
-class MeanReader(Reader):
+class MeanReader(TapReader):
     """Reads several teachers as if they were one; they have no taps."""
 
     def __init__(self, shares: Sequence[float], temperatures: Mapping[str, float]):
@@ -45,9 +45,9 @@ class MeanReader(Reader):
         super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """Method → the logits that stand for all teachers', given their own (B, E, K)."""
-        logits_BEK = widened(logits_BK[:num_rows])
+        logits_BEK = at_least_float32(logits_BK[:num_rows])
         found = {at: mean_logits(logits_BEK, self._shares, at) for at in dict.fromkeys(self._temperatures.values())}
         return {key: ModelOutputs(found[at]) for key, at in self._temperatures.items()}
 
@@ -66,8 +66,8 @@ def check_several(given: TeacherConfig | None, chosen: Sequence[SelectedMethod])
         ExperimentError: one line.
     """
     for method in chosen if given is not None and given.others else ():
-        needs = method.kind.needs
-        if needs.teacher and (method.teacher_taps or needs.reuses_classifier or needs.teacher_gradient):
+        requires = method.method_class.requires
+        if requires.teacher and (method.teacher_taps or requires.reuses_classifier or requires.teacher_gradient):
             what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
             assert given is not None
             raise ExperimentError(
@@ -93,7 +93,7 @@ def load_network(
     return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
 
 
-def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> Reader:
+def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> TapReader:
     """What reads the answer of `load_network`'s model for each method.
 
     Raises:
@@ -101,6 +101,6 @@ def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[Sele
         ModelError: the model has no such taps.
     """
     if not given.others:
-        return Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
+        return TapReader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
     check_several(given, chosen)
     return MeanReader(given.shares, {c.key: float(getattr(c.options, "temperature", 1.0)) for c in chosen})

@@ -12,7 +12,7 @@ import pytest
 from tests.trainables.methods.offering import installed
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, key_of, load
+from trainables.methods import METHODS, check_name, load, option_key
 from trainables.methods.contract import Method
 
 
@@ -78,7 +78,7 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
     file.write_text(MINE)
     name = f"{file}:Mine"
     check_name(name)
-    assert key_of(name) == "Mine"
+    assert option_key(name) == "Mine"
     assert load(name).terms == ("apart",)
     assert load(name) is load(name)
     assert load(name).Options is MethodOptions
