@@ -398,7 +398,7 @@ class TrainingConfig(Section):
         500, description="steps between checkpoints inside an epoch; one is written at each epoch's end too"
     )
     evaluate_every: Count = Field(
-        1, description="epochs between evaluations, those of a method's warm-up stage apart; the last epoch is always evaluated"
+        1, description="epochs between evaluations, those of a method's init stage apart; the last epoch is always evaluated"
     )
     warmup_steps: Natural = Field(5, description="first steps that throughput and phase times leave out")
     max_steps: Count | None = Field(

@@ -14,7 +14,7 @@ from service.config.messages import SETTABLE, explain
 from service.config.sweep import SweepConfig
 from trainables.config import AssistantConfig, DataConfig, DistillConfig, OptimConfig, ScaleConfig, TeacherConfig
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, key_of, load
+from trainables.methods import METHODS, check_name, load, option_key
 
 
 class Said(Protocol):
@@ -56,14 +56,14 @@ def _is_loss(key: str, methods: Collection[str]) -> bool:
 
 def _weighed(distill: DistillConfig) -> list[str]:
     """The keys of the methods that are not given the weight 0."""
-    return [key for key in map(key_of, distill.method) if distill.options.get(key, {}).get("weight") != 0]
+    return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
 
 
 def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
     if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):
         return True
-    return any(load(name).needs.teacher for name in distill.method)
+    return any(load(name).requires.teacher for name in distill.method)
 
 
 def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> None:
@@ -78,13 +78,13 @@ def check_distill(experiment: Said, where: str, sources: Mapping[str, str]) -> N
         for name in distill.method:
             check_name(name)
         for key, options in distill.options.items():
-            named = [name for name in (*distill.method, *searched) if key_of(name) == key]
+            named = [name for name in (*distill.method, *searched) if option_key(name) == key]
             for name in dict.fromkeys(named or [key]):
                 if name not in distill.method:
                     check_name(name, searched.get(name, f"distill.options.{key}"))
                 check_options(name, options, where, sources)
         for name in distill.method:  # one of ours works without options, and is not loaded to hear that
-            if name not in METHODS and key_of(name) not in distill.options:
+            if name not in METHODS and option_key(name) not in distill.options:
                 check_options(name, {}, where, sources)
         if distills(experiment):
             _check_needs(experiment)
@@ -125,7 +125,7 @@ def check_options(
     try:
         kind.model_validate(options)
     except ValidationError as error:
-        below = f"distill.options.{key_of(name)}."
+        below = f"distill.options.{option_key(name)}."
         raise WrongOptionsError(explain(error, kind, where, sources, below=below, missing=missing)) from error
 
 
@@ -135,43 +135,43 @@ def _check_needs(experiment: Said) -> None:
         raise ExperimentError(
             "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
         )
-    methods = [key_of(name) for name in distill.method]
+    methods = [option_key(name) for name in distill.method]
     if unknown := sorted(key for key in experiment.optim.losses if not _is_loss(key, methods)):
         known = ", ".join(sorted(["task", *methods]))
         raise ExperimentError(f"optim.losses: there is no loss {unknown[0]!r} here: write one of {known}")
     teacher = experiment.teacher
     if teacher is not None and teacher.logits_only is not None and (distill.method != ("kd",) or distill.options):
-        from trainables.methods.distillation_module import check_reads_logits, choose
+        from trainables.methods.select import check_logits_only, select_methods
 
-        check_reads_logits(choose(distill), teacher)
+        check_logits_only(select_methods(distill), teacher)
     for name in distill.method if experiment.assistants and distill.method != ("kd",) else ():
-        if load(name).needs.reuses_classifier:
+        if load(name).requires.reuses_classifier:
             raise ExperimentError(
                 f"distill.method: {name} gives each model the classifier of its teacher, and an assistant would have one that is"
                 " not its own: leave out assistants"
             )
     if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
-        from trainables.methods.distillation_module import choose
+        from trainables.methods.select import select_methods
         from trainables.teachers.ensemble import check_several
 
-        check_several(experiment.teacher, choose(distill))
+        check_several(experiment.teacher, select_methods(distill))
     if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
         return
     for name in distill.method:
-        needs = load(name).needs
-        if needs.teacher and experiment.teacher is None:
+        requires = load(name).requires
+        if requires.teacher and experiment.teacher is None:
             raise ExperimentError(f"distill.method: {name} needs a teacher: write teacher.model")
-        if needs.one_label and mixes:
+        if requires.hard_labels and mixes:
             raise ExperimentError(
                 f"distill.method: {name} needs images of one class each: set data.device_augment.mixup and"
                 " data.device_augment.cutmix to 0, or set distill.method to kd"
             )
-        if needs.whole_batch and parts > 1:
+        if requires.whole_batch and parts > 1:
             raise ExperimentError(
                 f"distill.method: {name} compares the samples of a batch, which optim.accumulate {parts} parts:"
                 " set optim.accumulate to 1, or use more workers"
             )
-        if needs.all_workers and parts > 1 and experiment.scale.num_workers > 1:
+        if requires.all_gather and parts > 1 and experiment.scale.num_workers > 1:
             raise ExperimentError(
                 f"distill.method: {name} takes up what every worker's samples are answered, and of a short batch one worker has"
                 " fewer parts than another: set optim.accumulate to 1, or scale.num_workers to 1"

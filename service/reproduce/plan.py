@@ -91,7 +91,7 @@ class Part:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of all its runs, with the teacher's and the warm-up stages of methods that have one."""
+        """Epochs of all its runs, with the teacher's and the init stages of methods that have one."""
         experiment = self.resolved.experiment
         teacher = (experiment.teacher.epochs if experiment.teacher else None) or experiment.optim.epochs
         return sum(map(self.epochs_of, experiment.sweep.points)) + self.trained_teacher * teacher

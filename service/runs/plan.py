@@ -11,7 +11,7 @@ from service.config.experiment import Experiment
 from service.runs.trial import Assignment, need
 from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
-from trainables.methods import file_of, key_of
+from trainables.methods import file_of, option_key
 from trainables.rundir import RunDir, expanded
 
 
@@ -110,4 +110,4 @@ def absolute(data_path: str) -> str:
 def located(method: str) -> str:
     """A method's name; where it is a file's, by the file's absolute path."""
     file = file_of(method)
-    return method if file is None else f"{file.absolute()}:{key_of(method)}"
+    return method if file is None else f"{file.absolute()}:{option_key(method)}"

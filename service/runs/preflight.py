@@ -146,7 +146,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     Raises:
         ModelError, CheckpointError: one does not fit; one line.
     """
-    from trainables.methods.distillation_module import choose
+    from trainables.methods.select import select_methods
     from trainables.models.registry import build_model
     from trainables.models.weights import load_teacher
 
@@ -154,7 +154,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
     size, seed = experiment.data.image_size, experiment.seed
     if teacher is not None and teacher.weights is None:
         build_model(teacher.model, num_classes=len(classes), image_size=size, seed=seed)
-    if teacher is not None and choose(distill):
+    if teacher is not None and select_methods(distill):
         weights = [(teacher.model, teacher.weights), *((other.model, other.weights) for other in teacher.others)]
         for model, path in weights:
             if path is not None:

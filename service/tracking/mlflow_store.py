@@ -27,7 +27,7 @@ from mlflow.types import Schema, TensorSpec
 import trainables
 from service.tracking.spool import RefusedError, Row
 from trainables.errors import ModelError
-from trainables.models.names import JOIN, check_model_name
+from trainables.models.names import REUSE_SEPARATOR, check_model_name
 
 KEY_TAG = "raydistill.key"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE", "MALFORMED_REQUEST"}
@@ -251,7 +251,7 @@ def requirements(model_name: str) -> list[str]:
         RefusedError: no model has this name here.
     """
     try:
-        libraries = {check_model_name(part).library for part in model_name.split(JOIN)}
+        libraries = {check_model_name(part).library for part in model_name.split(REUSE_SEPARATOR)}
     except ModelError as error:
         raise RefusedError(str(error)) from error
     names = (*MODEL_PACKAGES, "timm") if "timm" in libraries else MODEL_PACKAGES

@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"crd": {"negatives": 1024}}
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     torch.set_num_threads(1)
     blocks = 2 if short else 12
-    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).needs.teacher]
+    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
     names = ["at", "sp"] if short else names
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(2)) as ranks:
         root = Path(folder)
@@ -70,7 +70,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
                 cell=(name, "gathered / copied"),
             )
             for name in names
-            if load(name).needs.whole_batch
+            if load(name).requires.whole_batch
         ]  # fmt: skip
         yield lines
 

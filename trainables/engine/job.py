@@ -30,7 +30,8 @@ from trainables.engine.modules import build_modules
 from trainables.engine.optimizers import Updates, build_updates
 from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import DistillationModule, choose, student_name
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import select_methods, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import NoiseHistory, watch
 from trainables.metrics.phase_timer import PhaseTimer
@@ -130,7 +131,7 @@ def build(
     stage = StageDir(Path(config.output_dir))
     if (
         not distillation_module.init_epochs
-    ):  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
+    ):  # what is never trained has no optimizer; an init stage's one has what is settled after it
         distillation_module.begin_stage(0)
     updates = Updates(
         build_updates(model, distillation_module.methods_by_name, config.optim),

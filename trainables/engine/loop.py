@@ -60,7 +60,7 @@ def run(job: Job) -> dict[str, float]:
 
 
 def num_epochs(job: Job) -> int:
-    """Epochs in all, with those of a warm-up stage."""
+    """Epochs in all, with those of an init stage."""
     return job.train_state.init_epochs + job.config.optim.epochs
 
 
@@ -101,7 +101,9 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
         begin_epoch(job)
     loader = job.train_loader
     batches, drawn = loader.epoch(progress.epoch, progress.position), loader.seed_epoch(progress.epoch)
-    if train_state.teacher is not None and train_state.distillation_module.asks_teacher(progress.epoch - train_state.init_epochs):
+    if train_state.teacher is not None and train_state.distillation_module.requires_teacher(
+        progress.epoch - train_state.init_epochs
+    ):
         batches = train_state.teacher.ahead(batches, drawn)
     ready = on_device(batches, job.group.device, drawn, loader.costs.add_copy)
     job.throughput.begin(progress.step)
@@ -152,7 +154,7 @@ def memory_peak(device: torch.device) -> tuple[int, int]:
 
 
 def begin_epoch(job: Job) -> None:
-    """Before an epoch's first step. After a warm-up stage the optimizer begins anew, and so does what was best."""
+    """Before an epoch's first step. After an init stage the optimizer begins anew, and so does what was best."""
     train_state, progress = job.train_state, job.state.progress
     if train_state.init_epochs and progress.epoch == train_state.init_epochs:
         for optimizer in job.state.optimizers:

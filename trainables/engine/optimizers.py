@@ -32,6 +32,7 @@ from trainables.engine.optim import (
 )
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
+from trainables.methods.distillation_module import InitTargets
 
 
 class Total(Protocol):
@@ -87,13 +88,6 @@ class DotSide(torch.optim.SGD):
             p.grad = gradient
 
 
-class Only(NamedTuple):
-    """What a warm-up stage trains, and by which losses."""
-
-    parameters: Sequence[nn.Parameter]
-    losses: frozenset[str]
-
-
 class Updates:
     """The optimizers of a job. A step is `backward` for each micro-batch, then `step`."""
 
@@ -102,7 +96,7 @@ class Updates:
     ):
         """With several optimizers, `clip_grad_norm` bounds the gradient of each one's losses.
 
-        `init_lr`: the learning rate of a warm-up stage, where it is not the peak.
+        `init_lr`: the learning rate of an init stage, where it is not the peak.
         """
         self.updates = tuple(updates)
         self._group, self._clip, self._init_lr = group, clip_grad_norm, init_lr
@@ -114,13 +108,13 @@ class Updates:
         return len(self.updates) > 1
 
     def set_learning_rates(self, step: int, steps_per_epoch: int, global_batch_size: int) -> None:
-        """For the step with this index; those before 0 belong to a warm-up stage and go at the peak rate, or its own."""
+        """For the step with this index; those before 0 belong to an init stage and go at the peak rate, or its own."""
         for update in self.updates:
             peak = peak_learning_rate(update.optim, global_batch_size)
             lr = learning_rate(step, steps_per_epoch, update.optim, peak) if step >= 0 else self._init_lr or peak
             set_learning_rate(update.optimizer, lr)
 
-    def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: Only | None = None) -> None:
+    def backward(self, loss: Total, weight: Tensor, scaler: torch.amp.GradScaler, only: InitTargets | None = None) -> None:
         """Add the gradients of a micro-batch."""
         if only is not None:
             total = scaler.scale(loss.total(weight, only.losses))
@@ -137,7 +131,7 @@ class Updates:
                 for update in self.updates
             ])  # fmt: skip
 
-    def step(self, scaler: torch.amp.GradScaler, only: Only | None = None) -> None:
+    def step(self, scaler: torch.amp.GradScaler, only: InitTargets | None = None) -> None:
         """Change the parameters, and forget the gradients. What no loss reaches is left as it is, without weight decay too."""
         if only is not None:
             _put(only.parameters, average(self._collected[0], self._group))
@@ -220,7 +214,7 @@ def share_out(student: nn.Module, methods: Mapping[str, Method], optim: OptimCon
     """Every loss with the others that its optimizer lowers.
 
     The labels' loss, `task`, changes the student; a method's loss the student and the method's own parameters, if it does not
-    say otherwise (`Method.moved_by`).
+    say otherwise (`Method.term_parameters`).
 
     Raises:
         ExperimentError: see `own_losses`; or a term would change more than it says, by an optimizer that it shares.
@@ -243,8 +237,8 @@ def _moved_by(losses: Set[str], student: nn.Module, methods: Mapping[str, Method
     for key, method in methods.items():
         for term in method.terms:
             if f"{key}/{term}" in losses:
-                moved |= dict.fromkeys(method.moved_by(term, student))
-        if not method.terms and "task" in losses:  # it has a warm-up stage alone, in which there is one optimizer
+                moved |= dict.fromkeys(method.term_parameters(term, student))
+        if not method.terms and "task" in losses:  # it has an init stage alone, in which there is one optimizer
             moved |= dict.fromkeys(method.parameters())
     return list(moved)
 
@@ -255,7 +249,7 @@ def _check_moved(share: Share, student: nn.Module, methods: Mapping[str, Method]
         trained = [parameter for parameter in share.parameters if parameter.requires_grad]
         reached = {*student.parameters(), *method.parameters()}.intersection(trained)
         for term in method.terms:
-            if f"{key}/{term}" in share.losses and reached.difference(method.moved_by(term, student)):
+            if f"{key}/{term}" in share.losses and reached.difference(method.term_parameters(term, student)):
                 raise ExperimentError(
                     f"distill.method: {key}'s {term} changes less than the losses beside it in its optimizer: write one of its"
                     f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name sgd or adamw"

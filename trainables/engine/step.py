@@ -53,7 +53,7 @@ class TrainState:
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     steps_per_epoch: int
     init_epochs: int = 0
-    """Epochs of a warm-up stage, which come before epoch 0 of the methods."""
+    """Epochs of an init stage, which come before epoch 0 of the methods."""
     blanks: int = 2
     """Images that a rank without samples runs instead."""
     accumulate: int = 1
@@ -74,8 +74,8 @@ class TrainState:
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
 
     def silent(self, epoch: int) -> frozenset[str]:
-        """Those of `names` that nobody computes in an epoch, counted with those of the warm-up stage: it has terms of its own."""
-        told = self.distillation_module.told_at(epoch - self.init_epochs)
+        """Those of `names` that nobody computes in an epoch, counted with those of the init stage: it has terms of its own."""
+        told = self.distillation_module.active_terms(epoch - self.init_epochs)
         return (
             frozenset({"distill_loss", *self.distillation_module.term_names} - told)
             if self.distillation_module.methods
@@ -169,12 +169,12 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ma
     epoch = step / train_state.steps_per_epoch - train_state.init_epochs
     weights, only, asks = (
         train_state.distillation_module.weights(epoch),
-        train_state.distillation_module.warms_up(epoch),
-        train_state.distillation_module.asks_teacher(epoch),
+        train_state.distillation_module.init_targets(epoch),
+        train_state.distillation_module.requires_teacher(epoch),
     )
     student = (
         train_state.student if only is None else train_state.distillation_module
-    )  # a warm-up stage does not reach all that DDP would wait for
+    )  # an init stage does not reach all that DDP would wait for
     parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.blanks)
     timer.mark("augment")
     seen = 0

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader, SelectedMethod, widened
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
 
 
@@ -35,7 +36,7 @@ class SeveralTeachers(nn.Module):
         return torch.stack([logits_and_aux(model(images_BCHW))[0] for model in self.models], dim=1)
 
 
-class MeanReader(Reader):
+class MeanReader(TapReader):
     """Reads several teachers as if they were one; they have no taps."""
 
     def __init__(self, shares: Sequence[float], temperatures: Mapping[str, float]):
@@ -43,9 +44,9 @@ class MeanReader(Reader):
         super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """Method → the logits that stand for all teachers', given their own (B, E, K)."""
-        logits_BEK = widened(logits_BK[:num_rows])
+        logits_BEK = at_least_float32(logits_BK[:num_rows])
         found = {at: mean_logits(logits_BEK, self._shares, at) for at in dict.fromkeys(self._temperatures.values())}
         return {key: ModelOutputs(found[at]) for key, at in self._temperatures.items()}
 
@@ -64,8 +65,8 @@ def check_several(given: TeacherConfig | None, chosen: Sequence[SelectedMethod])
         ExperimentError: one line.
     """
     for method in chosen if given is not None and given.others else ():
-        needs = method.kind.needs
-        if needs.teacher and (method.teacher_taps or needs.reuses_classifier or needs.teacher_gradient):
+        requires = method.method_class.requires
+        if requires.teacher and (method.teacher_taps or requires.reuses_classifier or requires.teacher_gradient):
             what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
             assert given is not None
             raise ExperimentError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainables.data.loader import Batch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader
+from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
 from trainables.teachers.interface import TeacherRequest
 
@@ -21,7 +21,7 @@ from trainables.teachers.interface import TeacherRequest
 class Teacher:
     """A model that runs beside the student and is never trained; in eval mode, but for batch norms that go by the batch."""
 
-    def __init__(self, model: nn.Module, reader: Reader, *, gradient: bool = False):
+    def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
         """`gradient`: the answers keep the graph that leads to them, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
@@ -36,9 +36,9 @@ class Teacher:
         if self._gradient:  # the graph begins somewhere: its parameters are frozen
             images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode, whose tensors a method's backward could not keep.
-        with torch.set_grad_enabled(self._gradient), self._reader.reading():
+        with torch.set_grad_enabled(self._gradient), self._reader.capture():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
-            return self._reader.take(logits_BK, num_rows)
+            return self._reader.pop(logits_BK, num_rows)
 
     def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         """See `TeacherInterface`."""

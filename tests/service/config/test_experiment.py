@@ -16,7 +16,7 @@ from service.config.method_rules import asks_teacher
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
-from trainables.methods.distillation_module import choose
+from trainables.methods.select import select_methods
 
 KEYS = list(known_keys(Experiment))
 
@@ -103,7 +103,7 @@ def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimize
     told = trial.stage("student", Path("/s"), {}, "weights")
     assert told.distill is not None
     assert set(told.optim.losses) == losses
-    assert losses <= {"task", *(method.key for method in choose(told.distill))}
+    assert losses <= {"task", *(method.key for method in select_methods(told.distill))}
 
 
 def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
@@ -192,7 +192,7 @@ def test_no_number_of_a_section_takes_a_boolean_also_not_in_a_method_of_the_user
         several: tuple[int, ...] = ()
         switch: bool | int = False
 
-    choose(DistillConfig(method=tuple(METHODS)))  # loads the options of all methods
+    select_methods(DistillConfig(method=tuple(METHODS)))  # loads the options of all methods
     tried = 0
     for section in subclasses(Section):
         for name, field in section.model_fields.items():  # type: ignore[attr-defined]

@@ -35,11 +35,11 @@ def small(*overrides: str) -> Resolved:
         ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
         (
             ["distill.method=ab", "optim.losses={task: {lr: 0.1}}"],
-            "ab has a warm-up stage, which has one optimizer: leave out ab, or optim.losses",
+            "ab has an init stage, which has one optimizer: leave out ab, or optim.losses",
         ),
         (
             ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
-            "ab has a warm-up stage, which has one optimizer: leave out ab, or optim.name: dot",
+            "ab has an init stage, which has one optimizer: leave out ab, or optim.name: dot",
         ),
         (["optim.losses={task: {momentum: 0}}"], "optim.losses: task: nesterov needs a momentum above 0"),
         (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses: kd: warmup_epochs 100 leaves none of 12 epochs"),

@@ -173,7 +173,7 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
     student.bias.requires_grad_(False)
     method.optimizers = {}  # type: ignore[misc]
-    method.moved_by = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
+    method.term_parameters = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
     (update,) = build_updates(student, {"m": method}, OptimConfig())
     assert {id(p) for group in update.optimizer.param_groups for p in group["params"]} == {
         id(p) for p in (student.weight, *method.parameters())
@@ -454,7 +454,7 @@ def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Ra
 
 
 def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
-    """Parameters before the job, after its warm-up stage, and at its end."""
+    """Parameters before the job, after its init stage, and at its end."""
     found = []
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         for epochs in (0, 2, 1):

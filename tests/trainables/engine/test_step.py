@@ -166,7 +166,7 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
     ("name", "says"),
     [
         ("Forgetful", "returns kept and declares kept, lost: give what forward returns the names in terms"),
-        ("Unprepared", "returns zzz and declares kept: give what warm_up returns the names in init_terms"),
+        ("Unprepared", "returns zzz and declares kept: give what init_loss returns the names in init_terms"),
     ],
 )
 def test_terms_that_a_method_does_not_declare_are_refused(ranks: Ranks, tmp_path: Path, name: str, says: str) -> None:

@@ -148,7 +148,7 @@ def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
     assert str(caught.value) == (
-        "distill.options.ft.init_lr: fsp has a warm-up stage too, at another rate, and there is one for both:"
+        "distill.options.ft.init_lr: fsp has an init stage too, at another rate, and there is one for both:"
         " leave init_lr out, or fsp"
     )
 
