@@ -119,7 +119,7 @@ def build(
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype, layout = tensor_format(config)
-    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:

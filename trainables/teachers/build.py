@@ -13,7 +13,8 @@ from trainables.data.loader import Loader
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DistillError
-from trainables.methods.distillation_module import Reader, SelectedMethod
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
 from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
@@ -42,7 +43,7 @@ def load_network(
     return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
 
 
-def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> Reader:
+def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> TapReader:
     """What reads the answer of `load_network`'s model for each method.
 
     Raises:
@@ -50,7 +51,7 @@ def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[Sele
         ModelError: the model has no such taps.
     """
     if not given.others:
-        return Reader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
+        return TapReader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
     check_several(given, chosen)
     return MeanReader(given.shares, {c.key: float(getattr(c.options, "temperature", 1.0)) for c in chosen})
 
@@ -93,7 +94,7 @@ def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], m
     assert given is not None
     network = load_network(given, classes, size, config.seed, config.teacher_sha256)
     place(network, config, group)
-    return Teacher(network, Reader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
+    return Teacher(network, TapReader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
 
 
 def service_teacher(
