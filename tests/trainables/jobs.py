@@ -79,8 +79,8 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
             loop.run(job)
         except InterruptedError:
             died = True
-    state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
-    return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
+    state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
+    return {"state": state, "progress": job.checkpoint_state.progress, "calls": report.calls, "died": died}
 
 
 def train_on_record(settings: TrainConfig) -> dict[str, float]:

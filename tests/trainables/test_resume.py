@@ -115,10 +115,10 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
     checkpoint.save(path, state, group)
     expected = torch.rand(3)
     other = small_state()
-    for parameter in other.model.parameters():
+    for parameter in other.student.parameters():
         torch.nn.init.zeros_(parameter)
     checkpoint.restore(path, other, group)
-    assert equal(state.model.state_dict(), other.model.state_dict())
+    assert equal(state.student.state_dict(), other.student.state_dict())
     assert other.progress == state.progress
     assert torch.equal(torch.rand(3), expected)
     theirs, ours = (s.optimizers[0].state_dict()["state"] for s in (other, state))
@@ -198,13 +198,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     path, adam, sgd = tmp_path / "last.safetensors", small_state(), small_state()
     checkpoint.save(path, adam, Group())
-    sgd.optimizers = [torch.optim.SGD(sgd.model.parameters(), lr=0.1)]
+    sgd.optimizers = [torch.optim.SGD(sgd.student.parameters(), lr=0.1)]
     with pytest.raises(
         CheckpointError, match="was written by AdamW of 4 parameters, and here there is SGD of 4 parameters: resume"
     ):
         checkpoint.restore(path, sgd, Group())
     fewer = small_state()
-    fewer.optimizers = [torch.optim.AdamW(list(fewer.model.parameters())[1:], lr=0.1)]
+    fewer.optimizers = [torch.optim.AdamW(list(fewer.student.parameters())[1:], lr=0.1)]
     with pytest.raises(CheckpointError, match="AdamW of 4 parameters, and here there is AdamW of 3 parameters"):
         checkpoint.restore(path, fewer, Group())
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     checkpoint.save(path, state, Group())
     before = path.read_bytes()
     broken = CheckpointState(
-        state.model, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
+        state.student, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
     )
     with pytest.raises(TypeError):
         checkpoint.save(path, broken, Group())

@@ -69,9 +69,9 @@ class Job:
     train_state: TrainState
     normalize: Callable[[Tensor], Tensor]
     """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
-    model: nn.Module
-    """The bare student; `train_state.student` wraps it."""
-    state: CheckpointState
+    student: nn.Module
+    """The bare student, trained through `train_state.ddp_module`, which wraps it with its methods."""
+    checkpoint_state: CheckpointState
     timer: PhaseTimer
     throughput: Throughput
     clock: WallClock
@@ -153,10 +153,10 @@ def build(
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
-    student = distillation_module if updates.several else wrap(distillation_module, group)
+    ddp_module = distillation_module if updates.several else wrap(distillation_module, group)
     train_state = TrainState(
         distillation_module=distillation_module,
-        student=student,
+        ddp_module=ddp_module,
         teacher=teacher,
         updates=updates,
         scaler=scaler,
@@ -167,7 +167,7 @@ def build(
         init_epochs=init_epochs,
         blanks=0 if takes_none(model) else 2,
         accumulate=config.optim.accumulate,
-        noise=None if updates.several else watch(student, group, config.optim.accumulate),
+        noise=None if updates.several else watch(ddp_module, group, config.optim.accumulate),
         hosts=hosts_group(group) if distillation_module.methods else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
@@ -183,7 +183,7 @@ def build(
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
         config, group, stage, train_loader, val_loader, train_state, normalize, model, state, timer, throughput, clock, noise, report,
-        flush_records, telemetry, AllreduceWait(train_state.student, device, config.train.log_every, warmup), memory_from, enough,
+        flush_records, telemetry, AllreduceWait(train_state.ddp_module, device, config.train.log_every, warmup), memory_from, enough,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, float]:
         TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
         DataError, CheckpointError: see their own modules.
     """
-    config, progress = job.config, job.state.progress
+    config, progress = job.config, job.checkpoint_state.progress
     job.clock.begin()
     job.report(
         "start", progress.step, progress.epoch,
@@ -85,17 +85,17 @@ def run_timing(job: Job) -> dict[str, float]:
         with job.clock.part("train"):
             ended = train_epoch(job, stop_at=last)
         skipped = max(skipped, len(note_skipped(job, job.train_loader, {})))
-        job.state.progress.epoch += 1
-        job.state.progress.position = 0
+        job.checkpoint_state.progress.epoch += 1
+        job.checkpoint_state.progress.position = 0
     return summarize(job, skipped)
 
 
 def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     """The rest of the current epoch; of a timing run, up to the step `stop_at` or to where that is enough: True there."""
-    config, progress, train_state, timer = job.config, job.state.progress, job.train_state, job.timer
+    config, progress, train_state, timer = job.config, job.checkpoint_state.progress, job.train_state, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
     init_steps = train_state.init_epochs * steps_per_epoch
-    train_state.student.train()
+    train_state.ddp_module.train()
     train_state.distillation_module.begin_stage(progress.epoch - train_state.init_epochs)
     if not progress.position:
         begin_epoch(job)
@@ -153,9 +153,9 @@ def memory_peak(device: torch.device) -> tuple[int, int]:
 
 def begin_epoch(job: Job) -> None:
     """Before an epoch's first step. After a warm-up stage the optimizer begins anew, and so does what was best."""
-    train_state, progress = job.train_state, job.state.progress
+    train_state, progress = job.train_state, job.checkpoint_state.progress
     if train_state.init_epochs and progress.epoch == train_state.init_epochs:
-        for optimizer in job.state.optimizers:
+        for optimizer in job.checkpoint_state.optimizers:
             optimizer.state.clear()
         progress.best_top1_pct, progress.best_epoch = -1.0, -1
     train_state.distillation_module.begin_epoch(progress.epoch - train_state.init_epochs)
@@ -182,7 +182,7 @@ def one_sample_explained(job: Job) -> Iterator[None]:
 
 def log_step(job: Job, in_epoch: int) -> None:
     """The one place that waits for the device: read the sums of all ranks, stop at a loss that is not finite, say a line."""
-    train_state, progress, group = job.train_state, job.state.progress, job.group
+    train_state, progress, group = job.train_state, job.checkpoint_state.progress, job.group
     noise = [train_state.noise.take()] if train_state.noise is not None else []
     mine = torch.cat([train_state.sums, (train_state.bad_step.double() >= 0).double().reshape(1), *noise])
     local = train_state.sums.clone()
@@ -252,7 +252,7 @@ def check_finite(job: Job) -> None:
             total += tensor.detach().double().abs().sum()
     if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
         raise TrainingError(
-            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.state.progress.step}: "
+            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.checkpoint_state.progress.step}: "
             f"lower optim.lr (now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {last_good(job)}"
         )
 
@@ -261,18 +261,18 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     """A checkpoint at a position inside the epoch; training goes on in the same loader."""
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
-    progress = job.state.progress
+    progress = job.checkpoint_state.progress
     with job.clock.part("checkpoint"):
         check_finite(job)
         progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
         job.flush_records()
-        checkpoint.save(job.stage.last, job.state, job.group)
-    job.throughput.begin(job.state.progress.step)
+        checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+    job.throughput.begin(job.checkpoint_state.progress.step)
 
 
 def finish_epoch(job: Job) -> None:
     """Evaluate where it is due, check, save last and best, and report: the epoch counts once its checkpoint stands."""
-    config, group, progress = job.config, job.group, job.state.progress
+    config, group, progress = job.config, job.group, job.checkpoint_state.progress
     check_finite(job)
     skipped = len(note_skipped(job, job.train_loader, progress.skipped))
     trained = means(job.train_state, progress.partial, progress.epoch) | job.noise.end_epoch() | teacher_images(job)
@@ -309,8 +309,8 @@ def finish_epoch(job: Job) -> None:
     with job.clock.part("checkpoint"):
         job.flush_records()
         if best:
-            checkpoint.save(job.stage.best, job.state, group)
-        checkpoint.save(job.stage.last, job.state, group)
+            checkpoint.save(job.stage.best, job.checkpoint_state, group)
+        checkpoint.save(job.stage.last, job.checkpoint_state, group)
     if group.is_main:
         log_epoch(job, val, best)
     for name, seconds in epoch_clock(job).items():  # what a checkpoint cannot know of itself
@@ -331,7 +331,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         DataError: not one validation image could be read.
     """
     with job.clock.part("eval"):
-        val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, job.group, job.train_state.autocast)
+        val = evaluate(job.student, job.val_loader.epoch(0), job.normalize, job.group, job.train_state.autocast)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val
@@ -339,7 +339,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     """An epoch's line in the log."""
-    progress, config = job.state.progress, job.config
+    progress, config = job.checkpoint_state.progress, job.config
     result = "not evaluated"
     if val:
         result = (
@@ -437,7 +437,7 @@ def memory(job: Job) -> dict[str, float]:
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
-    progress = job.state.progress
+    progress = job.checkpoint_state.progress
     summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), **job.noise.whole(), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":

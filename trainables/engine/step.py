@@ -43,7 +43,7 @@ class TrainState:
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
-    student: nn.Module
+    ddp_module: nn.Module
     """`distillation_module`, under DDP where there are several ranks: what a step calls."""
     teacher: TeacherInterface | None
     updates: Updates
@@ -173,7 +173,7 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ma
         train_state.distillation_module.asks_teacher(epoch),
     )
     student = (
-        train_state.student if only is None else train_state.distillation_module
+        train_state.ddp_module if only is None else train_state.distillation_module
     )  # a warm-up stage does not reach all that DDP would wait for
     parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.blanks)
     timer.mark("augment")

@@ -187,6 +187,6 @@ def test_the_peak_of_the_memory_begins_anew_before_a_later_step_than_the_first(
     settings = config(tmp_path, optim={"epochs": epochs}, train={"warmup_steps": warmup, "max_steps": max_steps})
     reset_at = []
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        monkeypatch.setattr(loop, "reset_memory_peak", lambda _: reset_at.append(job.state.progress.step))
+        monkeypatch.setattr(loop, "reset_memory_peak", lambda _: reset_at.append(job.checkpoint_state.progress.step))
         loop.run(job)
         assert reset_at == [before or job.train_loader.steps_per_epoch]

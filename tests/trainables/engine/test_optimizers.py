@@ -408,7 +408,7 @@ def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
     forwards = list[int]()
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         assert len(job.train_state.updates.updates) == num_optimizers
-        job.model.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
+        job.student.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
         with contextlib.closing(on_device(job.train_loader.epoch(0), job.train_state.group.device)) as batches:
             for step in range(2):
                 train_step(job.train_state, next(batches), step, job.timer)

@@ -42,7 +42,7 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         assert job.train_state.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
-            before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
             kept = {
                 "before": before,
                 "images": job.train_state.prepare(batch).images_BCHW.clone(),
@@ -114,7 +114,7 @@ def train_unwatched(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     """The same job under DDP as torch has it."""
     with contextlib.closing(build_unwatched(group, settings)) as job:
         loop.run(job)
-    return {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 1), (3, 2)])

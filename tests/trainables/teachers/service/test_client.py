@@ -46,7 +46,7 @@ def served(config: TrainConfig, to: Sequence[Line], group: Group = ALONE) -> dic
     report = Recorded()
     with contextlib.closing(build(config, group, report, no_telemetry, lines=to)) as job:
         loop.run(job)
-        state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
+        state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     return {"calls": report.calls, "state": state}
 
 
