@@ -19,11 +19,11 @@ from trainables.distributed.group import all_reduce_sum, check_replicas, gather_
 from trainables.engine import checkpoint
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
+from trainables.engine.single_image_latency import image_costs
 from trainables.engine.step import TrainState, train_step
 from trainables.errors import DataError, TrainingError
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import PHASES
-from trainables.metrics.single_image_latency import image_costs
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")

@@ -24,9 +24,9 @@ from trainables.distributed.rank_pool import Ranks
 from trainables.engine.check_method import Case, check
 from trainables.engine.job import build
 from trainables.engine.loop import train_epoch
+from trainables.engine.single_image_latency import image_costs
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
-from trainables.metrics.single_image_latency import image_costs
 from trainables.models.registry import build_model
 from trainables.teachers.network import TeacherRequest
 

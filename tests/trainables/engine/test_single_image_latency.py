@@ -12,7 +12,7 @@ from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.metrics.single_image_latency import image_costs
+from trainables.engine.single_image_latency import image_costs
 
 IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
 
