@@ -427,7 +427,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     """
     from service.config.experiment import parse_override
     from service.config.method_rules import check_options
-    from trainables.distributed.rank_pool import Ranks
+    from trainables.distributed.rank_pool import RankPool
     from trainables.engine.check_method import Case, check
     from trainables.errors import ExperimentError, ModelError
     from trainables.models.names import check_model_name
@@ -440,7 +440,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
         except ModelError as error:
             raise ExperimentError(f"{option}: {error}") from error
     num_broken = 0
-    with contextlib.closing(Ranks()) as ranks:
+    with contextlib.closing(RankPool()) as ranks:
         for title, problem in check(Case(name, given, student, teacher, image_size), ranks.run):
             click.secho("failed" if problem else "    ok", fg="red" if problem else "green", nl=False)
             click.echo(f"  {title}" + (f": {problem}" if problem else ""))

@@ -29,7 +29,7 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
 from trainables.engine.job import Job, build
 from trainables.methods import METHODS, load
@@ -46,7 +46,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     blocks = 2 if short else 12
     names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
     names = ["at", "sp"] if short else names
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(2)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         root = Path(folder)
         lines = [
             Comparison(

@@ -19,7 +19,7 @@ from service import cli
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import mine
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -540,7 +540,7 @@ CONTRACT = [
 class Lent:
     """The test session's ranks, which the command may use and does not end."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankPool) -> None:
         self.run, self.closed = ranks.run, 0
 
     def close(self) -> None:
@@ -548,7 +548,7 @@ class Lent:
 
 
 def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code_2(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
     monkeypatch.setattr("trainables.distributed.rank_pool.Ranks", lambda: lent)

@@ -178,8 +178,8 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
         gather = Gather(rows, group)
         said = distillation_module(images, MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
         loss = losses(said, batch.labels_B, None, distillation_module.weights(1.0 if epoch >= 0 else epoch))
-        only, told = distillation_module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
-        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in train_state.updates.updates]
+        only, told = distillation_module.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in train_state.optimizers]
         names = {p: name for name, p in distillation_module.named_parameters() if p.requires_grad}
         student, method = set(distillation_module.student.parameters()), 0.0
         largest: dict[str, float | None] = {names[p]: None for p in (only.parameters if only else names) if p in names}
@@ -192,7 +192,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
                         method += found if part <= told and (only is not None or p in student) else 0.0
         (terms,) = said.terms.values() if said.terms else ({},)
         shapes = {name: tuple(term.shape) for name, term in terms.items()}
-        return Answered(shapes, rows, largest, method, gather.used, train_state.updates.several)
+        return Answered(shapes, rows, largest, method, gather.used, len(train_state.optimizers) > 1)
 
 
 def _largest(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST, tensor_format
-from trainables.distributed.batch_norm import normalize_by_batch, normalizes_together
+from trainables.device.model_input import AUTOCAST
+from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
-from trainables.engine.optimizers import share_out
+from trainables.engine.loss_groups import group_losses
 from trainables.errors import ExperimentError
 from trainables.methods.build import build_methods
 from trainables.methods.distillation_module import DistillationModule
@@ -98,8 +98,8 @@ def unite(
         student.reuse(model, size)
     by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
     if model is not None and (key := next(by_batch, None)) is not None:
-        normalize_by_batch(model, group, f"distill.options.{key}.teacher_norm")
-    reader = TapReader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
+        use_batch_statistics(model, group, f"distill.options.{key}.teacher_norm")
+    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(
         chosen,
@@ -120,12 +120,12 @@ def unite(
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
     names = ", ".join(config.distill.method)
-    if (distillation_module.requires_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
+    if (distillation_module.needs_whole_batch or has_global_batch_norm(student)) and config.optim.accumulate > 1:
         raise ExperimentError(
             f"{names if distillation_module.requires_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
         )
-    share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
+    group_losses(student, methods, config.optim)  # refuses losses and optimizers that do not go together
     others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
     others += ["optim.losses"] if config.optim.losses else []
     others += ["optim.name: dot"] if config.optim.name == "dot" else []

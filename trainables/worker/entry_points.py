@@ -74,8 +74,8 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
             "model": config.model,
             "decoder": job.train_loader.decoder,
             "metrics": summary,
-            "history": job.state.progress.history,
-            "steps_s": job.timer.steps_s() if config.train.max_steps is not None else [],
+            "history": job.progress.history,
+            "steps_s": job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
         }
         if group.is_main:
             write_json(stage.result, result)

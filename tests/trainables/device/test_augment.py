@@ -15,7 +15,7 @@ from trainables.config import DataConfig, DeviceAugmentConfig
 from trainables.device.augment import Inputs, TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import normalizer
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
 ALL: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_rank_without_samples_augments_nothing() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_path: Path, accumulate: int) -> None:
+def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL}
     settings = {"data": data, "teacher": teacher, "optim": {"epochs": 2, "accumulate": accumulate}}
@@ -90,7 +90,7 @@ def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_pat
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "data": {"last_batch": "drop", "device_augment": ALL}, "train": {"checkpoint_every": 3},
                 "optim": {"epochs": 2}}  # fmt: skip
     whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]

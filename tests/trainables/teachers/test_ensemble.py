@@ -13,7 +13,7 @@ from tests.trainables.jobs import config, relative_difference, train, write_teac
 from tests.trainables.methods.calls import make, terms
 from tests.trainables.methods.references.training import several_teachers
 from trainables.config import DistillConfig, TeacherConfig, TrainConfig
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.select import select_methods
 from trainables.models.weights import load_teacher
@@ -112,7 +112,7 @@ def job(folder: Path, name: str) -> TrainConfig:
     return config(folder / name, teacher=given(folder, 1.0, 3.0).model_dump())
 
 
-def test_two_workers_learn_from_several_teachers_what_one_does(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_workers_learn_from_several_teachers_what_one_does(tmp_path: Path, ranks: RankPool) -> None:
     (one,) = ranks.run(1, train, job(tmp_path, "one"))
     for each in ranks.run(2, train, job(tmp_path, "two")):
         assert relative_difference(one["state"], each["state"]) < 1e-9
