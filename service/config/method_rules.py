@@ -59,7 +59,7 @@ def _weighed(distill: DistillConfig) -> list[str]:
     return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
 
 
-def asks_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
+def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
     if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):
         return True
@@ -152,9 +152,9 @@ def _check_needs(experiment: Said) -> None:
             )
     if experiment.teacher is not None and experiment.teacher.others and distill.method != ("kd",):
         from trainables.methods.select import select_methods
-        from trainables.teachers.ensemble import check_several
+        from trainables.teachers.ensemble import check_ensemble
 
-        check_several(experiment.teacher, select_methods(distill))
+        check_ensemble(experiment.teacher, select_methods(distill))
     if distill.method == ("kd",) or not (mixes or parts > 1 or experiment.teacher is None):
         return
     for name in distill.method:

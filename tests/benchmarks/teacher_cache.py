@@ -22,7 +22,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.service.protocol import TeacherConnection
 
 STUDENTS = 3
 PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}
@@ -74,7 +74,7 @@ class Bench:
         """Of a round."""
         return int(self._steps * self._tree["data"]["global_batch_size"])
 
-    def job(self, jobs: contextlib.ExitStack, *, lines: Sequence[Line] = (), **changes: Any) -> Job:
+    def job(self, jobs: contextlib.ExitStack, *, lines: Sequence[TeacherConnection] = (), **changes: Any) -> Job:
         """A job that is closed with `jobs`. `teacher`: None, or what is changed of it."""
         teacher = changes.pop("teacher", {})
         taught = {"teacher": {**self._tree["teacher"], **teacher}} if teacher is not None else {"teacher": None, "distill": None}

@@ -178,7 +178,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
         gather = Gather(rows, group)
         said = distillation_module(images, MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
         loss = losses(said, batch.labels_B, None, distillation_module.weights(1.0 if epoch >= 0 else epoch))
-        only, told = distillation_module.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        only, told = distillation_module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
         lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in train_state.optimizers]
         names = {p: name for name, p in distillation_module.named_parameters() if p.requires_grad}
         student, method = set(distillation_module.student.parameters()), 0.0

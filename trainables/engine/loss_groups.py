@@ -27,7 +27,7 @@ def group_losses(student: nn.Module, methods: Mapping[str, Method], optim: Optim
     """Every loss of a job, each in one group.
 
     The labels' loss, `task`, changes the student; a method's loss changes the student and the method's own parameters, unless
-    the method declares fewer (`Method.moved_by`).
+    the method declares fewer (`Method.term_parameters`).
 
     Raises:
         ExperimentError: see `separate_losses`; or a term would change more than it declares, in an optimizer that it shares.
@@ -102,8 +102,8 @@ def _parameters_of(losses: Set[str], student: nn.Module, methods: Mapping[str, M
     for key, method in methods.items():
         for term in method.terms:
             if f"{key}/{term}" in losses:
-                parameters |= dict.fromkeys(method.moved_by(term, student))
-        if not method.terms and "task" in losses:  # it has a warm-up stage alone, in which there is one optimizer
+                parameters |= dict.fromkeys(method.term_parameters(term, student))
+        if not method.terms and "task" in losses:  # it has an init stage alone, in which there is one optimizer
             parameters |= dict.fromkeys(method.parameters())
     return list(parameters)
 
@@ -114,7 +114,7 @@ def _check_parameters(group: LossGroup, student: nn.Module, methods: Mapping[str
         trained = [parameter for parameter in group.parameters if parameter.requires_grad]
         reached = {*student.parameters(), *method.parameters()}.intersection(trained)
         for term in method.terms:
-            if f"{key}/{term}" in group.losses and reached.difference(method.moved_by(term, student)):
+            if f"{key}/{term}" in group.losses and reached.difference(method.term_parameters(term, student)):
                 raise ExperimentError(
                     f"distill.method: {key}'s {term} changes less than the losses beside it in its optimizer: write one of its"
                     f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name sgd or adamw"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST
+from trainables.device.model_input import AUTOCAST, tensor_format
 from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.engine.loss_groups import group_losses
@@ -22,18 +22,18 @@ from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, check_cache_top_k, check_logits_only, select_methods, task_weight
 from trainables.methods.tap_reader import TapReader
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.teachers.build import cached_teacher, load_network, place, service_teacher, teacher_reader
+from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
 from trainables.teachers.interface import TeacherInterface
-from trainables.teachers.network import Teacher
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.protocol import TeacherConnection
 
 
 def build_modules(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
+    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection] = ()
 ) -> tuple[DistillationModule, TeacherInterface | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
-    `lines` lead to the actors of `teacher.service`.
+    `connections` lead to the actors of `teacher.service`.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -45,15 +45,15 @@ def build_modules(
     model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
     distillation_module, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
     if model is not None and of_teacher is not None:
-        place(model, config, group)
-        return distillation_module, Teacher(
+        to_device(model, config, group)
+        return distillation_module, TeacherNetwork(
             model, of_teacher, gradient=any(method.method_class.requires.teacher_gradient for method in reading)
         )
     asking = [method.key for method in reading]
     if logits_only == "teacher.cache":
         return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, tensor_format(config)[0])
+        return distillation_module, service_teacher(config, group, loader, classes, connections, asking, tensor_format(config)[0])
     return distillation_module, None
 
 
@@ -99,7 +99,7 @@ def unite(
     by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
     if model is not None and (key := next(by_batch, None)) is not None:
         use_batch_statistics(model, group, f"distill.options.{key}.teacher_norm")
-    reader = Reader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
+    reader = TapReader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(
         chosen,
@@ -120,7 +120,7 @@ def unite(
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
     names = ", ".join(config.distill.method)
-    if (distillation_module.needs_whole_batch or has_global_batch_norm(student)) and config.optim.accumulate > 1:
+    if (distillation_module.requires_whole_batch or has_global_batch_norm(student)) and config.optim.accumulate > 1:
         raise ExperimentError(
             f"{names if distillation_module.requires_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
             f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"

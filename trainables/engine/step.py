@@ -67,7 +67,7 @@ class TrainState:
     teacher: TeacherInterface | None
     optimizers: tuple[LossOptimizer, ...]
     training_update: ParameterUpdate
-    """How a step of the training changes the parameters; a warm-up stage has an update of its own."""
+    """How a step of the training changes the parameters; an init stage has an update of its own."""
     update_settings: UpdateSettings
     group: Group
     prepare: Callable[[DeviceBatch], Inputs]
@@ -103,9 +103,9 @@ class TrainState:
         module = self.distillation_module
         self.ddp_module.train()
         module.begin_stage(epoch.training)
-        self.active_teacher = self.teacher if self.teacher is not None and module.asks_teacher(epoch.training) else NoTeacher()
+        self.active_teacher = self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
         self.update = self.training_update
-        selected = module.warms_up(epoch.training)
+        selected = module.init_targets(epoch.training)
         if selected is not None:
             self.update = WarmUpUpdate(
                 module,
@@ -116,11 +116,11 @@ class TrainState:
             )
 
     def absent_terms(self, epoch: Epoch) -> frozenset[str]:
-        """Those of `sum_names` that no method computes in an epoch: a warm-up stage has terms of its own."""
+        """Those of `sum_names` that no method computes in an epoch: an init stage has terms of its own."""
         if not self.distillation_module.methods:
             return frozenset()
         return frozenset(
-            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.told_at(epoch.training)
+            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.active_terms(epoch.training)
         )
 
 

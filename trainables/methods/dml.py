@@ -50,7 +50,7 @@ class DML(Method):
             peer = build_model(name, num_classes=context.num_classes, image_size=size, seed=context.seed + 1)
         except ModelError as error:
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
-        self.peer = convert(peer, setting.group) if has_global_batch_norm(setting.student.model) else peer
+        self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
         # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
         self._blanks = 0 if accepts_empty_batches(self.peer) else 2
 

@@ -95,9 +95,9 @@ def _train(
             group,
             reporter.report,
             telemetry.snapshot,
-            enough,
-            [ActorConnection(name) for name in config.teachers],
-            reporter.flush,
+            stop_early=enough,
+            connections=[ActorConnection(name) for name in config.teachers],
+            flush_records=reporter.flush,
         )
         stack.callback(job.close)
         if group.is_main:

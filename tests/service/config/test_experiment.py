@@ -12,7 +12,7 @@ import pytest
 from service.config import strict_yaml
 from service.config.experiment import Experiment, Resolved, load, read_resolved, recipes
 from service.config.messages import known_keys, nearest
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
@@ -114,7 +114,7 @@ def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
     def asked(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
-        return asks_teacher(experiment.distill, experiment.sweep.axes)
+        return needs_teacher(experiment.distill, experiment.sweep.axes)
 
     assert asked()
     assert asked("distill.method=[dml, sp]")

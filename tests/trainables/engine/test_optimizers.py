@@ -182,7 +182,7 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
     student.bias.requires_grad_(False)
     method.optimizers = {}  # type: ignore[misc]
-    method.moved_by = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
+    method.term_parameters = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
     (update,) = build_optimizers(student, {"m": method}, OptimConfig())
     assert {id(p) for group in update.optimizer.param_groups for p in group["params"]} == {
         id(p) for p in (student.weight, *method.parameters())

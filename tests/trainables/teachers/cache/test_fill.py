@@ -15,6 +15,7 @@ from tests.trainables.teachers.cache.test_cached_teacher import ran_for, setting
 from trainables.config import FillConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine.job import open_loaders
 from trainables.errors import DataError
 from trainables.teachers.cache.fill import fill, stored_order
 from trainables.teachers.cache.store import Columns, Store

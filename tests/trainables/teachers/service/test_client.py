@@ -212,7 +212,7 @@ def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -
         counts, images = list[int](), list[torch.Tensor]()
         for batch in ahead:
             images.append(batch.images_BCHW)
-            counts.append(len(job.train_state.teacher._coming))  # type: ignore[attr-defined]
+            counts.append(len(job.train_state.teacher._pending))  # type: ignore[attr-defined]
         assert counts[0] == 2
         assert max(counts) == len(counts)  # nothing was taken: all of them are still to be
         assert [count - number for number, count in enumerate(counts)][:6] == [2, 3, 4, 5, 5, 5]
@@ -265,7 +265,7 @@ def test_on_a_gpu_a_step_takes_its_answer_without_waiting_for_the_device(tmp_pat
         assert isinstance(teacher, ServiceTeacher)
         batch = next(teacher.ahead(job.train_loader.epoch(0), 0))
         until_s = time.monotonic() + 60
-        while not all(part.reply.done() for part in teacher._coming[0].parts) and time.monotonic() < until_s:
+        while not all(part.reply.done() for part in teacher._pending[0].parts) and time.monotonic() < until_s:
             time.sleep(0.01)
         torch.cuda.set_sync_debug_mode("error")
         try:
