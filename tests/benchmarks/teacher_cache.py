@@ -74,13 +74,13 @@ class Bench:
         """Of a round."""
         return int(self._steps * self._tree["data"]["global_batch_size"])
 
-    def job(self, jobs: contextlib.ExitStack, *, lines: Sequence[TeacherConnection] = (), **changes: Any) -> Job:
+    def job(self, jobs: contextlib.ExitStack, *, connections: Sequence[TeacherConnection] = (), **changes: Any) -> Job:
         """A job that is closed with `jobs`. `teacher`: None, or what is changed of it."""
         teacher = changes.pop("teacher", {})
         taught = {"teacher": {**self._tree["teacher"], **teacher}} if teacher is not None else {"teacher": None, "distill": None}
         tree = {**self._tree, **taught, **changes, "output_dir": tempfile.mkdtemp(dir=self._folder)}
         config = TrainConfig.model_validate(tree)
-        return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, lines=lines)))
+        return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)))
 
     def full(self, jobs: contextlib.ExitStack) -> Job:
         """A job whose cache holds all that it asks for; its teacher was never built."""

@@ -58,9 +58,9 @@ def together_s(bench: Bench, actor: str | None = None) -> float:
     with contextlib.ExitStack() as jobs:
         built = list[Job]()
         for number in range(STUDENTS):
-            lines = [ActorConnection(actor)] if actor else []
+            connections = [ActorConnection(actor)] if actor else []
             optim = {"epochs": 1, "lr": 0.1 + 0.01 * number}
-            built.append(bench.job(jobs, lines=lines, teacher={"service": 1 if actor else None}, optim=optim))
+            built.append(bench.job(jobs, connections=connections, teacher={"service": 1 if actor else None}, optim=optim))
         students = [threading.Thread(target=bench.train_s, args=(job,)) for job in built]
         for student in students:
             student.start()

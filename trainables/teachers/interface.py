@@ -1,4 +1,4 @@
-"""What a training step asks of a teacher, however its logits come about: a network here, a cache, or a service.
+"""What a training step calls for a teacher's outputs: a network on this rank, cached logits, or a client of the service.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
@@ -15,34 +15,34 @@ from trainables.methods.contract import ModelOutputs
 
 
 class TeacherRequest(NamedTuple):
-    """Which images a teacher is asked about: with the experiment's seed, these two decide every pixel of them."""
+    """Identifies the images of a forward pass: with the experiment's seed, these two decide every pixel of them."""
 
-    samples_B: Tensor
-    """Dataset-wide indices on the host, int64."""
+    indices_B: Tensor
+    """Dataset-wide sample indices on the host, int64."""
     epoch: int
-    """By which they are augmented."""
+    """The epoch by which the images are augmented."""
 
 
 class TeacherInterface(Protocol):
-    """What a step asks: a teacher that runs, here or elsewhere, or what one has answered before."""
+    """A teacher of a training step."""
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """Method → the answer to the first `num_rows` images, without waiting for the device.
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """Method key → outputs for the first `num_rows` images; does not wait for the device.
 
-        `asked` tells which images they are; None: images that are no samples, such as those of a trial run.
+        `request` identifies the images; None: they are no samples, as in a trial run.
         """
 
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """The host batches of an epoch, on their way to the device; whoever answers from elsewhere may look at them before.
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """Pass the host batches of an epoch on to the device; a teacher whose outputs come from elsewhere requests them here.
 
-        `epoch`: by which they are augmented. Closing this closes `batches`.
+        `epoch`: the one by which the images are augmented. Closing the result closes `batches`.
         """
 
     def end_epoch(self) -> int | None:
-        """How many images a network ran for since this was last asked, where it need not have; None: it always does.
+        """Number of images for which a network ran since the last call; None where it runs for every image.
 
-        What is to be kept of them is on disk.
+        What a cache stores of them is on disk when this returns.
         """
 
     def close(self) -> None:
-        """Let go of files and threads; no more is asked."""
+        """Release files and threads; the teacher is not called again."""

@@ -18,7 +18,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import open_loaders
 from trainables.errors import DataError
 from trainables.teachers.cache.fill import fill, stored_order
-from trainables.teachers.cache.store import Columns, Store
+from trainables.teachers.cache.store import Columns, LogitsStore
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
@@ -35,15 +35,15 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:
     """The disk is full after the first epoch."""
-    write = Store.write
+    write = LogitsStore.write
 
-    def full(store: Store, epoch: int, columns: Columns) -> None:
+    def full(store: LogitsStore, epoch: int, columns: Columns) -> None:
         if epoch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(store, epoch, columns)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "write", full)
+        patch.setattr(LogitsStore, "write", full)
         fill_alone(group, config)
 
 
