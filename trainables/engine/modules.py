@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST, tensor_format
+from trainables.device.model_input import AUTOCAST
 from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.engine.loss_groups import group_losses
@@ -53,7 +53,7 @@ def build_modules(
     if logits_only == "teacher.cache":
         return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, loader, classes, connections, asking, tensor_format(config)[0])
+        return distillation_module, service_teacher(config, group, classes, loader, connections, asking)
     return distillation_module, None
 
 

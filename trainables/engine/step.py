@@ -46,7 +46,7 @@ class NoTeacher:
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
 
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         return batches
 
     def end_epoch(self) -> None:

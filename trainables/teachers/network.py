@@ -21,7 +21,7 @@ from trainables.teachers.interface import TeacherRequest
 class TeacherNetwork:
     """A frozen model in eval mode, but for batch norms that use the statistics of the batch; see `TeacherInterface`."""
 
-    def __init__(self, model: nn.Module, reader: Reader, *, gradient: bool = False):
+    def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
         """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
@@ -36,7 +36,7 @@ class TeacherNetwork:
         if self._gradient:  # the parameters are frozen: the graph starts at the images
             images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode: a method's backward cannot use its tensors.
-        with torch.set_grad_enabled(self._gradient), self._reader.reading():
+        with torch.set_grad_enabled(self._gradient), self._reader.capture():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
             return self._reader.pop(logits_BK, num_rows)
 

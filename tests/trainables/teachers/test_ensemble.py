@@ -54,7 +54,7 @@ def test_equal_teachers_are_as_one_and_huge_logits_stay_finite() -> None:
 
 def test_each_method_reads_the_mean_at_its_own_temperature() -> None:
     logits_BEK = draw(4, 2, 5)
-    seen = EnsembleReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).take(logits_BEK, 3)
+    seen = EnsembleReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).pop(logits_BEK, 3)
     for key, at in (("kd", 4.0), ("mine", 1.0)):
         expected = (logits_BEK[:3] / at).softmax(2).mean(1)
         torch.testing.assert_close((seen[key].logits_BK / at).softmax(1), expected)
