@@ -38,7 +38,6 @@ from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.service.client import AHEAD
 from trainables.teachers.service.protocol import Line
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
@@ -202,7 +201,6 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             loader_workers=data.loader_workers, device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
             seed_epochs=config.seed_epochs if split == "train" else None,
-            held=AHEAD if split == "train" and config.teacher is not None and config.teacher.service is not None else 0,
         )  # fmt: skip
 
     return sources["train"].classes, (loader("train"), loader("val"))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.device.augment import Inputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
@@ -49,7 +48,7 @@ class TrainState:
     updates: Updates
     scaler: torch.amp.GradScaler
     group: Group
-    prepare: Callable[[DeviceBatch], Inputs]
+    prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     steps_per_epoch: int
     init_epochs: int = 0
@@ -134,29 +133,16 @@ def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tenso
     return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
-class Part(NamedTuple):
-    """A micro-batch. Where the rank has no samples, two images that nothing is asked about."""
-
-    images_BCHW: Tensor
-    labels_B: Tensor
-    indices_B: Tensor
-    mix: Mix | None
-
-
-def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: int = 2) -> list[Part]:
-    """The batch in at most `accumulate` parts.
+def micro_batches(batch: DeviceBatch, accumulate: int, blanks: int = 2) -> list[DeviceBatch]:
+    """A prepared batch in at most `accumulate` parts. Where the rank has no samples, `blanks` images without labels.
 
     A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
     single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, which always holds the
     larger share.
     """
-    images_BCHW, labels_B, mix = inputs
-    if len(labels_B) == 0:
-        return [Part(images_BCHW.new_zeros((blanks, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
-    parts = min(accumulate, len(labels_B))
-    mixes = [None] * parts if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(parts) for t in mix), strict=True)]
-    split = zip(*(t.tensor_split(parts) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
-    return [Part(*part) for part in split]
+    if len(batch.labels_B) == 0:
+        return [batch._replace(images_BCHW=batch.images_BCHW.new_zeros((blanks, *batch.images_BCHW.shape[1:])), mix=None)]
+    return batch.split(min(accumulate, len(batch.labels_B)))
 
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Marks) -> None:
@@ -175,13 +161,11 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ma
     student = (
         train_state.student if only is None else train_state.distillation_module
     )  # a warm-up stage does not reach all that DDP would wait for
-    parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.blanks)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.blanks)
     timer.mark("augment")
-    seen = 0
     for part in parts:
         rows = len(part.labels_B)
-        asked = TeacherRequest(batch.known_B[seen : seen + rows], batch.epoch)
-        seen += rows
+        asked = TeacherRequest(part.host_indices_B, part.epoch)
         with train_state.autocast():
             taught = train_state.teacher(part.images_BCHW, rows, asked) if train_state.teacher is not None and asks else None
         timer.mark("teacher")

@@ -147,7 +147,7 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
                 logging.getLogger("raydistill").info(
                     "%s: %s on %d x %s, ready after %.1f s; JPEG by %s, %.1f MiB of batches a worker",
                     config.stage, config.model, group.world_size, group.device.type, time.time() - began,
-                    loader.decoder, loader.buffers_mib,
+                    loader.decoder, loader.batches_mib,
                 )  # fmt: skip
             try:
                 summary = loop.run(job)

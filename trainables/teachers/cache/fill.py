@@ -51,7 +51,7 @@ def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, di
                         batch.wait()
                         rows = len(batch.labels_B)
                         with in_precision():
-                            teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.known_B, batch.epoch))
+                            teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.host_indices_B, batch.epoch))
                         if step % config.train.log_every == 0:
                             report("step", step, step / steps_per_epoch, {})
                             _check_written(teacher, group)

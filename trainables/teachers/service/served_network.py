@@ -59,7 +59,7 @@ class LiveNetwork:
 
     def _run(self, images_nHWC: Tensor, known_n: Tensor, epoch: int) -> Tensor:
         indices_n = known_n.to(self._device, non_blocking=True)
-        batch = DeviceBatch(images_nHWC.permute(0, 3, 1, 2), torch.zeros_like(indices_n), indices_n, known_n, epoch, 0, None)
+        batch = DeviceBatch(images_nHWC.permute(0, 3, 1, 2), torch.zeros_like(indices_n), indices_n, known_n, epoch)
         with torch.no_grad():
             images_nCHW = self._prepare(batch).images_BCHW
         with self._autocast():
