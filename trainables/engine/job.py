@@ -42,7 +42,6 @@ from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.service.client import PREFETCH_BATCHES
 from trainables.teachers.service.protocol import TeacherConnection
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
@@ -290,7 +289,6 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and training else None,
             seed_epochs=config.seed_epochs if training else None,
-            held=PREFETCH_BATCHES if training and config.teacher is not None and config.teacher.service is not None else 0,
         )
 
     return sources["train"].classes, (loader("train"), loader("val"))

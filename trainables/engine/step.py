@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.data.loader import Batch
-from trainables.device.augment import Inputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
@@ -70,7 +69,7 @@ class TrainState:
     """How a step of the training changes the parameters; an init stage has an update of its own."""
     update_settings: UpdateSettings
     group: Group
-    prepare: Callable[[DeviceBatch], Inputs]
+    prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     epochs: Epochs
     num_blank_images: int = 2
@@ -175,29 +174,17 @@ def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tenso
     return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
-class MicroBatch(NamedTuple):
-    """A part of a batch for gradient accumulation. Where the rank has no samples: blank images without labels."""
-
-    images_BCHW: Tensor
-    labels_B: Tensor
-    indices_B: Tensor
-    mix: Mix | None
-
-
-def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, num_blank_images: int = 2) -> list[MicroBatch]:
-    """The batch in at most `accumulate` parts.
+def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
+    """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
 
     A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
     single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
     always the larger one.
     """
-    images_BCHW, labels_B, mix = inputs
-    if len(labels_B) == 0:
-        return [MicroBatch(images_BCHW.new_zeros((num_blank_images, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
-    num = min(accumulate, len(labels_B))
-    mixes = [None] * num if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(num) for t in mix), strict=True)]
-    split = zip(*(t.tensor_split(num) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
-    return [MicroBatch(*part) for part in split]
+    if len(batch.labels_B) == 0:
+        blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))
+        return [batch._replace(images_BCHW=blank_BCHW, mix=None)]
+    return batch.split(min(accumulate, len(batch.labels_B)))
 
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: StepTimer) -> None:
@@ -209,12 +196,12 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: St
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
     epoch = train_state.epochs.training_epochs(step)
     weights = train_state.distillation_module.weights(epoch)
-    parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.num_blank_images)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
-    for part, samples_B in zip(parts, batch.known_B.tensor_split(len(parts)), strict=True):
+    for part in parts:
         rows = len(part.labels_B)
         with train_state.autocast():
-            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(samples_B, batch.epoch))
+            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(part.host_indices_B, part.epoch))
         timer.mark("teacher")
         gather = Gather(rows, group, train_state.cpu_group)
         method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)

@@ -109,7 +109,7 @@ def _train(
                 group.device.type,
                 time.time() - began_s,
                 job.train_loader.decoder,
-                job.train_loader.buffers_mib,
+                job.train_loader.batches_mib,
             )
         # Written before the loaders are closed, which may wait for a disk.
         stack.enter_context(failure_recorded(stage, group))

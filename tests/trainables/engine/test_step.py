@@ -12,8 +12,7 @@ from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
 from tests.trainables.methods import mine
 from tests.trainables.methods.calls import make, terms
-from trainables.device.augment import Inputs
-from trainables.device.device_batches import on_device
+from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import build
@@ -116,13 +115,14 @@ def test_a_student_in_half_precision_is_answered_for_in_single_precision() -> No
 
 def test_an_empty_batch_becomes_blanks_that_nothing_is_asked_about() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    (part,) = micro_batches(Inputs(torch.zeros((0, 3, 8, 8)), none), none, 4)
+    (part,) = micro_batches(DeviceBatch(torch.zeros((0, 3, 8, 8)), none, none, none, epoch=0), 4)
     assert tuple(part.images_BCHW.shape) == (2, 3, 8, 8)
     assert len(part.labels_B) == len(part.indices_B) == 0
 
 
 def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
-    parts = micro_batches(Inputs(torch.zeros((3, 3, 8, 8)), torch.arange(3)), torch.arange(3), 5)
+    three = torch.arange(3)
+    parts = micro_batches(DeviceBatch(torch.zeros((3, 3, 8, 8)), three, three, three, epoch=0), 5)
     assert [part.labels_B.tolist() for part in parts] == [[0], [1], [2]]
 
 
