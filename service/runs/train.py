@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from service.cluster import resources as clusters
 from service.config.dotted import flatten
 from service.config.experiment import Experiment, Resolved
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from service.report.tables import phase_table, stage_table
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan, absolute
@@ -149,7 +149,7 @@ def prepare(now: Session, plan: Plan) -> str | None:
         TrainingError: a training failed.
     """
     experiment = plan.experiment
-    if experiment.teacher is None or not asks_teacher(experiment.distill, experiment.sweep.axes):
+    if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
     for name in experiment.preparation:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from service.cluster.resources import Need, observe
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from trainables.config import TrainConfig
 from trainables.errors import DistillError
 from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_cause, read_failure
@@ -155,7 +155,7 @@ def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
 
 def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:
     """What a stage reserves, and beside it the actors that answer for its teacher."""
-    asked = config.distill is not None and asks_teacher(config.distill, ())
+    asked = config.distill is not None and needs_teacher(config.distill, ())
     count = config.teacher.service if config.teacher is not None and asked else None
     actors = Need(count, config.scale.cpus_per_worker, int(use_gpu)) if count is not None else None
     return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu), actors)

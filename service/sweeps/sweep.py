@@ -12,7 +12,7 @@ from service.cluster import resources as clusters
 from service.cluster.resources import Cluster
 from service.config.dotted import flatten
 from service.config.experiment import Resolved
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from service.report.tables import compared, verdict
 from service.runs.dry_run import refuse_misfits
 from service.runs.plan import Plan, absolute
@@ -178,7 +178,7 @@ def untrained_teacher(now: Session) -> str | None:
     teacher, data = experiment.teacher, experiment.data
     if teacher is not None and teacher.weights and not experiment.assistants:
         return absolute(teacher.weights)
-    if teacher is None or not asks_teacher(experiment.distill, experiment.sweep.axes):
+    if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     name = experiment.assistants[-1].model if experiment.assistants else teacher.model
     from trainables.data.source import open_source

@@ -37,6 +37,7 @@ from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
+from trainables.rules import first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.client import AHEAD
 from trainables.teachers.service.protocol import Line
@@ -115,6 +116,8 @@ def build(
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
     """
+    if problem := first_problem(config):
+        raise ExperimentError(problem)
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype, layout = numbers(config)

@@ -30,6 +30,7 @@ from trainables.methods.distillation_module import (
 )
 from trainables.methods.features import TeacherNormOptions
 from trainables.models.reused_classifier import ReusedClassifier
+from trainables.rules import first_problem_of_method, splits_no_batch
 from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
 from trainables.teachers.ensemble import load_network, teacher_reader
 from trainables.teachers.network import Teacher, TeacherInterface
@@ -90,6 +91,9 @@ def unite(
         return DistillationModule(
             student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
         ), None
+    for method in chosen:
+        if problem := first_problem_of_method(method.key, method.kind.needs, config):
+            raise ExperimentError(problem)
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
         check_reads_logits(chosen, given)
@@ -119,11 +123,10 @@ def unite(
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
     names = ", ".join(config.distill.method)
-    if (distillation_module.needs_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
-        raise ExperimentError(
-            f"{names if distillation_module.needs_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
-            f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
-        )
+    if distillation_module.needs_whole_batch or normalizes_together(student):
+        what = f"distill.method: {names}" if distillation_module.needs_whole_batch else "scale.sync_batch_norm"
+        if problem := splits_no_batch(what, config.optim.accumulate):
+            raise ExperimentError(problem)
     share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
     others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
     others += ["optim.losses"] if config.optim.losses else []

@@ -32,6 +32,7 @@ from trainables.engine.optim import (
 )
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
+from trainables.rules import nesterov_has_momentum, warmup_leaves_an_epoch
 
 
 class Total(Protocol):
@@ -295,12 +296,11 @@ def own_losses(methods: Mapping[str, Method], optim: OptimConfig) -> dict[str, t
 
 
 def _settings(name: str, optim: OptimConfig, declared: LossOptimConfig | None) -> OptimConfig:
-    """Those of one loss, held to what the whole section is held to."""
-    own = optim.for_loss(name, declared)
-    if own.nesterov and not own.momentum:
-        raise ExperimentError(f"optim.losses: {name}: nesterov needs a momentum above 0: write it there, or nesterov: false")
-    if own.warmup_epochs >= own.epochs:
-        raise ExperimentError(f"optim.losses: {name}: warmup_epochs {own.warmup_epochs:g} leaves none of {own.epochs} epochs")
+    """Those of one loss, which keep the rules of the whole section."""
+    own, section = optim.for_loss(name, declared), f"optim.losses.{name}."
+    problem = nesterov_has_momentum(own, section) or warmup_leaves_an_epoch(own, own.epochs, section=section)
+    if problem is not None:
+        raise ExperimentError(problem)
     return own
 
 

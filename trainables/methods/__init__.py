@@ -75,6 +75,22 @@ def file_of(name: str) -> Path | None:
     return Path(file) if colon and file.endswith(".py") else None
 
 
+def source_of(name: str) -> tuple[Path, str, str] | None:
+    """The file that a name `FILE.py:CLASS` means, its text and the text's SHA-256, without running it; None for any other name.
+
+    Raises:
+        ExperimentError: the file cannot be read.
+    """
+    file = file_of(name)
+    if file is None:
+        return None
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ExperimentError(f"distill.method: {file} cannot be read: {error.strerror}") from error
+    return file, content.decode(errors="replace"), hashlib.sha256(content).hexdigest()
+
+
 def check_name(name: str, where: str = "distill.method") -> None:
     """Refuse a method that does not exist, without loading it. `where` is the key that names it.
 
