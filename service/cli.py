@@ -120,13 +120,17 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
 @DIR
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
+    from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints, check_inputs
     from service.runs.run_directory import reopen
 
-    resolved, run_dir, result = reopen(directory, to_continue=True)
+    _, run_dir, result = reopen(directory)
     if result["status"] == "complete":
         click.echo(f"{directory} is complete; its tables: distill report {directory}")
         return
+    resolved, run_dir, result = reopen(directory, to_continue=True)
+    for line in changed_methods(run_dir):
+        click.echo(line)
     check_checkpoints(run_dir)
     check_inputs(resolved, result["kind"])
     carry_on(result["kind"], resolved, run_dir, Path(result["runs_root"]))

@@ -9,6 +9,7 @@ import inspect
 import os
 import pkgutil
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -69,10 +70,19 @@ def key_of(name: str) -> str:
     return name.rpartition(":")[2]
 
 
+_copies: dict[str, Path] = {}
+
+
+def use_copies(copies: Mapping[str, Path]) -> None:
+    """From here on this process loads each of these method files, by the names that an experiment has, from its copy."""
+    _copies.clear()
+    _copies.update(copies)
+
+
 def file_of(name: str) -> Path | None:
-    """The file that a name `FILE.py:CLASS` means; None for any other name."""
+    """The file that a name `FILE.py:CLASS` means, or its copy, see `use_copies`; None for any other name."""
     file, colon, _ = name.rpartition(":")
-    return Path(file) if colon and file.endswith(".py") else None
+    return _copies.get(file, Path(file)) if colon and file.endswith(".py") else None
 
 
 def source_of(name: str) -> tuple[Path, str, str] | None:
@@ -88,7 +98,7 @@ def source_of(name: str) -> tuple[Path, str, str] | None:
         content = file.read_bytes()
     except OSError as error:
         raise ExperimentError(f"distill.method: {file} cannot be read: {error.strerror}") from error
-    return file, content.decode(errors="replace"), hashlib.sha256(content).hexdigest()
+    return file, content.decode(errors="surrogateescape"), hashlib.sha256(content).hexdigest()
 
 
 def check_name(name: str, where: str = "distill.method") -> None:
