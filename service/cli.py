@@ -120,13 +120,17 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
 @DIR
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
+    from service.runs.method_copies import changed_methods
     from service.runs.preflight import check_checkpoints, check_inputs
     from service.runs.run_directory import reopen
 
-    resolved, run_dir, result = reopen(directory, to_continue=True)
+    _, run_dir, result = reopen(directory)
     if result["status"] == "complete":
         click.echo(f"{directory} is complete; its tables: distill report {directory}")
         return
+    resolved, run_dir, result = reopen(directory, to_continue=True)
+    for line in changed_methods(run_dir):
+        click.echo(line)
     check_checkpoints(run_dir)
     check_inputs(resolved, result["kind"])
     carry_on(result["kind"], resolved, run_dir, Path(result["runs_root"]))
@@ -426,6 +430,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     Example:  distill check-method mine.py:Margin --option weight=2
     """
     from service.config.experiment import parse_override
+    from service.config.messages import ConfigProblems
     from service.config.method_rules import check_options
     from trainables.distributed.rank_pool import RankPool
     from trainables.engine.check_method import Case, check
@@ -433,7 +438,10 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     from trainables.models.names import check_model_name
 
     given = dict(parse_override(option, "--option") for option in options)
-    check_options(name, given, "--option", {}, missing="give --option {name}=…")
+    try:
+        check_options(name, given, missing="give --option {name}=…")
+    except ConfigProblems as problems:
+        raise ExperimentError(problems.text("--option")) from problems
     for option, model in (("--student", student), ("--teacher", teacher)):
         try:
             check_model_name(model)
@@ -452,7 +460,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
 @cli.command("recipes")
 def list_recipes() -> None:
     """The experiments that ship with raydistill."""
-    from service.config.experiment import recipes
+    from service.config.files import recipes
 
     width = max(map(len, recipes()))
     for name, text in recipes().items():
@@ -469,7 +477,7 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
     from service.config.dotted import flatten
     from service.config.experiment import load
 
-    resolved = load(recipe_or_file, overrides)
+    resolved = load(recipe_or_file, overrides, method_files="ignore")
     flat = flatten(resolved.experiment.model_dump(mode="json"))
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
     left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))

@@ -197,6 +197,16 @@ class RunDir:
     def trials(self) -> Path:
         return self.root / "trials"
 
+    @property
+    def methods(self) -> Path:
+        """Copies of the method files that the experiment names."""
+        return self.root / "methods"
+
+    @property
+    def methods_index(self) -> Path:
+        """Which file each copy is of, and its hash."""
+        return self.methods / "index.json"
+
     def stage(self, name: str) -> StageDir:
         return StageDir(self.root / name)
 

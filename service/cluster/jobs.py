@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from service.config.experiment import load, recipes
+from service.config.experiment import load
+from service.config.files import recipes
 from service.runs.plan import absolute, located
 from trainables.errors import ClusterError, ExperimentError
 from trainables.rundir import expanded
@@ -64,7 +65,8 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
             )
         resolved = load(command[1])
-        load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
+        # A wrong experiment is refused here, not minutes later in a log.
+        load(command[1], _overrides(command), method_files="run if present")
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
             teacher = resolved.experiment.teacher

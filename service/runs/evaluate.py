@@ -22,6 +22,7 @@ from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.failures import WorkersFailedError
 from trainables.models.checkpoint_header import locate, read_header
+from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
 
 CHANGEABLE = ("data", "scale", "precision")
@@ -62,6 +63,8 @@ def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     config = checked(tree)
+    if problem := resize_covers_crop(config.data):
+        raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
     size = config.data.image_size
     load_teacher(about["model"], str(checkpoint), num_classes=len(classes), image_size=size, classes=classes, seed=0)

@@ -21,6 +21,7 @@ from trainables.data.source import Source, check_placement, open_source
 from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_header
+from trainables.rules import enough_images
 from trainables.rundir import RunDir, StageDir, unwritable
 
 if TYPE_CHECKING:
@@ -52,12 +53,8 @@ def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
     if not {"data.stage", "data.cache"} & searched:
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
-    batch = experiment.data.global_batch_size
-    if trains_base and experiment.data.last_batch == "drop" and len(train) < batch:
-        raise DataError(
-            f"data.global_batch_size: {batch} is more than the {len(train)} training images of {experiment.data.path}; "
-            f"write at most {len(train)}, or data.last_batch=short"
-        )
+    if trains_base and (problem := enough_images(experiment.data, len(train))):
+        raise DataError(problem)
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if name != "teacher"])

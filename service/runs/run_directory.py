@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from service.config.experiment import Resolved, read_resolved
+from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import read_result
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable, write_atomic, write_json
@@ -58,6 +59,7 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
 def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
     """Write down what is going to be carried out: from here on `distill resume` can continue it."""
     try:
+        copy_methods(resolved.experiment, run_dir)
         write_atomic(run_dir.experiment, resolved.to_yaml().encode())
         write_json(run_dir.result, {
             "kind": kind, "name": resolved.experiment.name, "status": "running",
@@ -81,6 +83,8 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     run_dir = RunDir(path.absolute())
     if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
         raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
+    if to_continue:
+        use_copies_of(run_dir)
     resolved = read_resolved(run_dir.experiment, reading=not to_continue)
     result = read_result(run_dir.result, run_dir.experiment)
     return replace(resolved, sources=result.get("sources", {})), run_dir, result

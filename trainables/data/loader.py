@@ -28,6 +28,7 @@ from trainables.data.order import Order, Split, rank_part
 from trainables.data.sample_reader import Costs, Part, Reader, outcome
 from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.errors import DataError
+from trainables.rules import enough_images, resize_covers_crop
 
 log = logging.getLogger("raydistill")
 
@@ -87,18 +88,11 @@ class Loader:
         auto: Enough | None = None,
         seed_epochs: int | None = None,
     ) -> None:
-        if data.val_resize is not None and data.val_resize < data.image_size:
-            raise DataError(
-                f"data.val_resize: {data.val_resize} is below data.image_size={data.image_size}; "
-                f"write at least {data.image_size}, or leave it out"
-            )
         num_samples, batch = len(source), data.global_batch_size
         self._drop = split == "train" and data.last_batch == "drop"
-        if self._drop and num_samples < batch:
-            raise DataError(
-                f"data.global_batch_size: {batch} is more than the {num_samples} training images; "
-                f"write at most {num_samples}, or data.last_batch=short"
-            )
+        problem = resize_covers_crop(data) or (enough_images(data, num_samples) if split == "train" else None)
+        if problem is not None:
+            raise DataError(problem)
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[int, str] = {}

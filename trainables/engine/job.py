@@ -41,6 +41,7 @@ from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
+from trainables.rules import first_problem
 from trainables.rundir import StageDir
 from trainables.teachers.service.protocol import TeacherConnection
 
@@ -134,6 +135,8 @@ def build(
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
     """
+    if problem := first_problem(config):
+        raise ExperimentError(problem)
     classes, (train_loader, val_loader) = open_loaders(config, group)
     name, student = build_student(config, group, len(classes))
     module, teacher = build_modules(config, group, student, classes, train_loader, connections)

@@ -10,6 +10,7 @@ from torch import nn
 from trainables.config import LossOptimConfig, OptimConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
+from trainables.rules import nesterov_has_momentum, warmup_leaves_an_epoch
 
 LossKeys = frozenset[str]
 """`task`, and `method/term` of terms of methods."""
@@ -86,13 +87,10 @@ def _check_declared(declared: Mapping[str, LossOptimConfig], losses: LossKeys, o
 
 def _settings(name: str, optim: OptimConfig, declared: LossOptimConfig | None) -> OptimConfig:
     """The settings of one loss, checked as those of the whole section are."""
-    settings = optim.for_loss(name, declared)
-    if settings.nesterov and not settings.momentum:
-        raise ExperimentError(f"optim.losses: {name}: nesterov needs a momentum above 0: write it there, or nesterov: false")
-    if settings.warmup_epochs >= settings.epochs:
-        raise ExperimentError(
-            f"optim.losses: {name}: warmup_epochs {settings.warmup_epochs:g} leaves none of {settings.epochs} epochs"
-        )
+    settings, section = optim.for_loss(name, declared), f"optim.losses.{name}."
+    problem = nesterov_has_momentum(settings, section) or warmup_leaves_an_epoch(settings, settings.epochs, section=section)
+    if problem is not None:
+        raise ExperimentError(problem)
     return settings
 
 

@@ -22,6 +22,7 @@ from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, check_cache_top_k, check_logits_only, select_methods, task_weight
 from trainables.methods.tap_reader import TapReader
 from trainables.models.reused_classifier import ReusedClassifier
+from trainables.rules import first_problem_of_method, splits_no_batch
 from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
 from trainables.teachers.interface import TeacherInterface
 from trainables.teachers.network import TeacherNetwork
@@ -81,6 +82,9 @@ def unite(
         return DistillationModule(
             student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
         ), None
+    for method in chosen:
+        if problem := first_problem_of_method(method.key, method.kind.needs, config):
+            raise ExperimentError(problem)
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
         check_logits_only(chosen, given)
@@ -120,11 +124,10 @@ def unite(
         task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
     )  # fmt: skip
     names = ", ".join(config.distill.method)
-    if (distillation_module.requires_whole_batch or has_global_batch_norm(student)) and config.optim.accumulate > 1:
-        raise ExperimentError(
-            f"{names if distillation_module.requires_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
-            f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
-        )
+    if distillation_module.requires_whole_batch or has_global_batch_norm(student):
+        what = f"distill.method: {names}" if distillation_module.requires_whole_batch else "scale.sync_batch_norm"
+        if problem := splits_no_batch(what, config.optim.accumulate):
+            raise ExperimentError(problem)
     group_losses(student, methods, config.optim)  # refuses losses and optimizers that do not go together
     others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
     others += ["optim.losses"] if config.optim.losses else []

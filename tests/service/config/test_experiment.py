@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from service.config import strict_yaml
-from service.config.experiment import Experiment, Resolved, load, read_resolved, recipes
+from service.config.experiment import Experiment, Resolved, load, read_resolved
+from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.method_rules import needs_teacher
 from trainables.config import DistillConfig, MethodOptions, Section
@@ -375,8 +376,8 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
         (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
-        (["optim.accumulate=2", "distill.method=sp"], "sp compares the samples of a batch, which optim.accumulate 2 parts"),
-        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd takes up what every worker's samples are"),
+        (["optim.accumulate=2", "distill.method=sp"], "sp looks at all samples of a batch, which optim.accumulate 2 splits"),
+        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd gathers the outputs of all workers"),
         (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),

@@ -41,8 +41,8 @@ def small(*overrides: str) -> Resolved:
             ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
             "ab has an init stage, which has one optimizer: leave out ab, or optim.name: dot",
         ),
-        (["optim.losses={task: {momentum: 0}}"], "optim.losses: task: nesterov needs a momentum above 0"),
-        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses: kd: warmup_epochs 100 leaves none of 12 epochs"),
+        (["optim.losses={task: {momentum: 0}}"], "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
+        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),
         (
             [f"distill.method={MINE}:PooledRivals", "optim.name=dot", "optim.nesterov=false"],
             "optim.name: PooledRivals brings optimizers",

@@ -150,7 +150,7 @@ def test_a_batch_larger_than_the_data_says_what_to_write() -> None:
 
 
 def test_a_resize_below_the_crop_is_refused() -> None:
-    with pytest.raises(DataError, match=r"val_resize: 7 is below data\.image_size=8"):
+    with pytest.raises(DataError, match=r"val_resize 7 is below data\.image_size 8"):
         _loader(_tiny(45), DataConfig(image_size=8, val_resize=7, global_batch_size=4))
 
 

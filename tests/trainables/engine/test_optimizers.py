@@ -213,13 +213,21 @@ def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
         ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
         ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
         ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
-        ({"losses": {"kd": {"momentum": 0}}, "nesterov": True}, {}, "optim.losses: kd: nesterov needs a momentum above 0"),
+        (
+            {"losses": {"kd": {"momentum": 0}}, "nesterov": True},
+            {},
+            "optim.losses.kd.nesterov needs optim.losses.kd.momentum",
+        ),
         (
             {"nesterov": True},
             {"judge": LossOptimConfig(momentum=0.0)},
-            "optim.losses: m/judge: nesterov needs a momentum",
+            "optim.losses.m/judge.nesterov needs optim.losses.m/judge.momentum",
         ),
-        ({"losses": {"task": {"warmup_epochs": 10}}}, {}, "optim.losses: task: warmup_epochs 10 leaves none of 10 epochs"),
+        (
+            {"losses": {"task": {"warmup_epochs": 10}}},
+            {},
+            "optim.losses.task.warmup_epochs 10 leaves no epoch of",
+        ),
         ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
     ],
 )
