@@ -27,17 +27,17 @@ class Settings(Protocol):
     def scale(self) -> ScaleConfig: ...
 
 
-class MethodNeeds(Protocol):
-    """What a method requires of the configuration, see `trainables.methods.contract.Needs`."""
+class MethodRequirements(Protocol):
+    """What a method requires of the configuration, see `trainables.methods.contract.Requirements`."""
 
     @property
     def teacher(self) -> bool: ...
     @property
-    def one_label(self) -> bool: ...
+    def hard_labels(self) -> bool: ...
     @property
     def whole_batch(self) -> bool: ...
     @property
-    def all_workers(self) -> bool: ...
+    def all_gather(self) -> bool: ...
 
 
 def worker_batch(settings: Settings) -> int:
@@ -158,14 +158,14 @@ def splits_no_batch(what: str, accumulate: int) -> Problem:
     )
 
 
-def method_has_a_teacher(name: str, needs: MethodNeeds, settings: Settings) -> Problem:
-    if settings.teacher is not None or not needs.teacher:
+def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if settings.teacher is not None or not requirements.teacher:
         return None
     return f"distill.method: {name} needs a teacher: write teacher.model"
 
 
-def method_has_one_label(name: str, needs: MethodNeeds, settings: Settings) -> Problem:
-    if not needs.one_label or not settings.data.device_augment.mixes:
+def method_has_one_label(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if not requirements.hard_labels or not settings.data.device_augment.mixes:
         return None
     return (
         f"distill.method: {name} needs images of one class each: set data.device_augment.mixup and "
@@ -173,12 +173,12 @@ def method_has_one_label(name: str, needs: MethodNeeds, settings: Settings) -> P
     )
 
 
-def method_has_whole_batches(name: str, needs: MethodNeeds, settings: Settings) -> Problem:
-    return splits_no_batch(f"distill.method: {name}", settings.optim.accumulate) if needs.whole_batch else None
+def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    return splits_no_batch(f"distill.method: {name}", settings.optim.accumulate) if requirements.whole_batch else None
 
 
-def method_has_all_workers(name: str, needs: MethodNeeds, settings: Settings) -> Problem:
-    if not needs.all_workers or settings.optim.accumulate == 1 or settings.scale.num_workers == 1:
+def method_has_all_workers(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if not requirements.all_gather or settings.optim.accumulate == 1 or settings.scale.num_workers == 1:
         return None
     return (
         f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
@@ -186,7 +186,7 @@ def method_has_all_workers(name: str, needs: MethodNeeds, settings: Settings) ->
     )
 
 
-METHOD_RULES: tuple[Callable[[str, MethodNeeds, Settings], Problem], ...] = (
+METHOD_RULES: tuple[Callable[[str, MethodRequirements, Settings], Problem], ...] = (
     method_has_a_teacher,
     method_has_one_label,
     method_has_whole_batches,
@@ -200,6 +200,6 @@ def first_problem(settings: Settings) -> Problem:
     return next((problem for rule in RULES if (problem := rule(settings)) is not None), None)
 
 
-def first_problem_of_method(name: str, needs: MethodNeeds, settings: Settings) -> Problem:
+def first_problem_of_method(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
     """Of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
-    return next((problem for rule in METHOD_RULES if (problem := rule(name, needs, settings)) is not None), None)
+    return next((problem for rule in METHOD_RULES if (problem := rule(name, requirements, settings)) is not None), None)

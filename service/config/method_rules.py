@@ -15,7 +15,7 @@ from service.config.rules import ExperimentSettings
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, OptimConfig
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, file_of, key_of, load
+from trainables.methods import METHODS, check_name, file_of, load, option_key
 from trainables.rules import Problem, first_problem_of_method
 
 MethodFiles = Literal["run", "run if present", "ignore"]
@@ -70,13 +70,13 @@ def _check_options_of_all(experiment: ExperimentSettings) -> None:
     for name in distill.method:
         check_name(name)
     for key, options in distill.options.items():
-        named = [name for name in (*distill.method, *searched) if key_of(name) == key]
+        named = [name for name in (*distill.method, *searched) if option_key(name) == key]
         for name in dict.fromkeys(named or [key]):
             if name not in distill.method:
                 check_name(name, searched.get(name, f"distill.options.{key}"))
             check_options(name, options)
     for name in distill.method:  # one of ours works without options, and is not loaded to find that out
-        if name not in METHODS and key_of(name) not in distill.options:
+        if name not in METHODS and option_key(name) not in distill.options:
             check_options(name, {})
 
 
@@ -91,7 +91,7 @@ def check_options(name: str, options: Mapping[str, object], missing: str = SETTA
     try:
         section.model_validate(options)
     except ValidationError as error:
-        raise problems_of(error, section, prefix=f"distill.options.{key_of(name)}.", missing=missing) from error
+        raise problems_of(error, section, prefix=f"distill.options.{option_key(name)}.", missing=missing) from error
 
 
 def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
@@ -109,7 +109,7 @@ def _is_loss(key: str, methods: Collection[str]) -> bool:
 
 def _weighted(distill: DistillConfig) -> list[str]:
     """The keys of the methods whose weight is not 0."""
-    return [key for key in map(key_of, distill.method) if distill.options.get(key, {}).get("weight") != 0]
+    return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
 
 
 def _some_loss_counts(experiment: ExperimentSettings) -> Problem:
@@ -119,7 +119,7 @@ def _some_loss_counts(experiment: ExperimentSettings) -> Problem:
 
 
 def _losses_exist(experiment: ExperimentSettings) -> Problem:
-    methods = [key_of(name) for name in experiment.distill.method]
+    methods = [option_key(name) for name in experiment.distill.method]
     unknown = sorted(key for key in experiment.optim.losses if not _is_loss(key, methods))
     if not unknown or not distills(experiment):
         return None
@@ -127,20 +127,20 @@ def _losses_exist(experiment: ExperimentSettings) -> Problem:
 
 
 def _logits_are_enough(experiment: ExperimentSettings) -> Problem:
-    """Raises ExperimentError too, see `check_reads_logits`."""
+    """Raises ExperimentError too, see `check_logits_only`."""
     distill, teacher = experiment.distill, experiment.teacher
     only_kd = distill.method == ("kd",) and not distill.options
     if teacher is not None and teacher.logits_only is not None and distills(experiment) and not only_kd:
-        from trainables.methods.distillation_module import check_reads_logits, choose
+        from trainables.methods.select import check_logits_only, select_methods
 
-        check_reads_logits(choose(distill), teacher)
+        check_logits_only(select_methods(distill), teacher)
     return None
 
 
 def _assistants_have_classifiers(experiment: ExperimentSettings) -> Problem:
     if not experiment.assistants or not distills(experiment) or experiment.distill.method == ("kd",):
         return None
-    name = next((name for name in experiment.distill.method if load(name).needs.reuses_classifier), None)
+    name = next((name for name in experiment.distill.method if load(name).requires.reuses_classifier), None)
     if name is None:
         return None
     return (
@@ -150,12 +150,12 @@ def _assistants_have_classifiers(experiment: ExperimentSettings) -> Problem:
 
 
 def _several_teachers_are_enough(experiment: ExperimentSettings) -> Problem:
-    """Raises ExperimentError too, see `check_several`."""
+    """Raises ExperimentError too, see `check_ensemble`."""
     if experiment.teacher is not None and experiment.teacher.others and experiment.distill.method != ("kd",):
-        from trainables.methods.distillation_module import choose
-        from trainables.teachers.ensemble import check_several
+        from trainables.methods.select import select_methods
+        from trainables.teachers.ensemble import check_ensemble
 
-        check_several(experiment.teacher, choose(experiment.distill))
+        check_ensemble(experiment.teacher, select_methods(experiment.distill))
     return None
 
 
@@ -164,7 +164,7 @@ def _methods_have_what_they_need(experiment: ExperimentSettings) -> Problem:
     limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
     if only_kd or not limits or not distills(experiment):  # no method is loaded for nothing
         return None
-    problems = (first_problem_of_method(name, load(name).needs, experiment) for name in experiment.distill.method)
+    problems = (first_problem_of_method(name, load(name).requires, experiment) for name in experiment.distill.method)
     return next((problem for problem in problems if problem is not None), None)
 
 

@@ -83,7 +83,7 @@ def unite(
             student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
         ), None
     for method in chosen:
-        if problem := first_problem_of_method(method.key, method.kind.needs, config):
+        if problem := first_problem_of_method(method.key, method.method_class.requires, config):
             raise ExperimentError(problem)
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
