@@ -79,11 +79,12 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 
 def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check, open a run directory and carry out."""
-    from service.runs.preflight import check_inputs
+    from service.runs.preflight import check_train
     from service.runs.run_directory import begin, check_places, new_run_dir
+    from service.sweeps.preflight import check_sweep
 
     check_places(root, out)
-    check_inputs(resolved, kind)
+    (check_train if kind == "train" else check_sweep)(resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin(resolved, kind, run_dir, root)
     carry_on(kind, resolved, run_dir, root)
@@ -91,15 +92,16 @@ def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
 
 def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     """Carry out, or continue, what a run directory describes; say where things are."""
-    from service.cluster.resources import RayLostError
+    from service.cluster.local_ray import RayLostError
     from service.config.uris import without_password
+    from service.report import reporter
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
     from service.tracking import compare_url
     from trainables.errors import ClusterError
 
     try:
-        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir)
+        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, reporter)
     except KeyboardInterrupt:
         click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
         raise
@@ -108,10 +110,10 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
     click.echo(f"result: {run_dir.result}")
     if run_dir.report.exists():
         click.echo(f"page: {run_dir.report}")
-    if result.get("mlflow"):
-        click.echo(f"records: {without_password(result['mlflow']['uri'])}")
+    if result.mlflow:
+        click.echo(f"records: {without_password(result.mlflow.uri)}")
         click.echo(f"open them with: distill ui --runs {root}")
-        keys = [f"trial/{trial['id']}" for trial in result.get("trials", []) if trial["status"] == "ok"]
+        keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
         if link := compare_url(run_dir, keys):
             click.echo(f"then compare the trials at: {link}")
 
@@ -121,19 +123,20 @@ def carry_on(kind: str, resolved: Resolved, run_dir: Any, root: Path) -> None:
 def resume(directory: Path) -> None:
     """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
     from service.runs.method_copies import changed_methods
-    from service.runs.preflight import check_checkpoints, check_inputs
+    from service.runs.preflight import check_checkpoints, check_train
     from service.runs.run_directory import reopen
+    from service.sweeps.preflight import check_sweep
 
     _, run_dir, result = reopen(directory)
-    if result["status"] == "complete":
+    if result.status == "complete":
         click.echo(f"{directory} is complete; its tables: distill report {directory}")
         return
     resolved, run_dir, result = reopen(directory, to_continue=True)
     for line in changed_methods(run_dir):
         click.echo(line)
     check_checkpoints(run_dir)
-    check_inputs(resolved, result["kind"])
-    carry_on(result["kind"], resolved, run_dir, Path(result["runs_root"]))
+    (check_train if result.kind == "train" else check_sweep)(resolved)
+    carry_on(result.kind, resolved, run_dir, Path(result.runs_root))
 
 
 @cli.command()
@@ -194,7 +197,7 @@ def reproduce(
     images_per_s: float | None,
 ) -> None:
     """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
-    from service.cluster.resources import RayLostError
+    from service.cluster.local_ray import RayLostError
     from service.reproduce import plan
     from service.reproduce import run_table as carry
     from service.reproduce import terminal as telling

@@ -194,6 +194,11 @@ class RunDir:
         return self.root / "ray"
 
     @property
+    def sessions(self) -> Path:
+        """JSON lines, one a driver's session that worked on this trial: {"began_s": unix seconds}."""
+        return self.root / "sessions.jsonl"
+
+    @property
     def trials(self) -> Path:
         return self.root / "trials"
 

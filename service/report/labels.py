@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from service.report.run_records import SCALE, Row, ended, ran, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.report.run_records import Row, ended, ran, value
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 METRICS = {
@@ -60,8 +60,8 @@ def at(key: str, value: Any, unit: str) -> str:
 
 def point(row: Row, unit: str, extras: Sequence[str]) -> str:
     """A trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
-    scale = " × ".join(at(key, value(row, key), unit) for key in SCALE)
-    return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE)])
+    scale = " × ".join(at(key, value(row, key), unit) for key in SCALE_AXES)
+    return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])
 
 
 def metric(name: str, value: float) -> str:
@@ -72,8 +72,8 @@ def metric(name: str, value: float) -> str:
 
 def statuses(rows: Sequence[Row]) -> dict[str, int]:
     """How many of the trials have ended in which way, the ways in alphabetical order but what could never run last."""
-    found = sorted({row["status"] for row in rows}, key=lambda status: (status == "infeasible", status))
-    return {status: sum(row["status"] == status for row in rows) for status in found}
+    found = sorted({row.status for row in rows}, key=lambda status: (status == "infeasible", status))
+    return {status: sum(row.status == status for row in rows) for status in found}
 
 
 def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
@@ -81,10 +81,10 @@ def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
 
     `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
     """
-    speeds = {row["id"] for row in ran(rows)}
-    left = [row for row in ended(rows) if row["id"] not in shown]
-    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
-    if without := sum(row["id"] in speeds for row in left):
+    speeds = {row.id for row in ran(rows)}
+    left = [row for row in ended(rows) if row.id not in shown]
+    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row.id not in speeds]).items()]
+    if without := sum(row.id in speeds for row in left):
         parts.append(f"{without} without {missing}")
     return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
+from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
-from service.runs.plan import absolute
 from trainables.errors import ExperimentError, near
 
 OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from service.cluster import resources as clusters
+from service.cluster.connect import check_ray_address, connect
+from service.cluster.resources import Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
 from service.config.messages import explain
+from service.config.paths import absolute
 from service.runs.display import Display, wait_for
-from service.runs.plan import absolute
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_places
 from trainables.config import EvaluateConfig
@@ -87,23 +87,21 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
     """
     check_places(root, None)
     config = resolve(checkpoint, data_path, overrides)
-    if not clusters.is_local():
-        clusters.knock(os.environ["RAY_ADDRESS"])
-    capacity = clusters.local_capacity()
+    check_ray_address()
     workers = config.data.loader_workers
     cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)
     storage = RunDir(root.absolute() / ".evaluate")
-    if clusters.is_local() and (refusal := capacity.refusal(clusters.Need(config.scale.num_workers, cpus))):
+    if is_local() and (refusal := local_capacity().refusal(Reservation(config.scale.num_workers, cpus))):
         raise ClusterError(f"{refusal}: lower scale.num_workers")
     storage.root.mkdir(parents=True, exist_ok=True)
-    with Display() as display, clusters.connect(config.scale.num_workers * cpus, storage.root) as cluster:
-        from trainables.worker import trainer
+    with Display() as display, connect(config.scale.num_workers * cpus, storage.root) as cluster:
+        from trainables.worker import entry_points as worker
 
         if workers == "auto":
-            workers = clusters.auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
-        gpu = clusters.use_gpu(config.scale.use_gpu, cluster)
-        need = clusters.Need(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
-        if refusal := cluster.refusal(need):
+            workers = auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
+        gpu = use_gpu(config.scale.use_gpu, cluster)
+        reservation = Reservation(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
+        if refusal := cluster.refusal(reservation):
             raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
         display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{checkpoint.stem}-{id(config):x}.json"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from service.config.experiment import load
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.plotly_marks import Figure
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from trainables.metrics.wall_clock import PARTS
 from trainables.rundir import RunDir, append_line, write_json
 
