@@ -24,7 +24,7 @@ Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_p
 
 In the order of causes: what comes later may follow from what comes before, on another worker.
 """
-RESTARTED = frozenset({"device", "worker_died", "lost_peer"})
+RETRYABLE = frozenset({"device", "worker_died", "lost_peer"})
 """What beginning again from the last checkpoint may mend."""
 VERSION = 1
 NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainables.methods import file_of, key_of
+from trainables.methods import file_of, option_key
 from trainables.rundir import expanded
 
 
@@ -15,4 +15,4 @@ def absolute(data_path: str) -> str:
 def with_absolute_file(method: str) -> str:
     """A method's name; that of a method in a file, `FILE.py:CLASS`, with the file's absolute path."""
     file = file_of(method)
-    return method if file is None else f"{file.absolute()}:{key_of(method)}"
+    return method if file is None else f"{file.absolute()}:{option_key(method)}"

@@ -16,7 +16,7 @@ from service.runs.result import RunResult
 from service.runs.run_directory import begin, check_places, new_run_dir
 from service.runs.session import session
 from service.runs.stages import run_stage
-from service.runs.teacher_actors import serving
+from service.runs.teacher_actors import running_teacher_actors
 from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
@@ -49,6 +49,6 @@ def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
         now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
         now.display.say(plan.describe(cluster))
         weights = untrained_teacher(now)
-        with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+        with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
             run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return now.result

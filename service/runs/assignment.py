@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.cluster.resources import Reservation
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from trainables.config import TrainConfig
 from trainables.rundir import StageDir
 
@@ -35,6 +35,6 @@ def reservation_of(config: TrainConfig, loader_workers: int, use_gpu: bool) -> R
     cpus_per_worker, gpus = config.scale.cpus_per_worker, int(use_gpu)
     service = None
     num_actors = config.teacher.service if config.teacher is not None else None
-    if num_actors is not None and config.distill is not None and asks_teacher(config.distill, ()):
+    if num_actors is not None and config.distill is not None and needs_teacher(config.distill, ()):
         service = Reservation(num_actors, cpus_per_worker, gpus)
     return Reservation(config.scale.num_workers, cpus_per_worker + loader_workers, gpus, service)

@@ -95,7 +95,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         raise ClusterError(f"{refusal}: lower scale.num_workers")
     storage.root.mkdir(parents=True, exist_ok=True)
     with Display() as display, connect(config.scale.num_workers * cpus, storage.root) as cluster:
-        from trainables.worker import entry_points as worker
+        from trainables.worker import trainer
 
         if workers == "auto":
             workers = auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)

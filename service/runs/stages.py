@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from service.config.paths import absolute
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
@@ -28,7 +28,7 @@ def prepare_teacher(now: Session, plan: Plan) -> str | None:
         TrainingError: a training failed.
     """
     experiment = plan.experiment
-    if experiment.teacher is None or not asks_teacher(experiment.distill, experiment.sweep.axes):
+    if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
     for name in experiment.preparation:

@@ -10,7 +10,7 @@ from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
 from service.runs.session import Reporter, record_student, session
 from service.runs.stages import prepare_teacher, run_stage
-from service.runs.teacher_actors import serving
+from service.runs.teacher_actors import running_teacher_actors
 from trainables.rundir import RunDir, StageDir
 
 
@@ -30,7 +30,7 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
             now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = prepare_teacher(now, plan)
-            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+            with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
                 student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
         record_student(now, now.key, StageDir(Path(student.output_dir)), now.result.stages[-1].metrics)
         now.show_result()

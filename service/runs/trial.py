@@ -13,7 +13,7 @@ from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, StageSummary, read_outcome, read_summary, write_outcome
 from trainables.errors import DistillError
-from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.failures import RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, append_line, read_lines
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit
             return outcome
         try:
             fit(assignment, callbacks, visit)
-        except worker.NoRoomError:
+        except trainer.ClusterFullError:
             if refusal := wait_for_resources(assignment):
                 return Outcome(status="failed", reason=refusal, restarts=restarts)
             log(stage, "the cluster has no room for the workers yet: still waiting")
@@ -68,16 +68,16 @@ def fit(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None
     """One `TorchTrainer.fit` of the stage, under a name of its own; what a kill has left of an earlier one is removed.
 
     Raises:
-        DistillError, WorkersFailedError, NoRoomError: see `trainables.worker.entry_points.fit`.
+        DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
     """
-    from trainables.worker import entry_points as worker
+    from trainables.worker import trainer
 
     stage, config = assignment.stage_dir, assignment.config
     stage.root.mkdir(parents=True, exist_ok=True)
     stage.error.unlink(missing_ok=True)
     for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
         leftover.unlink(missing_ok=True)
-    worker.fit(
+    trainer.fit(
         config,
         use_gpu=assignment.use_gpu,
         loader_workers=assignment.loader_workers,
@@ -93,7 +93,7 @@ def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts
     stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
     cause = cause_of(stage, error)
     status: Literal["oom", "failed"] = "oom" if cause.kind == "out_of_memory" else "failed"
-    if cause.kind not in RESTARTED or restarts == limit:
+    if cause.kind not in RETRYABLE or restarts == limit:
         return Outcome(status=status, reason=str(cause), restarts=restarts)
     if refusal := wait_for_resources(assignment):
         return Outcome(status="failed", reason=f"{cause}; and now {refusal}", restarts=restarts)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from service.cluster.connect import connect
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from service.config.paths import absolute
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import Reporter, Session, record_student, session
 from service.runs.stages import prepare_teacher
-from service.runs.teacher_actors import serving
+from service.runs.teacher_actors import running_teacher_actors
 from service.search.replay import conclusion, race, replay
 from service.sweeps.infeasible import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
@@ -76,7 +76,7 @@ def run_trials(now: Session, records: TrialRecords, trials: list[Trial], cluster
     if config.races:
         noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in now.result.stages]
         now.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
-    with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as actors:
+    with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as actors:
         teacher = TeacherSource(weights, actors)
         run_pending(now, records, trials, pending, cluster, teacher)
         if config.races:

@@ -59,7 +59,7 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
 
 
 def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
-    """What ends the worse trials early. Epochs of a method's warm-up stage do not count: no label is learned in them."""
+    """What ends the worse trials early. Epochs of a method's init stage do not count: no label is learned in them."""
     from ray.tune.schedulers import ASHAScheduler
 
     return ASHAScheduler(
