@@ -364,6 +364,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
         (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
+        (["optim.accumulate=33", "scale.num_workers=2"], "exceeds the 32 samples of one worker's batch"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
         (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
         (["data.decoder=gpu"], "augment is none: write decoder auto"),
@@ -409,6 +410,12 @@ def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words
     text = refusal(*overrides)
     assert words in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(("num_workers", "accumulate"), [(1, 64), (2, 32)])
+def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num_workers: int, accumulate: int) -> None:
+    overrides = ["data.global_batch_size=64", f"scale.num_workers={num_workers}", f"optim.accumulate={accumulate}"]
+    assert load("digits", overrides).experiment.optim.accumulate == accumulate
 
 
 @pytest.mark.parametrize(
