@@ -47,7 +47,7 @@ MAX_NAME = 150
 class TrackingConfig(Section):
     """The MLflow store of the records."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="record runs in MLflow")
     uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
     experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
     log_model: bool = Field(True, description="log the student as an MLflow model")
@@ -56,7 +56,9 @@ class TrackingConfig(Section):
 class Experiment(Section):
     """Everything that a user may write, validated."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = "experiment"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = Field(
+        "experiment", description="in run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
+    )
     data: DataConfig = DataConfig()
     teacher: TeacherConfig | None = None
     assistants: tuple[AssistantConfig, ...] = Field(
@@ -67,10 +69,12 @@ class Experiment(Section):
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
     train: TrainingConfig = TrainingConfig()
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32", description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons"
+    )
     sweep: SweepConfig = SweepConfig()
     tracking: TrackingConfig = TrackingConfig()
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order of images and augmentation")
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Self:

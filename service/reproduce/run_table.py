@@ -85,7 +85,7 @@ def size_differences(job: Reproduction) -> list[str]:
     return [f"{key} {found[key]} for {wanted}" for key, wanted in job.table.data.model_dump().items() if found[key] != wanted]
 
 
-def carry_out(job: Reproduction, say: Callable[[str], None]) -> list[str]:
+def run_parts(job: Reproduction, say: Callable[[str], None]) -> list[str]:
     """Run what is left. Returns one line for each sweep that ended without an accuracy; the others go on all the same.
 
     Raises:
@@ -149,7 +149,7 @@ def _rows(run_dir: RunDir) -> dict[str, TrialRow]:
     return {row.id: row for row in read_result(run_dir.result, run_dir.experiment).rows}
 
 
-def teachers(job: Reproduction) -> dict[str, Known | None]:
+def teachers_of(job: Reproduction) -> dict[str, Known | None]:
     """What is known of each teacher so far."""
     return {part.teacher: known_of(part.resolved.experiment, job.run_dir(part)) for part in job.parts if part.teacher is not None}
 
@@ -163,7 +163,7 @@ def write_result(job: Reproduction, name: str) -> Path:
         "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
         "teachers": {
             key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(known) if known else {})}
-            for key, known in teachers(job).items()
+            for key, known in teachers_of(job).items()
         },
         "cells": [asdict(cell) for cell in cells(job)],
     })  # fmt: skip
