@@ -56,11 +56,11 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     """
     values = dict(parse_override(option, "--option") for option in options)
     check_arguments(name, values, {"--student": student, "--teacher": teacher})
-    from trainables.distributed.rank_pool import Ranks
+    from trainables.distributed.rank_pool import RankPool
     from trainables.engine.check_method import Case, check
 
     num_broken = 0
-    with contextlib.closing(Ranks()) as ranks:
+    with contextlib.closing(RankPool()) as ranks:
         for title, problem in check(Case(name, values, student, teacher, image_size), ranks.run):
             click.secho("failed" if problem else "    ok", fg="red" if problem else "green", nl=False)
             click.echo(f"  {title}" + (f": {problem}" if problem else ""))

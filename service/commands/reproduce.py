@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from service.cluster.resources import RayLostError
+from service.cluster.local_ray import RayLostError
 from service.commands.options import OUT, RUNS, SET, print_all
 from service.reproduce import terminal
 from service.reproduce.plan import Request, changes, compose
