@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from service.config.space import GLOBAL_BATCH, SCALE_AXES
 from service.report import labels as names
-from service.report.run_records import SCALE, Records, Row, ran, spread
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.run_records import Records, Row, ran
+from service.runs.result import TrialRow, TrialScale
 from service.search.rows import probes
 
 LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
@@ -30,12 +31,12 @@ class Pair:
     @property
     def ratio(self) -> float:
         """Speed of B over speed of A."""
-        return float(self.b["metrics"]["images_per_s"] / self.a["metrics"]["images_per_s"])
+        return float(self.b.metrics["images_per_s"] / self.a.metrics["images_per_s"])
 
     @property
     def error(self) -> float | None:
         """Relative standard error of the ratio."""
-        errors = [row.get("error") for row in (self.a, self.b)]
+        errors = [row.error for row in (self.a, self.b)]
         return None if None in errors else math.hypot(*(float(error or 0.0) for error in errors))
 
     @property
@@ -59,25 +60,25 @@ class Comparison:
 
 def compare(a: Records, b: Records) -> Comparison:
     """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
-    searched = dict.fromkeys([*SCALE, *(key for records in (a, b) for row in records.rows for key in row["params"])])
+    searched = dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)])
     found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
     common = [Pair(dict(zip(searched, (held for held, _ in point), strict=True)), found_a[point], found_b[point])
               for point in found_a if point in found_b]  # fmt: skip
     common = holm(common)
-    both = {key for key in searched if all(any(key in row["params"] for row in records.rows) for records in (a, b))}
+    both = {key for key in searched if all(any(key in row.params for row in records.rows) for records in (a, b))}
     differences = [
         (key, a.experiment.get(key), b.experiment.get(key))
         for key in dict.fromkeys([*a.experiment, *b.experiment])
         if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
     ]
-    keys = [key for key in searched if key in SCALE or len({repr(pair.point[key]) for pair in common}) > 1]
+    keys = [key for key in searched if key in SCALE_AXES or len({repr(pair.point[key]) for pair in common}) > 1]
     return Comparison(a, b, keys, common, differences)
 
 
 def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any, str], ...], Row]]:
     """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
     for row in rows_of(records):
-        known = {**records.experiment, **row["params"], **row["scale"]}
+        known = {**records.experiment, **row.params, **row.scale.by_key}
         yield tuple((held, repr(held)) for held in (hashable(known.get(key)) for key in keys)), row
 
 
@@ -90,15 +91,16 @@ def rows_of(records: Records) -> list[Row]:
     if records.is_sweep:
         return ran(probes(records.rows))
     found: list[Row] = []
-    for stage in records.result.get("stages", []):
-        if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):
+    for stage in records.result.stages:
+        if stage.stage == "student" and stage.metrics.get("images_per_s"):
             history = next((h for h in records.histories if h.label == "student"), None)
-            scale = {
-                NUM_WORKERS: records.result["num_workers"], GLOBAL_BATCH: records.experiment[GLOBAL_BATCH],
-                LOADER_WORKERS: records.result["loader_workers"],
-            }  # fmt: skip
-            found.append({"id": "student", "params": {}, "scale": scale, "status": "ok", "metrics": stage["metrics"],
-                          "error": spread(history.windows_s) if history else None})  # fmt: skip
+            scale = TrialScale.model_construct(
+                num_workers=records.result.num_workers or 1,
+                global_batch_size=records.experiment[GLOBAL_BATCH],
+                loader_workers=records.result.loader_workers,
+            )
+            row = TrialRow(id="student", params={}, scale=scale, status="ok", metrics=stage.metrics)
+            found.append(Row.of(row, history.windows_s if history else ()))
     return found
 
 
@@ -141,7 +143,7 @@ def lead(comparison: Comparison) -> list[str]:
     told = []
     for name, records in (("A", comparison.a), ("B", comparison.b)):
         best = best_row(records)
-        where = f"{name}, {records.result['name']}"
+        where = f"{name}, {records.result.name}"
         told.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
     a, b = (best_row(records) for records in (comparison.a, comparison.b))
     if a and b:
@@ -166,7 +168,7 @@ def lead(comparison: Comparison) -> list[str]:
 
 
 def summary(records: Records, best: Row, keys: list[str]) -> str:
-    m = best["metrics"]
+    m = best.metrics
     accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
     where = names.point(with_known(records, best, keys), records.unit, keys)
     return f"{where}, {names.number(m['images_per_s'], 1)} images/s{accuracy}"
@@ -174,7 +176,7 @@ def summary(records: Records, best: Row, keys: list[str]) -> str:
 
 def with_known(records: Records, row: Row, keys: list[str]) -> Row:
     """The row with the values that its experiment has on keys that were not searched."""
-    return {**row, "params": {**{key: records.experiment.get(key) for key in keys}, **row["params"]}}
+    return row.model_copy(update={"params": {**{key: records.experiment.get(key) for key in keys}, **row.params}})
 
 
 def times(ratio: float) -> str:
@@ -191,14 +193,14 @@ def verdict(pair: Pair) -> str:
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The table of common points: columns and rows."""
     unit = comparison.a.unit
-    accurate = any("top1_pct" in row["metrics"] for pair in comparison.pairs for row in (pair.a, pair.b))
+    accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
     columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
     columns += ["A top-1 %", "B top-1 %"] if accurate else []
     rows = []
     for pair in comparison.pairs:
-        speeds = [names.number(row["metrics"]["images_per_s"], 1) for row in (pair.a, pair.b)]
+        speeds = [names.number(row.metrics["images_per_s"], 1) for row in (pair.a, pair.b)]
         error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
-        tops = [names.number(row["metrics"].get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
+        tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
         rows.append(
             [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
         )

@@ -63,7 +63,7 @@ def comparison_page(comparison: Comparison) -> Page:
     ]  # fmt: skip
     a, b = comparison.a, comparison.b
     told = lead(comparison)
-    title, foot = f"{a.result['name']} (A) and {b.result['name']} (B)", f"A: {a.root} · B: {b.root}"
+    title, foot = f"{a.result.name} (A) and {b.result.name} (B)", f"A: {a.root} · B: {b.root}"
     shown = [section for section in sections if section.tables or section.figures]
     return Page("comparison", title, "", told[:2], shown, notes=told[2:], foot=foot)
 

@@ -13,8 +13,9 @@ import rich.table
 from service.report import document
 from service.report import labels as names
 from service.report import plotly_marks as marks
-from service.report.run_records import Row, value
+from service.report.run_records import Row, rows_of, value
 from service.report.winner import judged
+from service.runs.result import RunResult
 
 SEED = "seed"
 LEVEL = 0.95
@@ -62,23 +63,23 @@ class Group:
         return statistics.stdev(self.of.values()) if len(self.of) > 1 else None
 
 
-def groups(result: Mapping[str, Any]) -> list[Group]:
+def groups(result: RunResult) -> list[Group]:
     """The points of a sweep over seeds, in the order of the sweep; empty where no point was run with two seeds.
 
     The first is what the others are compared with: seeds pair them, so that what a seed does to all alike cancels. Nothing of
     `asha`, which ends the seeds that begin badly: those that are left are the lucky ones.
     """
-    if result.get("policy") == "asha":
+    if result.policy == "asha":
         return []
     metric = judged(result)[0]
-    rows = [row for row in result.get("trials", []) if SEED in row["params"]]
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row["params"]) if key != SEED]
-    keys = [key for key in keys if len({repr(row["params"].get(key)) for row in rows}) > 1]
+    rows = [row for row in rows_of(result) if SEED in row.params]
+    keys = [key for key in dict.fromkeys(key for row in rows for key in row.params) if key != SEED]
+    keys = [key for key in keys if len({repr(row.params.get(key)) for row in rows}) > 1]
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         own = found.setdefault(_label(row, keys), {})
-        if row["status"] == "ok" and (held := row["metrics"].get(metric)) is not None:
-            own[row["params"][SEED]] = float(held)
+        if row.status == "ok" and (held := row.metrics.get(metric)) is not None:
+            own[row.params[SEED]] = float(held)
     measured = {label: of for label, of in found.items() if of}
     if not measured or max(map(len, measured.values())) < 2:
         return []
@@ -91,7 +92,7 @@ def groups(result: Mapping[str, Any]) -> list[Group]:
 
 def _label(row: Row, keys: Sequence[str]) -> str:
     """The values in which this point differs, without the keys that it does not set."""
-    told = {key: value(row, key) for key in keys if key in row["params"]}
+    told = {key: value(row, key) for key in keys if key in row.params}
     if list(told) == ["distill.method"]:
         return _said(told["distill.method"])
     return ", ".join(f"{key.removeprefix('distill.')} {_said(held)}" for key, held in told.items()) or "all alike"
@@ -125,7 +126,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+def cells(result: RunResult) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of the table; no rows where there is nothing to compare."""
     found = groups(result)
     if not found:
@@ -159,7 +160,7 @@ def cells(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def sentence(result: Mapping[str, Any]) -> list[str]:
+def sentence(result: RunResult) -> list[str]:
     """Which point is best over its seeds, and how sure that is: a single seed's best trial may owe it to chance."""
     found = groups(result)
     if len(found) < 2:
@@ -174,7 +175,7 @@ def sentence(result: Mapping[str, Any]) -> list[str]:
     return [f"{told}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
 
 
-def caption(result: Mapping[str, Any]) -> str:
+def caption(result: RunResult) -> str:
     """What the table is, in words."""
     first = groups(result)[0]
     return (
@@ -183,12 +184,12 @@ def caption(result: Mapping[str, Any]) -> str:
     )
 
 
-def seed_table(result: Mapping[str, Any]) -> rich.table.Table | None:
+def seed_table(result: RunResult) -> rich.table.Table | None:
     """For the terminal; None where no point was run with two seeds."""
     heads, rows = cells(result)
     if not rows:
         return None
-    table = rich.table.Table(title=f"{result['name']}: over seeds", title_justify="left", caption=caption(result))
+    table = rich.table.Table(title=f"{result.name}: over seeds", title_justify="left", caption=caption(result))
     for head in heads:
         table.add_column(head, justify="left" if head in ("point", "significant") else "right", overflow="fold")
     for row in rows:
@@ -196,13 +197,13 @@ def seed_table(result: Mapping[str, Any]) -> rich.table.Table | None:
     return table
 
 
-def page_table(result: Mapping[str, Any]) -> document.Table | None:
+def page_table(result: RunResult) -> document.Table | None:
     """For the page."""
     heads, rows = cells(result)
     return document.Table("Over seeds", heads, rows, caption(result)) if rows else None
 
 
-def figure(result: Mapping[str, Any]) -> marks.Figure | None:
+def figure(result: RunResult) -> marks.Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
     every = groups(result)
     found = [group for group in every if group.difference is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report import labels as names
 from service.report.model_curve import can_follow, curve
 from service.report.plotly_marks import (
@@ -23,7 +24,6 @@ from service.report.plotly_marks import (
     y_axis,
 )
 from service.report.run_records import Row, axes, ordered, ran, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.rows import point_of
 from service.search.step_time_model import StepTime
 
@@ -48,12 +48,12 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     slice_ = [row for row in measured if all(value(row, k) == value(best, k) for k in distinct)]
     slice_ = [row for row in slice_ if second is None or value(row, second) in values]
     traces: list[Trace] = []
-    inside = {row["id"] for row in slice_}
-    rest = [row for row in measured if row["id"] not in inside]
+    inside = {row.id for row in slice_}
+    rest = [row for row in measured if row.id not in inside]
     if rest:
         xs = [value(row, key) if numeric else plain(value(row, key)) for row in rest]
         traces.append(
-            faint("other trials", xs, [row["metrics"]["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
+            faint("other trials", xs, [row.metrics["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
         )
     follows = model is not None and can_follow(key) and numeric
     for place, chosen in drawn:
@@ -69,24 +69,24 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
             traces.append(band(colour, predicted.at, predicted.low, predicted.high, group))
             traces.append(line(name, place, predicted.at, predicted.images_per_s, legendgroup=group, showlegend=False,
                                hoverinfo="skip"))  # fmt: skip
-        speeds = [row["metrics"]["images_per_s"] for row in mine]
+        speeds = [row.metrics["images_per_s"] for row in mine]
         marks = dots(name, place, [value(row, key) if numeric else plain(value(row, key)) for row in mine], speeds,
                      [tip(row, unit, keys) for row in mine], legendgroup=group)  # fmt: skip
-        marks["error_y"] = whiskers(colour, [(row.get("error") or 0.0) * row["metrics"]["images_per_s"] for row in mine])
+        marks["error_y"] = whiskers(colour, [(row.error or 0.0) * row.metrics["images_per_s"] for row in mine])
         if numeric and not follows:
             marks |= {"mode": "lines+markers", "line": {"color": colour, "width": 1}}
         traces.append(marks)
     fixed = ", ".join(names.at(k, value(best, k), unit) for k in distinct)
-    caption = "Marks are measured" + (", bars one standard error" if any(row.get("error") for row in slice_) else "")
+    caption = "Marks are measured" + (", bars one standard error" if any(row.error for row in slice_) else "")
     caption += ", lines are the step-time model with one standard deviation." if follows else "."
     caption += f" The series have {fixed}, as the best trial." if fixed else ""
     ticks = numbers_axis(names.axis(key, unit), [float(place) for place in held], log=spans(held)) if numeric else {
         "title": {"text": plain(names.axis(key, unit))}, "type": "category"}  # fmt: skip
-    caption += names.left_out(rows, {row["id"] for row in measured}, "a speed")
-    shown = sorted(measured, key=lambda row: -row["metrics"]["images_per_s"])
+    caption += names.left_out(rows, {row.id for row in measured}, "a speed")
+    shown = sorted(measured, key=lambda row: -row.metrics["images_per_s"])
     table = [
         [str(value(row, key)), *(str(value(row, k)) for k in keys if k != key),
-         names.number(row["metrics"]["images_per_s"], 1), error_cell(row), row["id"]] for row in shown
+         names.number(row.metrics["images_per_s"], 1), error_cell(row), row.id] for row in shown
     ]  # fmt: skip
     columns = [names.axis(key, unit), *(names.axis(k, unit) for k in keys if k != key), "images/s", "± images/s", "trial"]
     return Figure(
@@ -121,14 +121,14 @@ def spans(held: set[Any]) -> bool:
 
 def tip(row: Row, unit: str, keys: Sequence[str], *more: str) -> str:
     """A trial's tooltip."""
-    m, error = row["metrics"], row.get("error")
+    m, error = row.metrics, row.error
     speed = names.number(m["images_per_s"], 1) + (f" ± {names.short(error * m['images_per_s'])}" if error else "")
-    return hover(f"trial {row['id']}", names.point(row, unit, keys), f"{speed} images/s", *more)
+    return hover(f"trial {row.id}", names.point(row, unit, keys), f"{speed} images/s", *more)
 
 
 def error_cell(row: Row) -> str:
     """One standard error of a trial's speed."""
-    error, speed = row.get("error"), row["metrics"].get("images_per_s")
+    error, speed = row.error, row.metrics.get("images_per_s")
     return names.short(error * speed) if error and speed else "–"
 
 

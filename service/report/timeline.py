@@ -9,6 +9,7 @@ from typing import Any
 from service.report import labels as names
 from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, line, plain, y_axis
 from service.report.run_records import History, Row
+from service.runs.result import StageRow
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60
@@ -200,22 +201,22 @@ def over_steps(
                   ["stage", "least", "median", "most", "last"], table)  # fmt: skip
 
 
-def stage_phases(stages: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Figure | None:
+def stage_phases(stages: Sequence[StageRow], colours: Mapping[str, str]) -> Figure | None:
     """Where a step's time goes in each stage of a run."""
-    told = [stage for stage in stages if stage["metrics"].get("phase/step_ms")]
+    told = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
     if not told:
         return None
     traces = []
     for phase, colour in colours.items():
-        part = [stage["metrics"].get(f"phase/{phase}_ms", 0.0) for stage in told]
+        part = [stage.metrics.get(f"phase/{phase}_ms", 0.0) for stage in told]
         if any(part):
-            tips = [hover(stage["stage"], f"{phase}: {names.short(ms)} ms, {ms / stage['metrics']['phase/step_ms']:.0%}")
+            tips = [hover(stage.stage, f"{phase}: {names.short(ms)} ms, {ms / stage.metrics['phase/step_ms']:.0%}")
                     for ms, stage in zip(part, told, strict=True)]  # fmt: skip
-            stages_named = [plain(stage["stage"]) for stage in told]
+            stages_named = [plain(stage.stage) for stage in told]
             traces.append({"type": "bar", "orientation": "h", "name": phase, "x": part, "y": stages_named, "hovertext": tips,
                            "hoverinfo": "text", "marker": {"color": colour}})  # fmt: skip
     parts = ("", "_min", "_p50", "_p95", "_max")
-    table = [[stage["stage"], phase, *(names.number(stage["metrics"].get(f"phase/{phase}{part}_ms")) for part in parts)]
+    table = [[stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
              for stage in told for phase in (*colours, "step")]  # fmt: skip
     return Figure(
         "phases", "Where a step's time goes", "Mean milliseconds of a step, by phase.", traces,

@@ -9,8 +9,8 @@ from typing import Any
 
 from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
+from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
-from service.runs.plan import absolute
 from trainables.errors import ExperimentError, near
 
 OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
@@ -91,7 +91,7 @@ class Part:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of all its runs, with the teacher's and the warm-up stages of methods that have one."""
+        """Epochs of all its runs, with the teacher's and the init stages of methods that have one."""
         experiment = self.resolved.experiment
         teacher = (experiment.teacher.epochs if experiment.teacher else None) or experiment.optim.epochs
         return sum(map(self.epochs_of, experiment.sweep.points)) + self.trained_teacher * teacher

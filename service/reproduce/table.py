@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
-from service.config.experiment import recipes
+from service.config.files import recipes
 from service.config.messages import explain
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, near

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from service.cluster.resources import Cluster, Need, RayLostError, beside, check_ray
+from service.cluster.local_ray import RayLostError, check_ray
+from service.cluster.resources import Cluster, Reservation, nodes_for_actors
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan
 from trainables.errors import ClusterError
@@ -30,12 +31,12 @@ def running_teacher_actors(
     Raises:
         ClusterError: one cannot start.
     """
-    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.need()
+    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.reservation()
     if teacher is None or weights is None or need.service is None:
         yield ()
         return
     each, actors = need.service, dict[str, Any]()
-    nodes = beside(cluster.nodes, need)
+    nodes = nodes_for_actors(cluster.nodes, need)
     try:
         for number in range(each.num_workers):
             name = f"{run}-{time.time_ns():x}-teacher-{number}"
@@ -49,7 +50,7 @@ def running_teacher_actors(
         _end(actors)
 
 
-def start(name: str, each: Need, node_id: str | None = None) -> Any:
+def start(name: str, each: Reservation, node_id: str | None = None) -> Any:
     """The handle of a new actor of a teacher service, which a worker's `ActorConnection` finds by its name.
 
     `node_id`: the node on which it runs as long as that node is alive.

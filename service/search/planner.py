@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from service.config.space import GLOBAL_BATCH
 from service.search.disturbance import second_look
 from service.search.first_probes import information
 from service.search.fit_data import Measured
@@ -23,17 +24,7 @@ from service.search.infeasible import RAN, failing, lost, unschedulable, values
 from service.search.memory_model import MemoryModel
 from service.search.neighbours import unchecked
 from service.search.pareto_front import behind, front
-from service.search.points import (
-    GLOBAL_BATCH,
-    Array,
-    Flags,
-    Hardware,
-    Observation,
-    Point,
-    categories,
-    identity,
-    named,
-)
+from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity, named
 from service.search.posterior import Belief, believe
 from service.search.prediction_rows import Forecast, forecasts
 from service.search.probe_cost import Costs

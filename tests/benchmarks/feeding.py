@@ -92,7 +92,7 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
             job.train_loader = ImageFolderLoader(folder, config.data, int(side.split()[0]))
         train_on(job, pair.warmup_steps + steps)
         job.close()
-        return {**job.throughput.summary(), "data_pct": job.timer.summary()["data_pct"]}
+        return {**job.metrics.throughput.summary(), "data_pct": job.metrics.timer.summary()["data_pct"]}
 
 
 if __name__ == "__main__":

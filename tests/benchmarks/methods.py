@@ -29,7 +29,7 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
 from trainables.engine.job import Job, build
 from trainables.methods import METHODS, load
@@ -44,9 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {"crd": {"negatives": 1024}}
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     torch.set_num_threads(1)
     blocks = 2 if short else 12
-    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).needs.teacher]
+    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
     names = ["at", "sp"] if short else names
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(2)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         root = Path(folder)
         lines = [
             Comparison(
@@ -70,7 +70,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
                 cell=(name, "gathered / copied"),
             )
             for name in names
-            if load(name).needs.whole_batch
+            if load(name).requires.whole_batch
         ]  # fmt: skip
         yield lines
 

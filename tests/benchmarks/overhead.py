@@ -85,7 +85,7 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
     start_logging(job.stage, job.group)
     with Reporter(job.config, job.stage, job.group) as reporter, NodeTelemetry(job.config, job.group) as telemetry:
-        job.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
+        job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
         tracker.send_signal(signal.SIGCONT)
         yield
         tracker.send_signal(signal.SIGSTOP)
@@ -95,7 +95,7 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
 def unwatched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """None of it; the loop still reads its sums at each log step, to stop at a loss that is not finite."""
     logging.getLogger("raydistill").setLevel(logging.WARNING)
-    job.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
+    job.metrics.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
     yield
 
 

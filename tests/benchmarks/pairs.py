@@ -27,7 +27,7 @@ EPOCH_STEPS = 200
 
 def train_on(job: Job, steps: int) -> None:
     """So many steps more, as a timing run takes them."""
-    progress = job.state.progress
+    progress = job.progress
     last = progress.step + steps
     while progress.step < last:
         loop.train_epoch(job, stop_at=last)

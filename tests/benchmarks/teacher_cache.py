@@ -105,7 +105,7 @@ class Bench:
 
     def train_s(self, job: Job) -> float:
         """Seconds of the steps, and of what has to be on disk after them."""
-        progress, began = job.state.progress, time.perf_counter()
+        progress, began = job.progress, time.perf_counter()
         loop.train_epoch(job, stop_at=progress.step + self._steps)
         if job.train_state.teacher is not None:
             job.train_state.teacher.end_epoch()

@@ -26,7 +26,7 @@ from scipy.stats import kendalltau, spearmanr
 from service.search.accuracy import Learning, Prediction, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 WORKERS = 2
 PROBE_STEPS = 30
@@ -63,7 +63,7 @@ class Row:
 class Trainings:
     """Trainings of one model on the same ranks."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, folder: Path):
+    def __init__(self, args: argparse.Namespace, ranks: RankPool, folder: Path):
         self._args, self._ranks, self._folder = args, ranks, folder
 
     def run(self, batch: int, lr: float, seed: int, **train_section: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(WORKERS)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(WORKERS)) as ranks:
         rows, learning, after = measure(args, Trainings(args, ranks, Path(folder)))
     told = tell(rows, learning, after)
     if args.json:

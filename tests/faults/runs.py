@@ -16,7 +16,7 @@ from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.rundir import RunDir, StageDir, write_json
@@ -38,7 +38,7 @@ def make_data(folder: Path) -> Path:
 class Bench:
     """Runs an experiment on a pool of ranks, with or without a fault, and gives the doctor its records."""
 
-    def __init__(self, ranks: Ranks, folder: Path, steps: int = 20) -> None:
+    def __init__(self, ranks: RankPool, folder: Path, steps: int = 20) -> None:
         self._ranks, self._folder, self._serial = ranks, folder, 0
         self._digits_teacher = write_teacher(folder / "digits_teacher.safetensors", "mlp_small", 10, 8)
         self._base = [

@@ -152,11 +152,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_the_la
 METHOD = """
 import sys
 import torch.distributed as dist
-from trainables.methods.contract import Method, Needs
+from trainables.methods.contract import Method, Requirements
 
 class Broken(Method):
     terms = ("none",)
-    needs = Needs(teacher=False)
+    requires = Requirements(teacher=False)
 
     def forward(self, student, teacher, batch):
         if dist.get_rank() == 1:

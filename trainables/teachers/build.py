@@ -12,7 +12,8 @@ from trainables.data.loader import Loader
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DistillError
-from trainables.methods.distillation_module import Reader, SelectedMethod
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
@@ -42,7 +43,7 @@ def load_network(
     return TeacherEnsemble(models).eval().requires_grad_(False) if teacher.others else models[0]
 
 
-def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> Reader:
+def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:
     """The reader of what each method needs of `load_network`'s model.
 
     Raises:
@@ -51,7 +52,7 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     """
     if not teacher.others:
         taps = {method.key: method.teacher_taps for method in methods}
-        return Reader(model, taps, name=teacher.model, image_size=image_size)
+        return TapReader(model, taps, name=teacher.model, image_size=image_size)
     check_ensemble(teacher, methods)
     return EnsembleReader(teacher.shares, {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods})
 
@@ -74,7 +75,7 @@ def logits_network(config: TrainConfig, group: Group, classes: Sequence[str], me
     assert teacher is not None
     network = load_network(teacher, classes, image_size, config.seed, config.teacher_sha256)
     to_device(network, config, group)
-    return TeacherNetwork(network, Reader(network, dict.fromkeys(methods, ()), name=teacher.model, image_size=image_size))
+    return TeacherNetwork(network, TapReader(network, dict.fromkeys(methods, ()), name=teacher.model, image_size=image_size))
 
 
 def cached_teacher(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from trainables.config import TeacherConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader, SelectedMethod, widened
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
 
 
@@ -35,7 +36,7 @@ class TeacherEnsemble(nn.Module):
         return torch.stack([logits_and_aux(model(images_BCHW))[0] for model in self.models], dim=1)
 
 
-class EnsembleReader(Reader):
+class EnsembleReader(TapReader):
     """Reads an ensemble's mean as the logits of one teacher; an ensemble has no taps."""
 
     def __init__(self, shares: Sequence[float], temperatures: Mapping[str, float]):
@@ -43,9 +44,9 @@ class EnsembleReader(Reader):
         super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
-    def take(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
         """Method key → the mean's logits (B, K) from the teachers' logits (B, E, K)."""
-        logits_BEK = widened(logits_BK[:num_rows])
+        logits_BEK = at_least_float32(logits_BK[:num_rows])
         means = {t: mean_logits(logits_BEK, self._shares, t) for t in dict.fromkeys(self._temperatures.values())}
         return {key: ModelOutputs(means[t]) for key, t in self._temperatures.items()}
 
@@ -66,8 +67,8 @@ def check_ensemble(teacher: TeacherConfig | None, methods: Sequence[SelectedMeth
     if teacher is None or not teacher.others:
         return
     for method in methods:
-        needs = method.kind.needs
-        if needs.teacher and (method.teacher_taps or needs.reuses_classifier or needs.teacher_gradient):
+        requires = method.method_class.requires
+        if requires.teacher and (method.teacher_taps or requires.reuses_classifier or requires.teacher_gradient):
             what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
             raise ExperimentError(
                 f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(teacher.others)} teachers there"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainables.data.loader import Batch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.distillation_module import Reader
+from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
 from trainables.teachers.interface import TeacherRequest
 
@@ -21,7 +21,7 @@ from trainables.teachers.interface import TeacherRequest
 class TeacherNetwork:
     """A frozen model in eval mode, but for batch norms that use the statistics of the batch; see `TeacherInterface`."""
 
-    def __init__(self, model: nn.Module, reader: Reader, *, gradient: bool = False):
+    def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
         """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
@@ -36,9 +36,9 @@ class TeacherNetwork:
         if self._gradient:  # the parameters are frozen: the graph starts at the images
             images_BCHW = images_BCHW.detach().requires_grad_()
         # Not inference mode: a method's backward cannot use its tensors.
-        with torch.set_grad_enabled(self._gradient), self._reader.reading():
+        with torch.set_grad_enabled(self._gradient), self._reader.capture():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
-            return self._reader.take(logits_BK, num_rows)
+            return self._reader.pop(logits_BK, num_rows)
 
     def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         """See `TeacherInterface`: nothing is requested ahead."""

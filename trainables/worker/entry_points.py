@@ -74,8 +74,8 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
             "model": config.model,
             "decoder": job.train_loader.decoder,
             "metrics": summary,
-            "history": job.state.progress.history,
-            "steps_s": job.timer.steps_s() if config.train.max_steps is not None else [],
+            "history": job.progress.history,
+            "steps_s": job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
         }
         if group.is_main:
             write_json(stage.result, result)
@@ -95,9 +95,9 @@ def _train(
             group,
             reporter.report,
             telemetry.snapshot,
-            enough,
-            [ActorConnection(name) for name in config.teachers],
-            reporter.flush,
+            stop_early=enough,
+            connections=[ActorConnection(name) for name in config.teachers],
+            flush_records=reporter.flush,
         )
         stack.callback(job.close)
         if group.is_main:
@@ -109,7 +109,7 @@ def _train(
                 group.device.type,
                 time.time() - began_s,
                 job.train_loader.decoder,
-                job.train_loader.buffers_mib,
+                job.train_loader.batches_mib,
             )
         # Written before the loaders are closed, which may wait for a disk.
         stack.enter_context(failure_recorded(stage, group))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.compare import compare, overall
 from service.report.run_records import open_records
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir

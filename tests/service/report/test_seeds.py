@@ -9,15 +9,15 @@ from rich.console import Console
 from scipy import stats
 
 from service.report.seeds import figure, groups, holm, page_table, seed_table, sentence
-from tests.service.reproduce.test_tables import SCALE
+from tests.service.reproduce.test_tables import SCALE_AXES
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
 
 
 def trial(method: Any, seed: int, top1_pct: float | None, **more: Any) -> dict[str, Any]:
-    params = {**SCALE, "distill.method": method, "seed": seed, **more}
+    params = {**SCALE_AXES, "distill.method": method, "seed": seed, **more}
     metrics = {} if top1_pct is None else {"top1_pct": top1_pct, "images_per_s": 100.0}
-    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE, "status": "ok" if metrics else "failed",
+    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE_AXES, "status": "ok" if metrics else "failed",
             "reason": "", "metrics": metrics}  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from service.reproduce.plan import Request, compose
 from service.reproduce.table import ALONE, read_table, tables
 from service.sweeps.trials import plan_trials
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, key_of
+from trainables.methods import METHODS, option_key
 from trainables.models.names import check_model_name
 
 SMALL = """\
@@ -60,7 +60,7 @@ def test_every_model_and_method_exists(name: str) -> None:
         check_model_name(model)
     for column in table.columns.values():
         methods = column.settings["distill"]["method"]
-        assert {key_of(method) for method in ([methods] if isinstance(methods, str) else methods)} <= METHODS.keys()
+        assert {option_key(method) for method in ([methods] if isinstance(methods, str) else methods)} <= METHODS.keys()
 
 
 @pytest.mark.parametrize("name", tables())

@@ -11,7 +11,9 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.runs import trial
-from service.runs.trial import Assignment, Outcome, carry_out, cause_of, finished
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome
+from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError
 from trainables.failures import Failure, Kind, WorkersFailedError, write_failure
@@ -47,11 +49,11 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
 
     monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(trial, "wait_for_room", lambda work: None)
+    monkeypatch.setattr(trial, "wait_for_resources", lambda assignment: None)
     config = TrainConfig.model_validate(
         {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 2}}
     )
-    outcome = carry_out(Assignment(config, False, 1, tmp_path))
+    outcome = run_to_end(Assignment(config, False, 1, tmp_path))
     assert (outcome.status, len(begun), outcome.restarts) == (status, tries, tries - 1)
 
 
@@ -88,4 +90,4 @@ def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
     assert finished(stage) is None
     write_json(stage.result, {"metrics": {"steps": 3.0}})
     outcome = finished(stage, 1)
-    assert outcome == Outcome("ok", metrics={"steps": 3.0}, restarts=1)
+    assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, restarts=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from service.runs.result import RunResult, TrialRow
+
 AXES = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
 
 
@@ -36,6 +38,10 @@ def row(number: int, point: Mapping[str, Any], status: str = "ok", ended_s: floa
     }  # fmt: skip
 
 
+def typed(row: dict[str, Any]) -> TrialRow:
+    return TrialRow.model_validate(row)
+
+
 def grid() -> list[dict[str, Any]]:
     """24 points."""
     return [
@@ -46,10 +52,10 @@ def grid() -> list[dict[str, Any]]:
     ]
 
 
-def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+def result(rows: list[dict[str, Any]], **changes: Any) -> RunResult:
     """A sweep's `result.json`."""
     hardware = {"nodes": 1, "slots_per_node": 4, "cpus_per_node": 32.0}
-    return {
-        "kind": "sweep", "name": "formula", "status": "running", "metric": "images_per_s", "mode": "max", "policy": "guided",
+    return RunResult.model_validate({
+        "kind": "sweep", "runs_root": "", "name": "formula", "status": "running", "metric": "images_per_s", "mode": "max", "policy": "guided",
         "tolerance": 0.03, "timing_steps": 60, "space": {}, "hardware": hardware, "trials": rows, **changes,
-    }  # fmt: skip
+    })  # fmt: skip

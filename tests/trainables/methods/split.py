@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.methods.contract import Method, ModelOutputs
 
 
@@ -71,12 +71,12 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
         loss = torch.stack([t if t.ndim == 0 else t.sum() * group.world_size / total for t in terms.values()]).sum()
         loss.backward()
         found += [t.detach() if t.ndim == 0 else _summed(t.detach().sum(), group) / total for t in terms.values()]
-        found += [_all(leaf.grad, batch.all_gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
+        found += [_all(leaf.grad, batch.gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
     found += [_summed(p.grad.clone(), group) / group.world_size for p in method.parameters() if p.grad is not None]
     return found + [buffer.clone() for buffer in method.buffers()]
 
 
-def assert_ranks_equal_one(ranks: Ranks, case: Case, split: tuple[int, ...]) -> None:
+def assert_ranks_equal_one(ranks: RankPool, case: Case, split: tuple[int, ...]) -> None:
     """To 1e-9 in float64, and all ranks say the same."""
     (one,) = ranks.run(1, steps, case, (sum(split),))
     several = ranks.run(len(split), steps, case, split)

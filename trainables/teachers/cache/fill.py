@@ -68,7 +68,7 @@ def _run_epoch(
         batch.wait()
         with precision():
             images_BCHW = prepare(batch).images_BCHW
-            teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.known_B, batch.epoch))
+            teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.host_indices_B, batch.epoch))
         if step % config.train.log_every == 0:
             report("step", step, step / num_steps, {})
             _check_written(teacher, group)

@@ -61,8 +61,7 @@ class ServedNetwork:
 
     def _forward(self, images_nHWC: Tensor, host_indices_n: Tensor, epoch: int) -> Tensor:
         indices_n = host_indices_n.to(self._device, non_blocking=True)
-        images_nCHW = images_nHWC.permute(0, 3, 1, 2)
-        batch = DeviceBatch(images_nCHW, torch.zeros_like(indices_n), indices_n, host_indices_n, epoch, 0, None)
+        batch = DeviceBatch(images_nHWC.permute(0, 3, 1, 2), torch.zeros_like(indices_n), indices_n, host_indices_n, epoch)
         with torch.no_grad():
             prepared_nCHW = self._prepare(batch).images_BCHW
         with self._autocast():

@@ -27,7 +27,7 @@ from tests.trainables.teachers.cache.test_key import folder
 from trainables.config import TrainConfig
 from trainables.data.storage.shared_folder import human
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
@@ -196,7 +196,7 @@ def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
     return None
 
 
-def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: RankPool) -> None:
     other = write_teacher(tmp_path / "other.safetensors", seed=12)
     each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
     first, second = ranks.run(2, answered, each)
@@ -204,7 +204,7 @@ def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ran
     assert second.startswith(other)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
@@ -213,7 +213,7 @@ def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ran
         assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
 
 
-def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:
+def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: RankPool) -> None:
     train(Group(), settings(tmp_path, "first", epochs=1))
     other = {"data": {"global_batch_size": 64, "loader_workers": 0}, "model": "mlp_large"}
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **other))) == [0]
@@ -242,7 +242,7 @@ def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) ->
     assert ran_for(train(Group(), asked)) == [1442, 1442, 0]
 
 
-def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
     first = ranks.run(2, train, settings(tmp_path, "first"))
     assert ran_for(first[0]) == [1442, 1442]
     second = train(Group(), settings(tmp_path, "second"))

@@ -21,7 +21,7 @@ from tests.trainables.teachers.cache.test_key import folder
 from tests.trainables.teachers.service.local_service import LocalConnection, local_services
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
@@ -46,7 +46,7 @@ def served(config: TrainConfig, to: Sequence[TeacherConnection], group: Group = 
     report = Recorded()
     with contextlib.closing(build(config, group, report, no_telemetry, connections=to)) as job:
         loop.run(job)
-        state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
+        state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     return {"calls": report.calls, "state": state}
 
 
@@ -87,7 +87,7 @@ def with_its_own_service(group: Group, config: TrainConfig) -> dict[str, Any]:
         return served(config, to, group)
 
 
-def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: RankPool) -> None:
     ours = ranks.run(2, with_its_own_service, settings(tmp_path, "ours"))[0]
     assert losses_of(ours) == pytest.approx(losses_of(live(tmp_path, "live")), abs=1e-12)
     assert ran_for(ours) == [ROWS, ROWS]
@@ -198,7 +198,7 @@ def refused_by_its_own_service(group: Group, each: Sequence[TrainConfig]) -> str
         return refusal(group, each, to)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [
         of_photos(tmp_path, "job", folder(tmp_path / name, seed), teacher={"cache": None, "service": 1})
         for name, seed in (("one", 0), ("other", 1))

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from service.config.experiment import load
+from service.report import reporter
 from service.runs.display import Display
-from service.runs.train import Session
-from service.sweeps.sweep import unfinished
+from service.runs.result import RunResult
+from service.runs.session import Session
+from service.sweeps.run_trials import unfinished
 from service.sweeps.trials import plan_trials
 from trainables.rundir import RunDir, append_line
 
@@ -30,7 +32,8 @@ def stopped(root: Path, *epochs: dict[str, Any]) -> dict[str, float]:
     for number, numbers in enumerate(epochs, 1):
         append_line(metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
     with Display() as display:
-        outcome = unfinished(Session(resolved, run_dir, display, None, {}, "sweep"), trial)
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(root))
+        outcome = unfinished(Session(resolved, run_dir, display, reporter, None, result), trial)
     assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
     return outcome.metrics
 
