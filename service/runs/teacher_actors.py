@@ -93,7 +93,7 @@ def _wait_until_started(display: Display, actors: dict[str, Any]) -> None:
 
 
 def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
-    """Show for how many images the teacher ran, where the actors still answer."""
+    """Show for how many images the teacher ran, where the actors still respond."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):  # for information alone

@@ -1,4 +1,4 @@
-"""`distill cache`: a teacher's logits computed ahead of all trainings that will read them."""
+"""`distill cache`: compute a teacher's logits before the trainings that read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainables.rundir import RunDir, StageDir
 
 
 def fill(resolved: Resolved, root: Path) -> str:
-    """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that says what was done.
+    """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that is shown at the end.
 
     Raises:
         DistillError: one line.
@@ -55,5 +55,5 @@ def fill(resolved: Resolved, root: Path) -> str:
     shutil.rmtree(run_dir.root, ignore_errors=True)
     done = outcome.metrics
     unread = f", all but {done['missing']:,.0f} that cannot be read" if done["missing"] else ""
-    kept = done["rows"] - done["missing"]
-    return f"{teacher.cache} holds the logits of {kept:,.0f} images{unread}; {done['images']:,.0f} were computed now"
+    num_cached = done["rows"] - done["missing"]
+    return f"{teacher.cache} holds the logits of {num_cached:,.0f} images{unread}; {done['images']:,.0f} were computed now"

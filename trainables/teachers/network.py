@@ -1,4 +1,4 @@
-"""The frozen teacher network, run beside the student.
+"""The frozen teacher network, on the student's device.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """

@@ -1,4 +1,4 @@
-"""Several teachers in one's place: the mean that methods are given, which methods can do with it, and whole trainings."""
+"""An ensemble of teachers: the mean that methods read, which methods can use it, and whole trainings."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class ServiceTeacher:
 
     def _timeout_message(self) -> str:
         return (
-            f"teacher.service: no answer for {self._timeout_s:g} s: see that the cluster holds its {len(self._connections)} "
+            f"teacher.service: no response for {self._timeout_s:g} s: check that the cluster runs its {len(self._connections)} "
             "actors, then `distill resume`; or set teacher.service to null"
         )
 

@@ -1,4 +1,4 @@
-"""Training from kept logits: the same losses as with the live teacher, the right teacher always, and what a kill leaves."""
+"""Training from cached logits: the same losses as with the network, the right teacher always, and what a kill leaves."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"ra
 
 
 def settings(folder: Path, name: str, *, epochs: int = 2, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
-    """A job whose teacher's logits are kept in `folder`/kept."""
+    """A job whose teacher's logits are cached in `folder`/cache."""
     weights = folder / "teacher.safetensors"
     if not weights.exists():
         write_teacher(weights)
-    kept = {"weights": str(weights), "cache": str(folder / "kept"), **(teacher or {})}
+    cached = {"weights": str(weights), "cache": str(folder / "cache"), **(teacher or {})}
     sections["data"] = {**AUGMENTED, **sections.get("data", {})}
-    return config(folder / name, teacher=kept, optim={"epochs": epochs}, **sections)
+    return config(folder / name, teacher=cached, optim={"epochs": epochs}, **sections)
 
 
 def losses_of(result: dict[str, Any]) -> list[float]:
@@ -62,7 +62,7 @@ def ran_for(result: dict[str, Any]) -> list[float]:
 
 
 def keys(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "kept").iterdir()}
+    return {path.name for path in (folder / "cache").iterdir()}
 
 
 def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> TrainConfig:
@@ -75,7 +75,7 @@ def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> T
 
 
 def refusal(group: Group, each: Sequence[TrainConfig], connections: Sequence[TeacherConnection] = ()) -> str | None:
-    """With which line the job of this rank, on a node of its own, is refused when it is built."""
+    """The line with which the build of this rank's job, on a node of its own, is refused."""
     try:
         build(each[group.rank], replace(group, local_rank=0), Recorded(), no_telemetry, connections=connections).close()
     except DistillError as error:
@@ -96,7 +96,7 @@ def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: P
 
 
 @pytest.mark.parametrize("top_k", [2, 10])
-def test_with_a_few_logits_kept_the_first_run_learns_from_those_too(tmp_path: Path, top_k: int) -> None:
+def test_with_a_few_logits_stored_the_first_run_learns_from_those_too(tmp_path: Path, top_k: int) -> None:
     first, second = (train(Group(), settings(tmp_path, name, teacher={"cache_top_k": top_k})) for name in ("first", "second"))
     assert ran_for(second) == [0, 0]
     assert losses_of(second) == losses_of(first)
@@ -104,7 +104,7 @@ def test_with_a_few_logits_kept_the_first_run_learns_from_those_too(tmp_path: Pa
 
 def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_path: Path) -> None:
     whole = train(Group(), settings(tmp_path, "whole", epochs=1))
-    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    (part,) = (tmp_path / "cache").rglob("*.arrow")
     every = settings(tmp_path, "half", epochs=1, train={"checkpoint_every": 4})
     part.unlink()
     assert train(Group(), every, die_after=4)["died"]
@@ -113,17 +113,21 @@ def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_pa
     assert equal(again["state"], whole["state"])
 
 
-def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
+def test_an_assistants_logits_are_cached_for_all_trials_in_a_folder_of_their_own(tmp_path: Path) -> None:
     sets = [
-        "teacher.model=mlp_large", "assistants=[{model: mlp_small}]", "student.model=mlp_small", "data.loader_workers=1",
-        "optim.epochs=1", f"teacher.cache={tmp_path / 'kept'}",
-    ]  # fmt: skip
+        "teacher.model=mlp_large",
+        "assistants=[{model: mlp_small}]",
+        "student.model=mlp_small",
+        "data.loader_workers=1",
+        "optim.epochs=1",
+        f"teacher.cache={tmp_path / 'cache'}",
+    ]
     experiment = load("digits", sets).experiment
     weights = write_teacher(tmp_path / "teacher.safetensors")
     train(Group(), experiment.stage("assistant1", tmp_path / "assistant1", {}, weights))
     weights, students = str(StageDir(tmp_path / "assistant1").best), ("one trial", "another")
-    told = [experiment.stage("student", tmp_path / student, {}, weights) for student in students]
-    assert [ran_for(train(Group(), stage)) for stage in told] == [[1408], [0]]
+    stages = [experiment.stage("student", tmp_path / student, {}, weights) for student in students]
+    assert [ran_for(train(Group(), stage)) for stage in stages] == [[1408], [0]]
     assert len(keys(tmp_path)) == 2
 
 
@@ -160,7 +164,7 @@ def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict
     assert len(keys(tmp_path)) == 2
 
 
-def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
+def test_images_preprocessed_anew_are_computed_anew_though_their_sizes_are_equal(tmp_path: Path) -> None:
     images = folder(tmp_path / "images", 0)
     assert [ran_for(train(Group(), of_photos(tmp_path, name, images))) for name in ("first", "same")] == [[6], [0]]
     folder(images, 1)
@@ -170,21 +174,21 @@ def test_images_preprocessed_anew_are_answered_anew_though_their_sizes_are_equal
     assert len(keys(tmp_path)) == 2
 
 
-def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path) -> None:
-    asked, weights = settings(tmp_path, "first", epochs=1), tmp_path / "teacher.safetensors"
+def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path: Path) -> None:
+    job_config, weights = settings(tmp_path, "first", epochs=1), tmp_path / "teacher.safetensors"
     right = shutil.copy(weights, tmp_path / "right.safetensors")
-    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+    with contextlib.closing(build(job_config, Group(), Recorded(), no_telemetry)) as job:
         write_teacher(weights, seed=12)
         with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which this job") as error:
             loop.run(job)
     assert "\n" not in str(error.value)
-    assert not list((tmp_path / "kept").rglob("*.arrow"))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
     shutil.copy(right, weights)
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
 
 
-def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
-    """What the first batch's answer fails with on this rank; its step, in which ranks meet, is not done."""
+def teacher_error(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    """The teacher's exception for the first batch on this rank; the rest of its step, a collective, is left out."""
     with contextlib.closing(build(each[group.rank], group, Recorded(), no_telemetry)) as job:
         batch = next(job.train_loader.epoch(0))
         assert job.train_state.teacher is not None
@@ -199,12 +203,12 @@ def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
 def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: RankPool) -> None:
     other = write_teacher(tmp_path / "other.safetensors", seed=12)
     each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
-    first, second = ranks.run(2, answered, each)
+    first, second = ranks.run(2, teacher_error, each)
     assert first is None
     assert second.startswith(other)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
+def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
@@ -229,8 +233,8 @@ def test_without_augmentation_one_epoch_serves_all_and_every_seed(tmp_path: Path
 
 
 def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "first", epochs=3, teacher={"cache_epochs": 2})
-    with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry)) as job:
+    job_config = settings(tmp_path, "first", epochs=3, teacher={"cache_epochs": 2})
+    with contextlib.closing(build(job_config, Group(), Recorded(), no_telemetry)) as job:
         epochs = []
         for epoch in (0, 1, 2):
             batches = [(b.indices_B.clone(), b.images_BCHW.clone()) for b in job.train_loader.epoch(epoch)]
@@ -239,7 +243,7 @@ def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) ->
     assert not torch.equal(epochs[0][0], epochs[2][0])
     assert torch.equal(epochs[0][1], epochs[2][1])
     assert not torch.equal(epochs[0][1], epochs[1][1])
-    assert ran_for(train(Group(), asked)) == [1442, 1442, 0]
+    assert ran_for(train(Group(), job_config)) == [1442, 1442, 0]
 
 
 def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
@@ -250,15 +254,15 @@ def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
     assert losses_of(second) == pytest.approx(losses_of(first[0]), abs=1e-3)
 
 
-def test_a_batch_of_which_one_answer_is_missing_is_answered_live_and_completed(tmp_path: Path) -> None:
+def test_a_batch_with_one_row_missing_is_computed_and_completed(tmp_path: Path) -> None:
     train(Group(), settings(tmp_path, "first", epochs=1))
-    (part,) = (tmp_path / "kept").rglob("*.arrow")
+    (part,) = (tmp_path / "cache").rglob("*.arrow")
     part.write_bytes(part.read_bytes()[:-1])
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
     assert ran_for(train(Group(), settings(tmp_path, "third", epochs=1))) == [0]
 
 
-def test_micro_batches_ask_for_their_own_samples(tmp_path: Path) -> None:
+def test_micro_batches_read_their_own_samples(tmp_path: Path) -> None:
     live = train(Group(), settings(tmp_path, "live", epochs=1, teacher={"cache": None}))
     train(Group(), settings(tmp_path, "first", epochs=1))
     parted = settings(tmp_path, "second", epochs=1)
@@ -271,21 +275,21 @@ def test_micro_batches_ask_for_their_own_samples(tmp_path: Path) -> None:
 def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
     timing = {"train": {"max_steps": 3, "warmup_steps": 1}}
     train(Group(), settings(tmp_path, "first", **timing))
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "cache").exists()
 
 
-def test_a_killed_job_leaves_whole_parts_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "first", epochs=40)
-    (tmp_path / "job.json").write_text(asked.model_dump_json())
+def test_a_killed_job_leaves_whole_segments_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    job_config = settings(tmp_path, "first", epochs=40)
+    (tmp_path / "job.json").write_text(job_config.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
     until = time.monotonic() + 60
-    while len(list((tmp_path / "kept").rglob("*.arrow"))) < 2:
+    while len(list((tmp_path / "cache").rglob("*.arrow"))) < 2:
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = len(list((tmp_path / "kept").rglob("*.arrow")))
+    whole = len(list((tmp_path / "cache").rglob("*.arrow")))
     epochs = min(whole, 3)
     after = train(Group(), settings(tmp_path, "second", epochs=epochs + 1))
     assert ran_for(after)[:epochs] == [0] * epochs
@@ -293,13 +297,13 @@ def test_a_killed_job_leaves_whole_parts_and_the_next_one_goes_on(tmp_path: Path
     assert losses_of(after) == pytest.approx(losses_of(live), abs=1e-3)
 
 
-def test_the_key_is_told_in_full_beside_the_answers(tmp_path: Path) -> None:
+def test_the_key_is_written_in_full_next_to_the_logits(tmp_path: Path) -> None:
     train(Group(), settings(tmp_path, "first", epochs=1))
     (key,) = keys(tmp_path)
-    told = json.loads((tmp_path / "kept" / key / "key.json").read_text())
-    assert told["teacher"]["model"] == "mlp_large"
-    assert told["images"]["augment"] == "pad_crop_flip"
-    assert told["images"]["seed"] == 3
+    parts = json.loads((tmp_path / "cache" / key / "key.json").read_text())
+    assert parts["teacher"]["model"] == "mlp_large"
+    assert parts["images"]["augment"] == "pad_crop_flip"
+    assert parts["images"]["seed"] == 3
 
 
 def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,22 +325,22 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
 
 
 class Listening(logging.Handler):
-    """What is said of a cache, and how many bytes of answers were there when it was said."""
+    """The log lines about a cache, and how many bytes of segments were there at each."""
 
     def __init__(self, cache: Path) -> None:
         super().__init__()
-        self.cache, self.said = cache, list[tuple[str, int]]()
+        self.cache, self.records = cache, list[tuple[str, int]]()
 
     def there(self) -> int:
         return sum(path.stat().st_size for path in self.cache.rglob("*.arrow"))
 
     def emit(self, record: logging.LogRecord) -> None:
         if " logits (" in record.getMessage():
-            self.said.append((record.getMessage(), self.there()))
+            self.records.append((record.getMessage(), self.there()))
 
 
-def test_how_large_the_answers_will_be_is_said_before_any_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    listening, log = Listening(tmp_path / "kept"), logging.getLogger("raydistill")
+def test_the_size_of_the_cache_is_logged_before_anything_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listening, log = Listening(tmp_path / "cache"), logging.getLogger("raydistill")
     log.addHandler(listening)
     try:
         with caplog.at_level(logging.INFO, "raydistill"):
@@ -345,8 +349,8 @@ def test_how_large_the_answers_will_be_is_said_before_any_is_written(tmp_path: P
     finally:
         log.removeHandler(listening)
     (key,) = keys(tmp_path)
-    place = f"teacher.cache: {tmp_path / 'kept' / key} holds"
-    (first, nothing), (second, half) = listening.said
+    place = f"teacher.cache: {tmp_path / 'cache' / key} holds"
+    (first, nothing), (second, half) = listening.records
     assert (first, nothing) == (f"{place} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
     assert half == pytest.approx(39.4 * 1024, rel=0.05)
     assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {human(half)} of 78.9 KiB"
@@ -354,19 +358,19 @@ def test_how_large_the_answers_will_be_is_said_before_any_is_written(tmp_path: P
 
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
+    job_config = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
     with pytest.raises(ExperimentError, match=r"teacher.cache: it gives a teacher's logits, and kd needs its features") as error:
-        train(Group(), asked)
+        train(Group(), job_config)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_on_a_gpu_nothing_waits_while_logits_are_read_or_kept(tmp_path: Path, top_k: int | None) -> None:
+def test_on_a_gpu_nothing_waits_while_logits_are_read_or_written(tmp_path: Path, top_k: int | None) -> None:
     group, epochs = Group(device=torch.device("cuda")), []
     for name in ("first", "second"):
-        asked = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
-        with contextlib.closing(build(asked, group, Recorded(), no_telemetry)) as job:
+        job_config = settings(tmp_path, name, epochs=1, teacher={"cache_top_k": top_k}, precision="fp32")
+        with contextlib.closing(build(job_config, group, Recorded(), no_telemetry)) as job:
             loop.run(job)  # whatever is lazy is there
             assert job.train_state.teacher is not None
             images = torch.zeros(50, 3, 8, 8, device=group.device)

@@ -1,4 +1,4 @@
-"""`distill cache`: what it leaves is all that any training asks for."""
+"""`distill cache`: what it writes is all that any training reads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from trainables.teachers.cache.store import Columns, LogitsStore
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
-    said = list[tuple[str, int]]()
+    reported = list[tuple[str, int]]()
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        said.append((kind, step))
+        reported.append((kind, step))
 
     job = stored_order(FillConfig.model_validate(config.model_dump()))
     classes, (loader, val_loader) = open_loaders(job, group)
     with contextlib.closing(loader), contextlib.closing(val_loader):
-        return fill(job, group, classes, loader, report), said
+        return fill(job, group, classes, loader, report), reported
 
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:
@@ -48,9 +48,9 @@ def fill_until_full(group: Group, config: TrainConfig) -> None:
 
 
 def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, ranks: RankPool) -> None:
-    filled, said = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
+    filled, reported = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
     assert filled == {"images": 2 * 1442, "missing": 0, "rows": 2 * 1442}
-    assert said[-1] == ("step", 2 * 15)
+    assert reported[-1] == ("step", 2 * 15)
     dropping: dict[str, Any] = {"data": {"last_batch": "drop", "global_batch_size": 96}}
     assert ran_for(train(Group(), settings(tmp_path, "one", **dropping))) == [0, 0]
     assert ran_for(ranks.run(3, train, settings(tmp_path, "three"))[0]) == [0, 0]

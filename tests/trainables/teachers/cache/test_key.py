@@ -80,7 +80,7 @@ def test_of_many_files_a_few_are_read_and_they_are_spread_over_all(tmp_path: Pat
 
 
 def test_a_file_that_cannot_be_read_is_part_of_what_a_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training skips it: it need not end because its answers are kept."""
+    """A training skips it, and does not end because its logits are cached."""
     images = folder(tmp_path / "images")
     first = fingerprint(images)
 
@@ -127,7 +127,7 @@ def test_a_teacher_is_its_tensors_whatever_file_they_come_from(tmp_path: Path) -
     assert digest(tmp_path / "nearly.pt") != digest(ours)
 
 
-def test_a_key_does_not_depend_on_the_order_in_which_its_parts_are_told() -> None:
+def test_a_key_does_not_depend_on_the_order_of_its_parts() -> None:
     assert cache_key({"a": 1, "b": {"c": 2, "d": None}}) == cache_key({"b": {"d": None, "c": 2}, "a": 1})
     assert cache_key({"a": 1}) != cache_key({"a": 2})
 
@@ -137,20 +137,24 @@ TEN = tuple(str(label) for label in range(10))
 
 
 def parts(
-    weights: Path, images: ImageSet = IMAGES, classes: Sequence[str] = TEN, top_k: int | None = None, model: str = "mlp_large",
+    weights: Path,
+    images: ImageSet = IMAGES,
+    classes: Sequence[str] = TEN,
+    top_k: int | None = None,
+    model: str = "mlp_large",
     **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The key's parts of a job; `changes` of its data, seed or precision."""
     sections = {name: changes.pop(name) for name in ("seed", "precision") if name in changes}
     data = {"augment": "pad_crop_flip", **changes}
-    asked = config(weights.parent / "job", teacher={"model": model, "weights": str(weights)}, data=data, **sections)
-    return key_parts(asked, images, classes, top_k)
+    job = config(weights.parent / "job", teacher={"model": model, "weights": str(weights)}, data=data, **sections)
+    return key_parts(job, images, classes, top_k)
 
 
-def leaves(told: dict[str, Any]) -> dict[str, Any]:
+def leaves(parts_of_key: dict[str, Any]) -> dict[str, Any]:
     """The parts by their dotted names."""
     found = dict[str, Any]()
-    for name, value in told.items():
+    for name, value in parts_of_key.items():
         found |= {f"{name}.{inner}": part for inner, part in value.items()} if isinstance(value, dict) else {name: value}
     return found
 

@@ -1,6 +1,6 @@
-"""Logits as they are kept: how far the loss from them may be off, in float64 from the definitions.
+"""Logits as they are stored: how far the loss from them may be off, in float64 from the definitions.
 
-Shapes: B samples, K classes, k kept ones.
+Shapes: B samples, K classes, k stored ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (p_BK.softmax(1) * (p_BK.log_softmax(1) - q_BK.log_softmax(1))).sum(1)
 
 
-def kept(stored: LogitsFormat, teacher_BK: Tensor) -> Tensor:
+def round_trip(stored: LogitsFormat, teacher_BK: Tensor) -> Tensor:
     return stored.decode(stored.encode(teacher_BK), torch.float64)
 
 
@@ -39,15 +39,15 @@ def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -
 def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     """The docstring's second item, (B,)."""
     classes = stored.num_classes
-    kept_Bk, places_Bk = teacher_BK.topk(stored.num_stored, dim=1)
-    others_BK = teacher_BK.scatter(1, places_Bk, -math.inf)
-    total_B, smallest_B = others_BK.logsumexp(1), kept_Bk[:, -1]
+    largest_Bk, classes_Bk = teacher_BK.topk(stored.num_stored, dim=1)
+    others_BK = teacher_BK.scatter(1, classes_Bk, -math.inf)
+    total_B, smallest_B = others_BK.logsumexp(1), largest_Bk[:, -1]
     if temperature >= 1:
         even_B = (total_B - math.log(classes - stored.num_stored)) / temperature
         rest_B = even_B.exp() * (classes - stored.num_stored)
     else:
         rest_B = (smallest_B * (1 / temperature - 1) + total_B).exp()
-    share_B = (rest_B / (rest_B + (kept_Bk / temperature).exp().sum(1))).clamp(max=1 - 1 / classes)
+    share_B = (rest_B / (rest_B + (largest_Bk / temperature).exp().sum(1))).clamp(max=1 - 1 / classes)
     entropy_B = -torch.xlogy(share_B, share_B) - torch.xlogy(1 - share_B, 1 - share_B)
     spread_B = student_BK.amax(1) - student_BK.amin(1)
     return temperature**2 * (share_B * math.log(classes - 1) + entropy_B + share_B * spread_B / temperature)
@@ -58,7 +58,7 @@ def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, tem
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    off = (loss(student, kept(LogitsFormat(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
+    off = (loss(student, round_trip(LogitsFormat(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
     assert (off <= 1.05 * rounding_bound(student, teacher, temperature) + 1e-6).all()
 
 
@@ -68,8 +68,10 @@ def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, 
 def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
     stored = LogitsFormat(classes, top_k)
-    off = (loss(student, kept(stored, teacher), temperature) - loss(student, teacher, temperature)).abs()
-    allowed = tail_bound(stored, student, teacher, temperature) + rounding_bound(student, kept(stored, teacher), temperature)
+    off = (loss(student, round_trip(stored, teacher), temperature) - loss(student, teacher, temperature)).abs()
+    allowed = tail_bound(stored, student, teacher, temperature) + rounding_bound(
+        student, round_trip(stored, teacher), temperature
+    )
     assert (off <= 1.05 * allowed + 1e-6).all()
 
 
@@ -82,7 +84,7 @@ def test_the_bound_of_a_sure_teacher_is_small() -> None:
 def test_the_rest_has_its_probability_spread_evenly() -> None:
     teacher = logits(3, 8, 50, 2.0)
     stored = LogitsFormat(50, 5)
-    p, q = (x.softmax(1) for x in (teacher, kept(stored, teacher)))
+    p, q = (x.softmax(1) for x in (teacher, round_trip(stored, teacher)))
     places = teacher.topk(5, dim=1).indices
     assert torch.allclose(p.gather(1, places), q.gather(1, places), rtol=2e-3)
     rest = q.scatter(1, places, 0.0)
@@ -90,17 +92,17 @@ def test_the_rest_has_its_probability_spread_evenly() -> None:
     assert torch.allclose(rest.amax(1), rest.sum(1) / 45, rtol=1e-9)
 
 
-def test_the_largest_logit_is_kept_in_single_precision_and_huge_ones_stay_finite() -> None:
+def test_the_largest_logit_is_stored_in_single_precision_and_huge_ones_stay_finite() -> None:
     teacher = torch.tensor([[123456.7, -1e6, 123450.0], [-math.inf, 2.0, 1.0]], dtype=torch.float64)
     for stored in (LogitsFormat(3), LogitsFormat(3, 2)):
-        found = kept(stored, teacher)
+        found = round_trip(stored, teacher)
         assert found.isfinite().all()
         assert found.amax(1).tolist() == pytest.approx([123456.7, 2.0], rel=1e-7)
 
 
 def test_a_batch_without_samples_has_columns_without_rows() -> None:
     for stored in (LogitsFormat(5), LogitsFormat(5, 2)):
-        assert kept(stored, torch.zeros(0, 5)).shape == (0, 5)
+        assert round_trip(stored, torch.zeros(0, 5)).shape == (0, 5)
 
 
 @pytest.mark.parametrize(

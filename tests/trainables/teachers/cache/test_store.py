@@ -1,4 +1,4 @@
-"""Parts on disk: found by index, equal where they overlap, left out where they are damaged."""
+"""Segments on disk: found by index, equal where they overlap, left out where they are damaged."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def decoded(samples: list[int]) -> torch.Tensor:
     return FORMAT.decode(FORMAT.encode(LOGITS[samples]))
 
 
-def test_rows_of_several_parts_are_gathered_in_the_order_asked_for(tmp_path: Path) -> None:
+def test_rows_of_several_segments_are_gathered_in_the_requested_order(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     for samples in ([3, 1, 4], [15, 9], [2, 6, 5]):
         store.write(0, columns(samples))
-    wanted = [9, 4, 2, 15, 3, 6]
-    assert torch.equal(read(store, wanted), decoded(wanted))
+    samples = [9, 4, 2, 15, 3, 6]
+    assert torch.equal(read(store, samples), decoded(samples))
     assert store.open(0).missing(np.array([3, 0, 9, 19])).tolist() == [False, True, False, True]
     assert store.open(1).missing_N.all()
 
 
-def test_the_same_part_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) -> None:
+def test_the_same_segment_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     for samples in ([3, 1], [3, 1], [1, 7]):
         store.write(0, columns(samples))
@@ -53,47 +53,47 @@ def test_the_same_part_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) 
     assert torch.equal(read(store, [7, 1, 3]), decoded([7, 1, 3]))
 
 
-def test_other_files_are_not_looked_at(tmp_path: Path) -> None:
+def test_other_files_are_ignored(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     store.write(0, columns([3]))
     for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
-        (tmp_path / "epoch-00000" / name).write_bytes(b"no part")
+        (tmp_path / "epoch-00000" / name).write_bytes(b"no segment")
     assert (~store.open(0).missing_N).sum() == 1
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "other"])
-def test_a_damaged_part_is_as_if_it_were_not_there(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_segment_counts_as_missing(tmp_path: Path, damage: str) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     store.write(0, columns([3, 1]))
     store.write(0, columns([5]))
-    (part,) = tmp_path.rglob("2-*.arrow")
-    content = bytearray(part.read_bytes())
+    (segment,) = tmp_path.rglob("2-*.arrow")
+    content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
-    part.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
+    segment.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
     fresh = LogitsStore(tmp_path, FORMAT, 20)
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [5]
     fresh.write(0, columns([3, 1]))  # the same content mends the file
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [1, 3, 5]
 
 
-def test_a_part_of_another_layout_or_data_set_is_left_out(tmp_path: Path) -> None:
+def test_a_segment_of_another_format_or_data_set_is_left_out(tmp_path: Path) -> None:
     LogitsStore(tmp_path, FORMAT, 20).write(0, columns([3, 19]))
     assert LogitsStore(tmp_path, LogitsFormat(6, 3), 20).open(0).missing_N.all()
     assert LogitsStore(tmp_path, FORMAT, 10).open(0).missing_N.all()
 
 
-def test_only_what_is_wanted_is_kept_and_epochs_are_kept_apart(tmp_path: Path) -> None:
+def test_only_missing_rows_are_written_and_epochs_are_separate(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
     writer = CacheWriter(store)
-    for epoch, samples, wanted in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
-        writer.add(epoch, np.array(samples), FORMAT.encode(LOGITS[samples]), np.array(wanted))
+    for epoch, samples, missing in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
+        writer.add(epoch, np.array(samples), FORMAT.encode(LOGITS[samples]), np.array(missing))
     writer.flush()
     assert [np.flatnonzero(~store.open(epoch).missing_N).tolist() for epoch in (0, 1)] == [[1, 3, 4], [6]]
     assert torch.equal(read(store, [4, 1]), decoded([4, 1]))
     writer.close()
 
 
-def test_a_disk_that_cannot_be_written_ends_the_keeping_and_nothing_else(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_ends_the_writing_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     writer = CacheWriter(LogitsStore(tmp_path / "file", FORMAT, 20))
     for _ in range(3):

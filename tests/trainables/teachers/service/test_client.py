@@ -1,4 +1,4 @@
-"""Trainings whose teacher is a service: the losses of a live one, whatever dies, and no image computed twice."""
+"""Trainings with a teacher service: the losses of a network on the worker, whatever dies, and no image computed twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE = Group()
 
 
 def settings(folder: Path, name: str, *, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
-    """A job whose teacher a service answers for."""
+    """A job with a teacher service."""
     return cache_settings(folder, name, teacher={"cache": None, "service": 1, **(teacher or {})}, **sections)
 
 
@@ -42,9 +42,9 @@ def live(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     return train(Group(), settings(folder, name, teacher={"service": None}, **sections))
 
 
-def served(config: TrainConfig, to: Sequence[TeacherConnection], group: Group = ALONE) -> dict[str, Any]:
+def served(config: TrainConfig, connections: Sequence[TeacherConnection], group: Group = ALONE) -> dict[str, Any]:
     report = Recorded()
-    with contextlib.closing(build(config, group, report, no_telemetry, connections=to)) as job:
+    with contextlib.closing(build(config, group, report, no_telemetry, connections=connections)) as job:
         loop.run(job)
         state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     return {"calls": report.calls, "state": state}
@@ -52,77 +52,77 @@ def served(config: TrainConfig, to: Sequence[TeacherConnection], group: Group = 
 
 @pytest.mark.parametrize(("precision", "within"), [("fp64", 1e-12), ("fp32", 1e-5)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_student_of_a_service_learns_what_the_live_teacher_teaches(
+def test_a_student_of_a_service_learns_what_it_learns_from_a_network(
     tmp_path: Path, precision: str, within: float, count: int
 ) -> None:
     peer = live(tmp_path, "live", precision=precision, train={"log_every": 1})
-    with local_services(count) as to:
-        ours = served(settings(tmp_path, "ours", precision=precision, train={"log_every": 1}), to)
+    with local_services(count) as connections:
+        ours = served(settings(tmp_path, "ours", precision=precision, train={"log_every": 1}), connections)
     assert losses_of(ours) == pytest.approx(losses_of(peer), abs=within)
     assert relative_difference(ours["state"], peer["state"]) < 100 * within
     assert ran_for(ours) == [ROWS, ROWS]
 
 
 def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: Path) -> None:
-    told = [Recorded() for _ in range(3)]
-    asked = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}) for n in range(3)]
-    with local_services(2) as to, contextlib.ExitStack() as jobs:
+    reports = [Recorded() for _ in range(3)]
+    configs = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}) for n in range(3)]
+    with local_services(2) as connections, contextlib.ExitStack() as jobs:
         built = [
-            jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, connections=to)))
-            for config, report in zip(asked, told, strict=True)
+            jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, connections=connections)))
+            for config, report in zip(configs, reports, strict=True)
         ]
         students = [threading.Thread(target=loop.run, args=(job,)) for job in built]
         for student in students:
             student.start()
         for student in students:
             student.join()
-        assert sum(connection.service.counts()["computed"] for connection in to if connection.service) == 2 * ROWS
-    results = [{"calls": report.calls} for report in told]
+        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == 2 * ROWS
+    results = [{"calls": report.calls} for report in reports]
     assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS, ROWS]
     assert losses_of(results[1]) == pytest.approx(losses_of(live(tmp_path, "live", data={"global_batch_size": 57})), abs=1e-12)
 
 
 def with_its_own_service(group: Group, config: TrainConfig) -> dict[str, Any]:
-    with local_services() as to:
-        return served(config, to, group)
+    with local_services() as connections:
+        return served(config, connections, group)
 
 
-def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: RankPool) -> None:
+def test_two_ranks_request_their_own_parts(tmp_path: Path, ranks: RankPool) -> None:
     ours = ranks.run(2, with_its_own_service, settings(tmp_path, "ours"))[0]
     assert losses_of(ours) == pytest.approx(losses_of(live(tmp_path, "live")), abs=1e-12)
     assert ran_for(ours) == [ROWS, ROWS]
 
 
 def test_without_augmentation_one_epoch_serves_all(tmp_path: Path) -> None:
-    with local_services() as to:
+    with local_services() as connections:
         plain = settings(tmp_path, "plain", epochs=3, data={"augment": "none", "device_augment": {}})
-        assert ran_for(served(plain, to)) == [ROWS, 0, 0]
+        assert ran_for(served(plain, connections)) == [ROWS, 0, 0]
 
 
-def test_micro_batches_and_resumed_epochs_get_their_own_answers(tmp_path: Path) -> None:
+def test_micro_batches_and_resumed_epochs_get_their_own_logits(tmp_path: Path) -> None:
     parts = {"optim": {"epochs": 2, "accumulate": 3}}
-    asked = settings(tmp_path, "ours")
-    asked = asked.model_copy(update={"optim": asked.optim.model_copy(update=parts["optim"])})
-    alone = asked.model_copy(update={"teacher": asked.teacher and asked.teacher.model_copy(update={"service": None})})
+    config = settings(tmp_path, "ours")
+    config = config.model_copy(update={"optim": config.optim.model_copy(update=parts["optim"])})
+    alone = config.model_copy(update={"teacher": config.teacher and config.teacher.model_copy(update={"service": None})})
     peer = train(Group(), alone.model_copy(update={"output_dir": str(tmp_path / "peer")}))
-    every = asked.model_copy(update={"train": asked.train.model_copy(update={"checkpoint_every": 3})})
-    with local_services() as to:
+    every = config.model_copy(update={"train": config.train.model_copy(update={"checkpoint_every": 3})})
+    with local_services() as connections:
         report = Recorded(die_after=4)
         with (
-            contextlib.closing(build(every, Group(), report, no_telemetry, connections=to)) as job,
+            contextlib.closing(build(every, Group(), report, no_telemetry, connections=connections)) as job,
             pytest.raises(InterruptedError),
         ):
             loop.run(job)
-        ours = served(every, to)
-        assert sum(connection.service.counts()["computed"] for connection in to if connection.service) == 2 * ROWS
+        ours = served(every, connections)
+        assert sum(connection.service.counts()["computed"] for connection in connections if connection.service) == 2 * ROWS
     assert relative_difference(ours["state"], peer["state"]) < 1e-10
 
 
 def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "undisturbed", epochs=4)
-    with local_services() as to:
-        undisturbed = served(asked, to)
-    with local_services() as to:
+    config = settings(tmp_path, "undisturbed", epochs=4)
+    with local_services() as connections:
+        undisturbed = served(config, connections)
+    with local_services() as connections:
         over, computed = threading.Event(), list[int]()
 
         def disturb(connection: LocalConnection) -> None:
@@ -132,24 +132,24 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
                 time.sleep(0.05)
                 connection.start()
 
-        killer = threading.Thread(target=disturb, args=(to[0],))
+        killer = threading.Thread(target=disturb, args=(connections[0],))
         killer.start()
-        disturbed = served(asked.model_copy(update={"output_dir": str(tmp_path / "disturbed")}), to)
+        disturbed = served(config.model_copy(update={"output_dir": str(tmp_path / "disturbed")}), connections)
         over.set()
         killer.join()
-    assert any(computed)  # at least one died that had answered before
+    assert any(computed)  # at least one died that had responded before
     assert relative_difference(disturbed["state"], undisturbed["state"]) < 1e-12
     assert losses_of(disturbed) == pytest.approx(losses_of(undisturbed), abs=1e-12)
 
 
 def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
     with (
-        local_services() as to,
-        contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=to)) as job,
+        local_services() as connections,
+        contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=connections)) as job,
     ):
-        to[0].kill()
+        connections[0].kill()
         client = ServiceTeacher(
-            to,
+            connections,
             key="key",
             settings={},
             classes=("a", "b"),
@@ -161,58 +161,61 @@ def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path)
         )
         with contextlib.closing(client):
             batch = next(client.prefetch(job.train_loader.epoch(0), 0))
-            with pytest.raises(ClusterError, match=r"teacher.service: no answer for 0.3 s: see .* `distill resume`") as error:
+            with pytest.raises(ClusterError, match=r"teacher.service: no response for 0.3 s: check .* `distill resume`") as error:
                 client(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
     assert "\n" not in str(error.value)
 
 
 def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "ours")
-    with local_services() as to, contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as job:
+    config = settings(tmp_path, "ours")
+    with (
+        local_services() as connections,
+        contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)) as job,
+    ):
         (tmp_path / "teacher.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
             loop.run(job)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path, restarted: bool) -> None:
-    asked, weights = settings(tmp_path, "ours"), tmp_path / "teacher.safetensors"
+def test_a_teacher_file_that_is_replaced_after_the_job_began_is_refused(tmp_path: Path, restarted: bool) -> None:
+    config, weights = settings(tmp_path, "ours"), tmp_path / "teacher.safetensors"
     right = weights.read_bytes()
-    with local_services() as to:
+    with local_services() as connections:
         if restarted:
-            served(settings(tmp_path, "before", epochs=1), to)
-        with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as job:
+            served(settings(tmp_path, "before", epochs=1), connections)
+        with contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)) as job:
             write_teacher(weights, seed=12)
             if restarted:
-                to[0].kill()
-                to[0].start()
+                connections[0].kill()
+                connections[0].start()
             with pytest.raises(CheckpointError, match=r"teacher.safetensors: .* not the mlp_large with which") as error:
                 loop.run(job)
         assert "\n" not in str(error.value)
         weights.write_bytes(right)
-        assert ran_for(served(settings(tmp_path, "after", epochs=1), to)) == [ROWS]
+        assert ran_for(served(settings(tmp_path, "after", epochs=1), connections)) == [ROWS]
 
 
-def refused_by_its_own_service(group: Group, each: Sequence[TrainConfig]) -> str | None:
-    with local_services() as to:
-        return refusal(group, each, to)
+def refusal_with_a_service(group: Group, each: Sequence[TrainConfig]) -> str | None:
+    with local_services() as connections:
+        return refusal(group, each, connections)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
+def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [
         of_photos(tmp_path, "job", folder(tmp_path / name, seed), teacher={"cache": None, "service": 1})
         for name, seed in (("one", 0), ("other", 1))
     ]
-    for line in ranks.run(2, refused_by_its_own_service, each):
+    for line in ranks.run(2, refusal_with_a_service, each):
         assert re.match(r"teacher.service: \S+ has images of other names, sizes or contents on ", line)
 
 
-def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -> None:
-    asked = list[int]()
+def test_no_more_batches_are_requested_than_may_be_under_way(tmp_path: Path) -> None:
+    calls = list[int]()
 
     class Silent:
         def __call__(self, method: str, *arguments: Any) -> Any:
-            asked.append(1)
+            calls.append(1)
 
             def never(timeout_s: float) -> Any:
                 time.sleep(0.01)
@@ -233,12 +236,12 @@ def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -
         assert PREFETCH_BATCHES + 1 == 5
 
 
-def test_batches_that_wait_for_their_answer_keep_their_images(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "ours", data={"global_batch_size": 20, "loader_workers": 2})
+def test_batches_that_wait_for_their_logits_keep_their_images(tmp_path: Path) -> None:
+    config = settings(tmp_path, "ours", data={"global_batch_size": 20, "loader_workers": 2})
     peer = settings(tmp_path, "peer", teacher={"service": None}, data={"global_batch_size": 20, "loader_workers": 2})
     with (
-        local_services() as to,
-        contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as ours,
+        local_services() as connections,
+        contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)) as ours,
         contextlib.closing(build(peer, Group(), Recorded(), no_telemetry)) as theirs,
     ):
         assert ours.train_state.teacher is not None
@@ -253,27 +256,27 @@ def test_batches_that_wait_for_their_answer_keep_their_images(tmp_path: Path) ->
 
 
 def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
+    config = settings(tmp_path, "first", distill={"options": {"kd": {"teacher_taps": ("pooled",)}}})
     with pytest.raises(
         ExperimentError, match=r"teacher.service: it gives a teacher's logits, and kd needs its features"
     ) as error:
-        train(Group(), asked)
+        train(Group(), config)
     assert "\n" not in str(error.value)
 
 
-def test_the_same_training_twice_asks_nothing_new_and_ends_alike(tmp_path: Path) -> None:
-    with local_services() as to:
-        first, second = (served(settings(tmp_path, name), to) for name in ("first", "second"))
+def test_the_same_training_twice_computes_nothing_new_and_ends_equal(tmp_path: Path) -> None:
+    with local_services() as connections:
+        first, second = (served(settings(tmp_path, name), connections) for name in ("first", "second"))
     assert ran_for(second) == [0, 0]
     assert equal(first["state"], second["state"])
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_step_takes_its_answer_without_waiting_for_the_device(tmp_path: Path) -> None:
+def test_on_a_gpu_a_step_takes_its_logits_without_waiting_for_the_device(tmp_path: Path) -> None:
     group = Group(device=torch.device("cuda"))
     with (
-        local_services() as to,
-        contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, connections=to)) as job,
+        local_services() as connections,
+        contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, connections=connections)) as job,
     ):
         teacher = job.train_state.teacher
         assert isinstance(teacher, ServiceTeacher)

@@ -1,4 +1,4 @@
-"""The teacher of a service answers as a worker's does, wherever it runs and however its images come in."""
+"""The network of a service computes what a worker's does, wherever it runs and however its images arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), dtype=np.uint8
 CPU = torch.device("cpu")
 
 
-def test_the_parts_in_which_images_come_do_not_matter(tmp_path: Path) -> None:
+def test_the_parts_in_which_images_arrive_do_not_matter(tmp_path: Path) -> None:
     network, samples = ServedNetwork(settings(tmp_path, "ours"), CLASSES, CPU), np.arange(10)
     whole = network.launch([IMAGES], samples, 3)()
     parts = network.launch([IMAGES[:3], IMAGES[3:4], IMAGES[4:]], samples, 3)()
@@ -29,13 +29,13 @@ def test_the_parts_in_which_images_come_do_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_has_the_next_batch_while_it_computes_one(tmp_path: Path) -> None:
-    asked = settings(tmp_path, "ours")
-    ours, peer = (ServedNetwork(asked, CLASSES, torch.device(device)) for device in ("cuda", "cpu"))
+    job = settings(tmp_path, "ours")
+    ours, peer = (ServedNetwork(job, CLASSES, torch.device(device)) for device in ("cuda", "cpu"))
     ours.launch([IMAGES], np.arange(10), 0)()  # kernels are chosen
     torch.cuda.set_sync_debug_mode("error")
     try:
-        begun = [ours.launch([IMAGES], np.arange(10), epoch) for epoch in range(3)]
+        launched = [ours.launch([IMAGES], np.arange(10), epoch) for epoch in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for epoch, wait in enumerate(begun):
+    for epoch, wait in enumerate(launched):
         assert wait() == pytest.approx(peer.launch([IMAGES], np.arange(10), epoch)(), abs=1e-9)
