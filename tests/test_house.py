@@ -40,6 +40,7 @@ LAYERS = {
     "trainables": [
         "errors",
         "config",
+        "rules",
         "rundir",
         "failures",
         "distributed",

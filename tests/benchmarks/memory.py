@@ -53,9 +53,13 @@ def compare(pair: Pair, num_workers: int, folder: Path) -> list[Comparison]:
     return [
         Comparison(f"{title}, with its loader: {part}", "MiB", measure, Bar("≤", 1.0), figure=part_of_allowed),
         Comparison(f"{title}, its process alone: {part}", "MiB", alone.__getitem__, None, figure=part_of_allowed),
-        Comparison(f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script", "MiB",
-                   added.__getitem__, None),
-    ]  # fmt: skip
+        Comparison(
+            f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script",
+            "MiB",
+            added.__getitem__,
+            None,
+        ),
+    ]
 
 
 def part_of_allowed(ours: float, peer: float) -> float:

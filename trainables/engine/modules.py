@@ -30,7 +30,12 @@ from trainables.teachers.service.protocol import TeacherConnection
 
 
 def build_modules(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, connections: Sequence[TeacherConnection] = ()
+    config: TrainConfig,
+    group: Group,
+    student: nn.Module,
+    classes: tuple[str, ...],
+    loader: Loader,
+    connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
@@ -120,9 +125,13 @@ def unite(
         group=group,
     )
     distillation_module = DistillationModule(
-        student, methods, {c.key: c.options for c in chosen}, reader=reader,
-        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
-    )  # fmt: skip
+        student,
+        methods,
+        {c.key: c.options for c in chosen},
+        reader=reader,
+        task_weight=task_weight(config.distill, chosen),
+        epochs=config.optim.epochs,
+    )
     names = ", ".join(config.distill.method)
     if distillation_module.requires_whole_batch or has_global_batch_norm(student):
         what = f"distill.method: {names}" if distillation_module.requires_whole_batch else "scale.sync_batch_norm"

@@ -102,7 +102,9 @@ class TrainState:
         module = self.distillation_module
         self.ddp_module.train()
         module.begin_stage(epoch.training)
-        self.active_teacher = self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
+        self.active_teacher = (
+            self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
+        )
         self.update = self.training_update
         selected = module.init_targets(epoch.training)
         if selected is not None:

@@ -115,9 +115,13 @@ def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_pa
 
 def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
     sets = [
-        "teacher.model=mlp_large", "assistants=[{model: mlp_small}]", "student.model=mlp_small", "data.loader_workers=1",
-        "optim.epochs=1", f"teacher.cache={tmp_path / 'kept'}",
-    ]  # fmt: skip
+        "teacher.model=mlp_large",
+        "assistants=[{model: mlp_small}]",
+        "student.model=mlp_small",
+        "data.loader_workers=1",
+        "optim.epochs=1",
+        f"teacher.cache={tmp_path / 'kept'}",
+    ]
     experiment = load("digits", sets).experiment
     weights = write_teacher(tmp_path / "teacher.safetensors")
     train(Group(), experiment.stage("assistant1", tmp_path / "assistant1", {}, weights))

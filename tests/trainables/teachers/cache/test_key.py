@@ -137,9 +137,13 @@ TEN = tuple(str(label) for label in range(10))
 
 
 def parts(
-    weights: Path, images: ImageSet = IMAGES, classes: Sequence[str] = TEN, top_k: int | None = None, model: str = "mlp_large",
+    weights: Path,
+    images: ImageSet = IMAGES,
+    classes: Sequence[str] = TEN,
+    top_k: int | None = None,
+    model: str = "mlp_large",
     **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The key's parts of a job; `changes` of its data, seed or precision."""
     sections = {name: changes.pop(name) for name in ("seed", "precision") if name in changes}
     data = {"augment": "pad_crop_flip", **changes}
