@@ -17,7 +17,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from service.cluster import resources as cluster
+from service.cluster import connect as cluster
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison

@@ -91,4 +91,4 @@ def test_the_recipe_keeps_every_rule() -> None:
     experiment = load("digits").experiment
     assert [rule(experiment) for rule in RULES] == [None] * len(RULES)
     assert len(METHOD_RULES) == 4
-    assert {first_problem_of_method(name, load_method(name).needs, experiment) for name in METHODS} == {None}
+    assert {first_problem_of_method(name, load_method(name).requires, experiment) for name in METHODS} == {None}
