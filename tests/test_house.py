@@ -47,6 +47,7 @@ LAYERS = {
     "trainables": [
         "errors",
         "config",
+        "rules",
         "rundir",
         "failures",
         "distributed",

@@ -30,8 +30,14 @@ def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
         return
     from rich import progress
 
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-               progress.TextColumn(unit), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())  # fmt: skip
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(unit),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
     # No thread of its own: the processes that do the work are forked while it stands.
     with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
         task = shown.add_task(title, total=total)

@@ -109,7 +109,8 @@ def evidence_of(
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,
         loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
-        if all(f"loader/{name}" in metrics for name in _LOADER) else None,
+        if all(f"loader/{name}" in metrics for name in _LOADER)
+        else None,
         copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
         further_image_ms=metrics.get("further_image_ms"),
@@ -131,7 +132,7 @@ def evidence_of(
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:

@@ -156,14 +156,25 @@ def trials(records: Records) -> Table | None:
         cost = gpu_s_per_epoch(row)
         status = row.status + (" oversubscribed" if row.oversubscribed else "")
         status += f" measured {len(row.measurements)} times" if row.measurements else ""
-        rows.append([
-            row.id, status, *(str(value(row, key)) for key in (*SCALE_AXES, *extras)),
-            names.number(m.get("step_s"), 4), data_s[0], f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
-            names.number(m.get("data_pct"), 1), names.number(m.get("images_per_s"), 1), along.error_cell(row), epoch,
-            names.number(cost), names.number(m.get("top1_pct")), names.number(row.seconds, 1),
-        ])  # fmt: skip
-    empty = {place for place in range(len(columns)) if all(row[place] == "–" for row in rows)}
-    marked = frozenset(place for place, row in enumerate(tried) if best and row.id == best.id)
+        rows.append(
+            [
+                row.id,
+                status,
+                *(str(value(row, key)) for key in (*SCALE_AXES, *extras)),
+                names.number(m.get("step_s"), 4),
+                data_s[0],
+                f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
+                names.number(m.get("data_pct"), 1),
+                names.number(m.get("images_per_s"), 1),
+                along.error_cell(row),
+                epoch,
+                names.number(cost),
+                names.number(m.get("top1_pct")),
+                names.number(row.seconds, 1),
+            ]
+        )
+    empty = {index for index in range(len(columns)) if all(row[index] == "–" for row in rows)}
+    marked = frozenset(index for index, row in enumerate(tried) if best and row.id == best.id)
     return Table(
         f"All {names.counted(len(tried), 'trial')}",
         [name for index, name in enumerate(columns) if index not in empty],
@@ -192,5 +203,5 @@ def settings(records: Records) -> Section:
         found = (records.sources.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
         return next((one for one in found if one), "default")
 
-    rows = [[key, str(held), source(key)] for key, held in records.experiment.items()]
+    rows = [[key, str(item), source(key)] for key, item in records.experiment.items()]
     return Section("The experiment", tables=[Table(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)])

@@ -43,7 +43,7 @@ def model_of(result: RunResult, rows: Sequence[Row]) -> StepTime | None:
         return None
     if len(measured) > MOST:
         chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
-        measured = [measured[place] for place in sorted(chosen)]
+        measured = [measured[index] for index in sorted(chosen)]
     return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware_of(known))
 
 
@@ -55,7 +55,7 @@ def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Cu
         at = np.unique((np.geomspace(low, high, ALONG) / workers).round().clip(1) * workers)
     else:
         at = np.unique(np.linspace(low, high, min(ALONG, round(high - low) + 1)).round())
-    points = [{**base, key: int(place)} for place in at]
+    points = [{**base, key: int(index)} for index in at]
     predicted = model.predict(points)
     batch = np.array([float(point[GLOBAL_BATCH]) for point in points])
     speed, off = batch / predicted.step_s, predicted.step_sd_s / predicted.step_s

@@ -25,10 +25,15 @@ from trainables.rundir import RunDir, write_atomic
 
 RELOAD_S = 5
 FACTS = {
-    "images_per_s": "images/s", "epoch_s": "s of steps an epoch", "epoch_wall_s": "s an epoch by the clock",
-    "step_s": "s a step", "data_pct": "% of it waiting for data",
-    "top1_pct": "top-1 %", "best_top1_pct": "best top-1 %", "peak_memory_mib": "MiB of GPU memory, peak",
-}  # fmt: skip
+    "images_per_s": "images/s",
+    "epoch_s": "s of steps an epoch",
+    "epoch_wall_s": "s an epoch by the clock",
+    "step_s": "s a step",
+    "data_pct": "% of it waiting for data",
+    "top1_pct": "top-1 %",
+    "best_top1_pct": "best top-1 %",
+    "peak_memory_mib": "MiB of GPU memory, peak",
+}
 
 
 def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> Path:
@@ -71,22 +76,38 @@ def sweep_page(records: Records) -> Page:
             lead[1] += f" Its step: {shares}."
         facts, notes = facts_of(best.metrics), [*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)]
     sections = [
-        Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-                tables=[*listings.heat(records), *kept(listings.trials(records))]),
-        Section("Trials without a result", tables=kept(listings.bad(records))),
-        Section("Over seeds", tables=kept(seeds.page_table(result)), figures=kept(seeds.figure(result))),
+        Section(
+            f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
+            tables=[*listings.heat(records), *without_none(listings.trials(records))],
+        ),
+        Section("Trials without a result", tables=without_none(listings.bad(records))),
+        Section("Over seeds", tables=without_none(seeds.page_table(result)), figures=without_none(seeds.figure(result))),
         Section("Speed over each axis", figures=over_axes(records)),
-        Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
-        Section("Scaling and cost", figures=kept(
-            figures.efficiency(points, best, unit) if best else None,
-            figures.pareto(points, unit, result.search.front if result.search else ()))),
+        Section("Where the time goes", figures=without_none(figures.phases(rows, unit), figures.waits(rows, unit))),
+        Section(
+            "Scaling and cost",
+            figures=without_none(
+                figures.efficiency(points, best, unit) if best else None,
+                figures.pareto(points, unit, result.search.front if result.search else ()),
+            ),
+        ),
         Section("Over time", figures=over_time(records)),
         listings.settings(records),
-    ]  # fmt: skip
-    return finished(records, Page(
-        "sweep", result.name, result.status, lead, [one for one in sections if one.tables or one.figures], facts, notes,
-        "Train at that point" if best else "", winner.command(records.root, best) if best else "",
-    ))  # fmt: skip
+    ]
+    return finished(
+        records,
+        Page(
+            "sweep",
+            result.name,
+            result.status,
+            lead,
+            [one for one in sections if one.tables or one.figures],
+            facts,
+            notes,
+            "Train at that point" if best else "",
+            winner.command(records.root, best) if best else "",
+        ),
+    )
 
 
 def run_page(records: Records) -> Page:
@@ -99,18 +120,31 @@ def run_page(records: Records) -> Page:
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [
-        Section("Learning", figures=kept(timeline.losses(histories), timeline.accuracy(histories, labels))),
-        Section("Where the time goes", figures=kept(
-            wall.figure([(stage.stage, stage) for stage in stages], result),
-            timeline.stage_phases([stage for stage in stages if stage.metrics], figures.PHASE_COLOURS),
-            timeline.waits_over_time(histories), timeline.speeds(histories), timeline.drift(histories, labels))),
+        Section("Learning", figures=without_none(timeline.losses(histories), timeline.accuracy(histories, labels))),
+        Section(
+            "Where the time goes",
+            figures=without_none(
+                wall.figure([(stage.stage, stage) for stage in stages], result),
+                timeline.stage_phases([stage for stage in stages if stage.metrics], figures.PHASE_COLOURS),
+                timeline.waits_over_time(histories),
+                timeline.speeds(histories),
+                timeline.drift(histories, labels),
+            ),
+        ),
         Section("Hardware", figures=hardware.hardware(histories)),
         listings.settings(records),
-    ]  # fmt: skip
-    return finished(records, Page(
-        "run", result.name, result.status, lead, [one for one in sections if one.tables or one.figures],
-        facts_of(student.metrics) if student else (),
-    ))  # fmt: skip
+    ]
+    return finished(
+        records,
+        Page(
+            "run",
+            result.name,
+            result.status,
+            lead,
+            [one for one in sections if one.tables or one.figures],
+            facts_of(student.metrics) if student else (),
+        ),
+    )
 
 
 def reached(stage: StageRow) -> str:
@@ -118,13 +152,13 @@ def reached(stage: StageRow) -> str:
     m = stage.metrics
     if not m:
         return f"{stage.status}: {stage.reason}"
-    told = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
+    parts = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
     if "best_top1_pct" in m and m["best_top1_pct"] != m.get("top1_pct"):
-        told.append(f"(best {names.number(m['best_top1_pct'])}%)")
-    told.append(f"in {names.number(m.get('steps'), 0)} steps")
+        parts.append(f"(best {names.number(m['best_top1_pct'])}%)")
+    parts.append(f"in {names.number(m.get('steps'), 0)} steps")
     if "images_per_s" in m:
-        told.append(f"at {names.number(m['images_per_s'], 1)} images/s")
-    return " ".join(told) + "."
+        parts.append(f"at {names.number(m['images_per_s'], 1)} images/s")
+    return " ".join(parts) + "."
 
 
 def finished(records: Records, page: Page) -> Page:
@@ -153,7 +187,7 @@ def over_axes(records: Records) -> list[Figure]:
         return []
     measured = probes(records.rows)  # a training to a target has its probe's point, and a speed of other steps
     model = model_of(records.result, measured)
-    return kept(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
+    return without_none(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
 
 
 def over_time(records: Records) -> list[Figure]:
@@ -169,7 +203,7 @@ def over_time(records: Records) -> list[Figure]:
     labels = [f"trial {row.id}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [
-        *kept(
+        *without_none(
             timeline.accuracy(histories, labels, rows),
             timeline.drift(histories, labels, rows),
             wall.of_trials(ranked[:MOST_SERIES], rows),
@@ -178,6 +212,6 @@ def over_time(records: Records) -> list[Figure]:
     ]
 
 
-def kept(*parts: Any) -> list[Any]:
+def without_none(*parts: Any) -> list[Any]:
     """Those that have something to show."""
     return [part for part in parts if part is not None]

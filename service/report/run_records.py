@@ -94,7 +94,7 @@ def open_records(path: Path) -> Records:
 def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sources: Mapping[str, str]) -> Records:
     """Rows and histories of a run directory; files that are not there yet are left out."""
     values = flatten(experiment.model_dump(mode="json"))
-    flat = {key: without_password(held) if isinstance(held, str) else held for key, held in values.items()}
+    flat = {key: without_password(item) if isinstance(item, str) else item for key, item in values.items()}
     if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
@@ -159,8 +159,8 @@ def ordered(values: Iterable[Any]) -> list[Any]:
 
     Lists, and the nothing of a point that a sweep lists without this key, stand among the words.
     """
-    found = {repr(held): held for held in values}.values()
-    return sorted(found, key=lambda held: (0, held, "") if isinstance(held, int | float) else (1, 0, str(held)))
+    found = {repr(item): item for item in values}.values()
+    return sorted(found, key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, str(item)))
 
 
 def axes(rows: Sequence[Row]) -> list[str]:

@@ -51,12 +51,18 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
             "← best" if trial.id == best else "",
         ]
         table.add_row(
-            trial.id, *(str(trial.scale.by_key[key]) for key in SCALE_AXES), *(str(trial.params.get(key)) for key in extra),
-            number(m.get("step_s"), 4), data_seconds(m), number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1),
+            trial.id,
+            *(str(trial.scale.by_key[key]) for key in SCALE_AXES),
+            *(str(trial.params.get(key)) for key in extra),
+            number(m.get("step_s"), 4),
+            data_seconds(m),
+            number(m.get("data_pct"), 1),
+            number(m.get("images_per_s"), 1),
             epoch_seconds(m),
-            number(m.get("top1_pct")), " ".join(filter(None, notes)) + (f": {trial.reason}" if trial.reason else ""),
+            number(m.get("top1_pct")),
+            " ".join(filter(None, notes)) + (f": {trial.reason}" if trial.reason else ""),
             style="bold green" if trial.id == best else None,
-        )  # fmt: skip
+        )
     return table
 
 
@@ -89,24 +95,30 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table:
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """What the hardware did: a row a node and a row a GPU, means with the most in brackets. None where nothing was sampled."""
-    places = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
-    if not places:
+    names = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
+    if not names:
         return None
     table = Table(title=title, title_justify="left")
-    columns = {"busy %": ("util", "pct"), "memory MiB": ("memory", "mib"), "disk read MiB/s": ("disk_read", "mib_per_s"),
-               "°C": ("temperature", "c"), "W": ("power", "w"), "SM MHz": ("sm_clock", "mhz")}  # fmt: skip
+    columns = {
+        "busy %": ("util", "pct"),
+        "memory MiB": ("memory", "mib"),
+        "disk read MiB/s": ("disk_read", "mib_per_s"),
+        "°C": ("temperature", "c"),
+        "W": ("power", "w"),
+        "SM MHz": ("sm_clock", "mhz"),
+    }
     for name in ("where", *columns, "slowed by"):
         table.add_column(name, justify="left" if name in ("where", "slowed by") else "right")
-    for place in places:
+    for name in names:
         cells = []
         for what, unit in columns.values():
-            field = "cpu" if what == "util" and "/gpu" not in place else what
-            mean, most = (metrics.get(f"{place}/{field}{part}_{unit}") for part in ("", "_max"))
+            field = "cpu" if what == "util" and "/gpu" not in name else what
+            mean, most = (metrics.get(f"{name}/{field}{part}_{unit}") for part in ("", "_max"))
             cells.append(f"{number(mean, 0)} ({number(most, 0)})" if mean is not None else "–")
-        bits = int(metrics.get(f"{place}/throttle_reasons", 0))
+        bits = int(metrics.get(f"{name}/throttle_reasons", 0))
         # A GPU without work and one whose clocks were set by hand were not held back.
         slowed = [name for name in decode_throttle(bits) if name not in ("gpu_idle", "applications_clocks_setting")]
-        table.add_row(place, *cells, ", ".join(slowed) or "–")
+        table.add_row(name, *cells, ", ".join(slowed) or "–")
     return table
 
 
@@ -124,9 +136,13 @@ def stage_table(result: RunResult) -> Table:
     for stage in result.stages:
         m = stage.metrics
         table.add_row(
-            stage.stage, stage.model, *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
-            number(m.get("images_per_s"), 1), epoch_seconds(m), number(m.get("steps"), 0),
-        )  # fmt: skip
+            stage.stage,
+            stage.model,
+            *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
+            number(m.get("images_per_s"), 1),
+            epoch_seconds(m),
+            number(m.get("steps"), 0),
+        )
     return table
 
 

@@ -32,15 +32,15 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
         KeyboardInterrupt: the reader has seen enough.
     """
     _, run_dir, result = reopen(directory)
-    seen, due = "", 0.0
+    shown, due = "", 0.0
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while result.status == "running":
             if console.is_terminal:
                 parts = [*overview(result, run_dir, latest(result, console.height)), *under_way(run_dir)]
                 live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-            elif (now := progress(result)) != seen:  # in a file: a line for every change
+            elif (now := progress(result)) != shown:  # in a file: a line for every change
                 console.print(now, soft_wrap=True)
-                seen = now
+                shown = now
             began = time.monotonic()
             if began >= due:
                 write_page(run_dir, result, html)
@@ -69,5 +69,5 @@ def progress(result: RunResult) -> str:
     rows = probes(result.rows)
     ended = sum(row.status not in UNRUN for row in rows)
     best = result.best
-    told = f", best {best.id}: {best.metrics.get('images_per_s', 0.0):,.1f} images/s" if best else ""
-    return f"{result.name}: {ended} of {len(rows)} trials{told}"
+    best_text = f", best {best.id}: {best.metrics.get('images_per_s', 0.0):,.1f} images/s" if best else ""
+    return f"{result.name}: {ended} of {len(rows)} trials{best_text}"

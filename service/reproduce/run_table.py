@@ -134,9 +134,15 @@ def cells(job: Reproduction) -> list[Cell]:
         published = job.table.published(pair, column)
         assert published is not None
         verdict = judge(
-            published, source.epoch, job.table.num_runs(pair, column), job.table.tolerance_pct, [m["top1_pct"] for m in done],
-            [m["best_top1_pct"] for m in done], num_wanted=len(job.request.seeds), comparable=not job.changed,
-        )  # fmt: skip
+            published,
+            source.epoch,
+            job.table.num_runs(pair, column),
+            job.table.tolerance_pct,
+            [m["top1_pct"] for m in done],
+            [m["best_top1_pct"] for m in done],
+            num_wanted=len(job.request.seeds),
+            comparable=not job.changed,
+        )
         reasons = [trial.reason for trial in trials if trial.status in ("failed", "oom", "infeasible")]
         found.append(Cell(pair, column, verdict, reasons[0] if reasons else ""))
     return found
@@ -157,16 +163,22 @@ def teachers_of(job: Reproduction) -> dict[str, Known | None]:
 def write_result(job: Reproduction, name: str) -> Path:
     """`reproduce.json`: every cell and teacher, with what was changed."""
     path = job.out / "reproduce.json"
-    write_json(path, {
-        "table": name, "title": job.table.title, "seeds": list(job.request.seeds), "changed": list(job.changed),
-        "tolerance_pct": job.table.tolerance_pct,
-        "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
-        "teachers": {
-            key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(known) if known else {})}
-            for key, known in teachers_of(job).items()
+    write_json(
+        path,
+        {
+            "table": name,
+            "title": job.table.title,
+            "seeds": list(job.request.seeds),
+            "changed": list(job.changed),
+            "tolerance_pct": job.table.tolerance_pct,
+            "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
+            "teachers": {
+                key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(known) if known else {})}
+                for key, known in teachers_of(job).items()
+            },
+            "cells": [asdict(cell) for cell in cells(job)],
         },
-        "cells": [asdict(cell) for cell in cells(job)],
-    })  # fmt: skip
+    )
     return path
 
 

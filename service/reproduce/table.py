@@ -113,7 +113,7 @@ class Table(Section):
             *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
             *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
             *((f"pairs.{key}.num_runs", name, self.sources) for key, pair in self.pairs.items() for name in pair.num_runs),
-        ]  # fmt: skip
+        ]
         for where, name, known in named:
             if name not in known:
                 raise ValueError(f"{where}: there is no {name!r} in this table; it has {', '.join(known)}")

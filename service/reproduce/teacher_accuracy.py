@@ -60,10 +60,15 @@ def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
     told: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
     model = load_teacher(teacher.model, teacher.weights, **told)
     about = {
-        "model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": size,
-        "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
+        "model": teacher.model,
+        "num_classes": len(classes),
+        "classes": list(classes),
+        "image_size": size,
+        "val_resize": data.val_resize,
+        "mean": list(data.mean),
+        "std": list(data.std),
         "transform_input": bool(getattr(model, "transform_input", False)),
-    }  # fmt: skip
+    }
     ours = run_dir.root / "given-teacher.safetensors"
     write_tensors(ours, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
     settings = [f"data.loader_workers={data.loader_workers}", f"scale.use_gpu={str(experiment.scale.use_gpu).lower()}"]

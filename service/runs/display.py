@@ -107,9 +107,15 @@ class Display:
     def __enter__(self) -> Display:
         if self.console.is_terminal:
             self._bars = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-                TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=self.console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[info]}"),
+                console=self.console,
+                transient=True,
+            )
             self._bars.start()
         return self
 

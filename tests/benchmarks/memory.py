@@ -17,7 +17,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from service.cluster import resources as cluster
+from service.cluster import connect as cluster
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison
@@ -53,9 +53,13 @@ def compare(pair: Pair, num_workers: int, folder: Path) -> list[Comparison]:
     return [
         Comparison(f"{title}, with its loader: {part}", "MiB", measure, Bar("≤", 1.0), figure=part_of_allowed),
         Comparison(f"{title}, its process alone: {part}", "MiB", alone.__getitem__, None, figure=part_of_allowed),
-        Comparison(f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script", "MiB",
-                   added.__getitem__, None),
-    ]  # fmt: skip
+        Comparison(
+            f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script",
+            "MiB",
+            added.__getitem__,
+            None,
+        ),
+    ]
 
 
 def part_of_allowed(ours: float, peer: float) -> float:

@@ -50,28 +50,35 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
         root = Path(folder)
         lines = [
             Comparison(
-                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}", "s/step",
-                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks), None, cell=(name, "time / kd"),
+                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}",
+                "s/step",
+                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks),
+                None,
+                cell=(name, "time / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} / kd, peak of a step", "MiB",
-                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))), None,
+                f"methods, {name} / kd, peak of a step",
+                "MiB",
+                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))),
+                None,
                 cell=(name, "peak / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} on 2 workers, gathered / copied", "s/step",
-                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0], Bar("≤", 1.10),
+                f"methods, {name} on 2 workers, gathered / copied",
+                "s/step",
+                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0],
+                Bar("≤", 1.10),
                 cell=(name, "gathered / copied"),
             )
             for name in names
             if load(name).requires.whole_batch
-        ]  # fmt: skip
+        ]
         yield lines
 
 

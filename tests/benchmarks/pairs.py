@@ -51,8 +51,7 @@ class Pair:
         weights = folder / f"{self.teacher}.safetensors"
         if not weights.exists():
             model = build_model(self.teacher, num_classes=NUM_CLASSES, image_size=self.image_size, seed=0)
-            about = {"model": self.teacher, "num_classes": NUM_CLASSES, "image_size": self.image_size,
-                     "classes": list(classes)}  # fmt: skip
+            about = {"model": self.teacher, "num_classes": NUM_CLASSES, "image_size": self.image_size, "classes": list(classes)}
             write_tensors(weights, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
         tree: dict[str, Any] = {
             "output_dir": tempfile.mkdtemp(dir=folder),
@@ -81,10 +80,16 @@ class Pair:
     def plain(self, num_workers: int) -> dict[str, float]:
         """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0."""
         options = {
-            "teacher": self.teacher, "student": self.student, "size": self.image_size, "batch": self.global_batch_size,
-            "classes": NUM_CLASSES, "images": EPOCH_STEPS * self.global_batch_size, "warmup": self.warmup_steps,
-            "steps": self.steps, "log-every": LOG_EVERY,
-        }  # fmt: skip
+            "teacher": self.teacher,
+            "student": self.student,
+            "size": self.image_size,
+            "batch": self.global_batch_size,
+            "classes": NUM_CLASSES,
+            "images": EPOCH_STEPS * self.global_batch_size,
+            "warmup": self.warmup_steps,
+            "steps": self.steps,
+            "log-every": LOG_EVERY,
+        }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
         return answer_of([*launch, "-m", "tests.benchmarks.plain", *words])

@@ -65,9 +65,12 @@ class Bench:
             data["path"] = str(records)
         tree = config.model_dump()
         self._tree = {
-            **tree, "data": {**tree["data"], **data}, "train": {**tree["train"], "max_steps": None}, "optim": {"epochs": 1},
+            **tree,
+            "data": {**tree["data"], **data},
+            "train": {**tree["train"], "max_steps": None},
+            "optim": {"epochs": 1},
             "distill": {},
-        }  # fmt: skip
+        }
 
     @property
     def num_images(self) -> int:

@@ -34,10 +34,19 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
 ) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     said = (
-        "--set", f"teacher={{model: mlp_large, weights: {weights}, service: 1}}", "--set", "student.model=mlp_small",
-        "--set", "precision=fp64", "--set", "data.augment=pad_crop_flip", "--set", f"optim.epochs={EPOCHS}",
-        "--set", "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
-    )  # fmt: skip
+        "--set",
+        f"teacher={{model: mlp_large, weights: {weights}, service: 1}}",
+        "--set",
+        "student.model=mlp_small",
+        "--set",
+        "precision=fp64",
+        "--set",
+        "data.augment=pad_crop_flip",
+        "--set",
+        f"optim.epochs={EPOCHS}",
+        "--set",
+        "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
+    )
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"
 
     output = distill.run("sweep", distill.experiment, "--out", undisturbed, *said, env=cluster.env)

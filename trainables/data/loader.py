@@ -101,9 +101,12 @@ class Loader:
         self._source, self._data = source, data
         self._rank, self._world_size, self._device = rank, world_size, device
         self._order = Order(
-            split, data.shuffle, seed=seed, num_samples=num_samples,
+            split,
+            data.shuffle,
+            seed=seed,
+            num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
-        )  # fmt: skip
+        )
         self._follow = source.follow if isinstance(source, Fetches) else None
         view = View(data, split)
         self.decoder = view.decoder

@@ -78,9 +78,12 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 _HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
+)
 
 
 def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:

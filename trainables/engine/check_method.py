@@ -87,27 +87,39 @@ def settings(case: Case, output: Path, *, precision: str = "fp64", same: bool = 
     seed = SEED if same else SEED + 1
     model = build_model(teacher, num_classes=CLASSES, image_size=case.image_size, seed=seed)
     about = {
-        "model": teacher, "num_classes": CLASSES, "image_size": case.image_size,
+        "model": teacher,
+        "num_classes": CLASSES,
+        "image_size": case.image_size,
         "classes": [str(label) for label in range(CLASSES)],
-    }  # fmt: skip
+    }
     weights = output.parent / f"{output.name}-teacher.safetensors"
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.write_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
     kind, options = load(case.name), dict(case.options)
     if "init_epochs" in kind.Options.model_fields:
         options.setdefault("init_epochs", 1)
-    return TrainConfig.model_validate({
-        "output_dir": str(output), "model": case.student, "precision": precision, "seed": SEED,
-        "data": {
-            "path": "synthetic", "synthetic_images": IMAGES, "synthetic_classes": CLASSES, "image_size": case.image_size,
-            "global_batch_size": BATCH, "loader_workers": 1, "last_batch": "short",
-        },
-        "teacher": {"model": teacher, "weights": str(weights)},
-        "distill": {"method": [case.name], "options": {option_key(case.name): options}},
-        "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
-        "scale": {"sync_batch_norm": True},
-        "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
-    })  # fmt: skip
+    return TrainConfig.model_validate(
+        {
+            "output_dir": str(output),
+            "model": case.student,
+            "precision": precision,
+            "seed": SEED,
+            "data": {
+                "path": "synthetic",
+                "synthetic_images": IMAGES,
+                "synthetic_classes": CLASSES,
+                "image_size": case.image_size,
+                "global_batch_size": BATCH,
+                "loader_workers": 1,
+                "last_batch": "short",
+            },
+            "teacher": {"model": teacher, "weights": str(weights)},
+            "distill": {"method": [case.name], "options": {option_key(case.name): options}},
+            "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
+            "scale": {"sync_batch_norm": True},
+            "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
+        }
+    )
 
 
 class CutOffError(Exception):

@@ -125,9 +125,13 @@ def unite(
         group=group,
     )
     distillation_module = DistillationModule(
-        student, methods, {c.key: c.options for c in chosen}, reader=reader,
-        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
-    )  # fmt: skip
+        student,
+        methods,
+        {c.key: c.options for c in chosen},
+        reader=reader,
+        task_weight=task_weight(config.distill, chosen),
+        epochs=config.optim.epochs,
+    )
     names = ", ".join(config.distill.method)
     if distillation_module.requires_whole_batch or has_global_batch_norm(student):
         what = f"distill.method: {names}" if distillation_module.requires_whole_batch else "scale.sync_batch_norm"

@@ -105,7 +105,11 @@ def _embedding(inputs: int) -> nn.Sequential:
 def _regressor(inputs: int, outputs: int, group: Group) -> nn.Sequential:
     width = 2 * outputs
     return nn.Sequential(
-        nn.Conv2d(inputs, width, 1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
-        nn.Conv2d(width, width, 3, padding=1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
+        nn.Conv2d(inputs, width, 1, bias=False),
+        GlobalBatchNorm2d(width, group),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, bias=False),
+        GlobalBatchNorm2d(width, group),
+        nn.ReLU(),
         nn.Conv2d(width, outputs, 1, bias=False),
-    )  # fmt: skip
+    )

@@ -21,12 +21,33 @@ from trainables.models.forward import dry_forward
 
 BATCH = 3
 ACTIVATIONS = {
-    "relu", "relu6", "hardtanh", "silu", "gelu", "hardswish", "prelu", "leaky_relu", "elu", "celu", "selu", "mish", "softplus",
+    "relu",
+    "relu6",
+    "hardtanh",
+    "silu",
+    "gelu",
+    "hardswish",
+    "prelu",
+    "leaky_relu",
+    "elu",
+    "celu",
+    "selu",
+    "mish",
+    "softplus",
     "tanh",
-}  # fmt: skip
+}
 RESHAPES = {
-    "view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "swapaxes", "movedim", "channel_shuffle",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "contiguous",
+    "flatten",
+    "unflatten",
+    "swapaxes",
+    "movedim",
+    "channel_shuffle",
+}
 JOINS = {"add", "iadd", "sub", "cat", "concat", "concatenate"}
 """How branches meet again: residual sums and concatenations."""
 

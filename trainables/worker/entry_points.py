@@ -47,18 +47,18 @@ def visit_loop_per_worker(settings: dict[str, Any]) -> None:
     """
     group, visit = current_group(), settings["visit"]
 
-    def enough(steps_s: Sequence[float]) -> bool:
+    def stop_early(steps_s: Sequence[float]) -> bool:
         return bool(ray.get(visit.guide.enough.remote(visit.name, list(steps_s))))
 
     following = settings["config"]
     while following is not None:
-        result = train_stage(TrainConfig.model_validate(following), group, enough)
+        result = train_stage(TrainConfig.model_validate(following), group, stop_early)
         chosen = ray.get(visit.guide.following.remote(visit.name, result)) if group.is_main else None
         following = gather_objects(chosen, group)[0]
 
 
-def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[float]], bool] | None = None) -> dict[str, Any]:
-    """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `enough`: see `Job`.
+def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> dict[str, Any]:
+    """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `stop_early`: see `Job`.
 
     Raises:
         DistillError: also written, as one line, to the stage's `error.json`, where the driver reads it.
@@ -67,7 +67,7 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
     set_up_torch(config, group)
     with failure_recorded(stage, group):
         start_logging(stage, group)
-        job, summary = _train(config, group, stage, enough)
+        job, summary = _train(config, group, stage, stop_early)
         dist.barrier()  # the stage is complete once every rank has finished
         result = {
             "stage": config.stage,
@@ -83,7 +83,7 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
 
 
 def _train(
-    config: TrainConfig, group: Group, stage: StageDir, enough: Callable[[Sequence[float]], bool] | None
+    config: TrainConfig, group: Group, stage: StageDir, stop_early: Callable[[Sequence[float]], bool] | None
 ) -> tuple[Job, dict[str, float]]:
     """Build the job, train it to its end, and close it. Returns the closed job and its summary."""
     began_s = time.time()
@@ -95,7 +95,7 @@ def _train(
             group,
             reporter.report,
             telemetry.snapshot,
-            stop_early=enough,
+            stop_early=stop_early,
             connections=[ActorConnection(name) for name in config.teachers],
             flush_records=reporter.flush,
         )

@@ -66,7 +66,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ),
         (("teacher=null", "distill.method=[dkd]"), "distill.method: dkd needs a teacher: write teacher.model"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     overrides: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
@@ -91,4 +91,4 @@ def test_the_recipe_keeps_every_rule() -> None:
     experiment = load("digits").experiment
     assert [rule(experiment) for rule in RULES] == [None] * len(RULES)
     assert len(METHOD_RULES) == 4
-    assert {first_problem_of_method(name, load_method(name).needs, experiment) for name in METHODS} == {None}
+    assert {first_problem_of_method(name, load_method(name).requires, experiment) for name in METHODS} == {None}

@@ -64,10 +64,18 @@ def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: 
 
 @pytest.mark.parametrize(
     "first",
-    ['{"step": 0}', "[]", "null", "{", '{"kind": "start"}', '{"kind": "start", "metrics": 3}',
-     '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}', '{"step": 0, "metrics": {}}',
-     '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}'],
-)  # fmt: skip
+    [
+        '{"step": 0}',
+        "[]",
+        "null",
+        "{",
+        '{"kind": "start"}',
+        '{"kind": "start", "metrics": 3}',
+        '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}',
+        '{"step": 0, "metrics": {}}',
+        '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}',
+    ],
+)
 def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_path: Path) -> None:
     stage, out = StageDir(tmp_path), io.StringIO()
     stage.metrics.parent.mkdir(exist_ok=True)

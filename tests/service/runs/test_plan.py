@@ -32,8 +32,9 @@ def test_an_assistant_learns_from_the_network_and_its_student_from_the_service(t
     experiment = load("digits", ["teacher.service=1", "assistants=[{model: convnet_small}]"]).experiment
     stages = {name: experiment.stage(name, tmp_path, {}, "/weights").teacher for name in ("assistant1", "student")}
     assert {name: (t.model, t.service) for name, t in stages.items() if t} == {
-        "assistant1": ("convnet_large", None), "student": ("convnet_small", 1),
-    }  # fmt: skip
+        "assistant1": ("convnet_large", None),
+        "student": ("convnet_small", 1),
+    }
 
 
 def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:

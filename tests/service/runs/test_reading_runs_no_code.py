@@ -11,7 +11,7 @@ import pytest
 
 from service.config.experiment import load as load_experiment
 from service.runs.method_copies import changed_methods
-from service.runs.plan import located
+from service.config.paths import with_absolute_file
 from service.runs.run_directory import begin, reopen
 from tests.service.commands import run
 from tests.service.report.runs import train_dir
@@ -120,7 +120,7 @@ def test_a_run_keeps_its_methods_source_and_hash(begun: RunDir, method: Path) ->
 
 def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, marker: Path) -> None:
     copy = next(begun.methods.glob("*.py"))
-    assert located(f"{method}:Own") == f"{copy}:Own"
+    assert with_absolute_file(f"{method}:Own") == f"{copy}:Own"
     method.write_text("raise ValueError('another method')")
     reopen(begun.root, to_continue=True)
     marker.unlink()

@@ -55,7 +55,7 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         (lambda r: r["trials"][1].update(end_s=[2]), "trials[1].end_s: must be a number, not [2]"),
         (lambda r: r["trials"][1].update(status="infeasible", scale=3), "trials[1].scale: must be a section of keys, not 3"),
     ],
-)  # fmt: skip
+)
 def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_field(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:

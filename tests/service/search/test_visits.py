@@ -41,8 +41,11 @@ def begun(folder: Path) -> Visits:
 
 def scale(config: dict[str, Any]) -> dict[str, Any]:
     """The three axes of a `TrainConfig` as plain data."""
-    return {AXES[0]: config["scale"]["num_workers"], AXES[1]: config["data"]["global_batch_size"],
-            AXES[2]: config["data"]["loader_workers"]}  # fmt: skip
+    return {
+        AXES[0]: config["scale"]["num_workers"],
+        AXES[1]: config["data"]["global_batch_size"],
+        AXES[2]: config["data"]["loader_workers"],
+    }
 
 
 def drive(visits: Visits, limit: int = 100) -> list[list[dict[str, Any]]]:

@@ -17,9 +17,17 @@ from service.sweeps.trials import plan_trials
 from trainables.rundir import RunDir, append_line
 
 EPOCH = {
-    "epoch/train_s": 2.0, "epoch/eval_s": 0.5, "epoch/checkpoint_s": 0.1, "epoch/other_s": 0.4, "epoch/wall_s": 3.0,
-    "epoch/train/loss": 1.5, "epoch/step_s": 0.1, "val/top1_pct": 60.0, "val/top5_pct": 90.0, "val/loss": 1.2,
-}  # fmt: skip
+    "epoch/train_s": 2.0,
+    "epoch/eval_s": 0.5,
+    "epoch/checkpoint_s": 0.1,
+    "epoch/other_s": 0.4,
+    "epoch/wall_s": 3.0,
+    "epoch/train/loss": 1.5,
+    "epoch/step_s": 0.1,
+    "val/top1_pct": 60.0,
+    "val/top5_pct": 90.0,
+    "val/loss": 1.2,
+}
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
 
 
@@ -40,13 +48,29 @@ def stopped(root: Path, *epochs: dict[str, Any]) -> dict[str, float]:
 
 def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(tmp_path: Path) -> None:
     late = {name: value for name, value in EPOCH.items() if not name.startswith("val/")}
-    assert stopped(tmp_path, EPOCH, late) == pytest.approx({
-        "train_s": 4.0, "eval_s": 1.0, "checkpoint_s": 0.2, "other_s": 0.8, "wall_s": 6.0, "step_s": 0.1, "steps": 20.0,
-        "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
-    })  # fmt: skip
+    assert stopped(tmp_path, EPOCH, late) == pytest.approx(
+        {
+            "train_s": 4.0,
+            "eval_s": 1.0,
+            "checkpoint_s": 0.2,
+            "other_s": 0.8,
+            "wall_s": 6.0,
+            "step_s": 0.1,
+            "steps": 20.0,
+            "top1_pct": 60.0,
+            "top5_pct": 90.0,
+            "val_loss": 1.2,
+        }
+    )
 
 
 def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx({
-        "step_s": 0.1, "steps": 20.0, "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
-    })  # fmt: skip
+    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
+        {
+            "step_s": 0.1,
+            "steps": 20.0,
+            "top1_pct": 60.0,
+            "top5_pct": 90.0,
+            "val_loss": 1.2,
+        }
+    )

@@ -457,9 +457,7 @@ def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_be
 
 def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
     source, data = SlowSource(4000), _data(5)
-    loader = Loader(
-        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3)
-    )  # fmt: skip
+    loader = Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3))
     seen = []
     with caplog.at_level(logging.INFO, "raydistill"):
         for batch in loader.epoch(0):
@@ -580,7 +578,7 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
     data, device = _data(20, prefetch_batches=prefetch), torch.device("cuda")
     loader = Loader(
         NumberedSource(4000), data, split="train", seed=11, rank=0, world_size=1, loader_workers=workers, device=device
-    )  # fmt: skip
+    )
     fetched = []
     for batch in on_device(loader.epoch(0), device):
         torch.cuda._sleep(2_000_000)  # a slow step: the copy after the next stands in a queue behind it

@@ -192,9 +192,12 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
 def test_what_is_never_trained_has_no_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
     job = config(
-        tmp_path, model="convnet_small", teacher={"model": "convnet_large", "weights": weights}, train={"max_steps": 2},
+        tmp_path,
+        model="convnet_small",
+        teacher={"model": "convnet_large", "weights": weights},
+        train={"max_steps": 2},
         distill={"method": ["ft"], "options": {"ft": {"init_epochs": 0}}},
-    )  # fmt: skip
+    )
     for optim in ({"losses": {"task": LossOptimConfig(momentum=0.8)}}, {"name": "dot", "nesterov": False}):
         (state,) = ranks.run(1, trained, job.model_copy(update={"optim": job.optim.model_copy(update=optim)}))
         assert all(bool(tensor.isfinite().all()) for tensor in state.values())

@@ -72,9 +72,12 @@ def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_a_weights_schedule_is_in_the_loss_of_each_step(tmp_path: Path, decay: str) -> None:
     settings = config(
-        tmp_path, teacher={"weights": write_teacher(tmp_path / "t.safetensors")}, optim={"epochs": 2}, train={"log_every": 1},
+        tmp_path,
+        teacher={"weights": write_teacher(tmp_path / "t.safetensors")},
+        optim={"epochs": 2},
+        train={"log_every": 1},
         distill={"options": {"kd": {"weight": 0.8, "warmup_epochs": 1, "decay": decay}}},
-    )  # fmt: skip
+    )
     steps = [metrics for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
     assert len(steps) == 30
     for step, recorded in enumerate(steps):
@@ -135,9 +138,14 @@ def test_precision_layout_and_compilation_work_with_ddp(
         pytest.skip("one compiled run is enough: compilation takes most of this file's time")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
-        tmp_path, model="convnet_small", precision=precision, teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop"}, optim={"epochs": 2, "lr": 0.05}, train=options,
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision=precision,
+        teacher={"model": "convnet_large", "weights": weights},
+        data={"last_batch": "drop"},
+        optim={"epochs": 2, "lr": 0.05},
+        train=options,
+    )
     result = ranks.run(2, train, settings)[0]
     losses_seen = [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
     assert losses_seen[-1] < losses_seen[0]
@@ -184,9 +192,13 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
     device = torch.device("cuda")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
-        tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop", "device_augment": augment}, optim={"accumulate": 2},
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision="fp32",
+        teacher={"model": "convnet_large", "weights": weights},
+        data={"last_batch": "drop", "device_augment": augment},
+        optim={"accumulate": 2},
+    )
     job = build(settings, Group(0, 1, 0, device), Recorded(), no_telemetry)
     batches = on_device(job.train_loader.epoch(0), device)
     for step in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
