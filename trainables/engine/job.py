@@ -130,7 +130,7 @@ def build(
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
+    `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.

@@ -50,11 +50,11 @@ def small(*overrides: str) -> Resolved:
         ),
         (
             ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.method=dkd"],
-            "of 10 classes it keeps 3 apart, and dkd looks",
+            "it keeps 3 of 10 classes apart, and dkd looks",
         ),
         (
             ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.options.kd.standardize=true"],
-            "teacher.cache_top_k: of 10 classes it keeps 3 apart, and distill.options.kd.standardize looks at each",
+            "teacher.cache_top_k: it keeps 3 of 10 classes apart, and distill.options.kd.standardize looks at each",
         ),
         (
             ["student.model=resnet8+resnet14", "teacher.service=1"],
