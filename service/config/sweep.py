@@ -25,9 +25,7 @@ MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data
 class SweepConfig(Section):
     """A search over values of the experiment."""
 
-    space: dict[str, Any] = Field(
-        default_factory=dict, description="dotted key → list, {range: [first, last, step]}, or a distribution"
-    )
+    space: dict[str, Any] = Field({}, description="dotted key → list, {range: [first, last, step]}, or a distribution")
     points: tuple[dict[str, Any], ...] = Field((), description="in place of a space: each point as dotted keys and their values")
     policy: Literal["grid", "random", "asha", "guided"] = Field(
         "grid", description="guided: a timing sweep that learns what a step is made of, and tries few points of the grid"
@@ -48,9 +46,7 @@ class SweepConfig(Section):
         0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by what the cluster holds")
-    grace_epochs: Count = Field(
-        1, description="asha: epochs before a trial may be stopped, those of a method's warm-up stage apart"
-    )
+    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 
     @property

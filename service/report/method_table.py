@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import key_of, load, offered
+from trainables.methods import available_methods, load, option_key
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -28,7 +28,7 @@ def method_table() -> Table:
     table = Table(title="distill.method", title_justify="left", show_lines=True)
     for heading in HEADINGS:
         table.add_column(heading, overflow="fold", justify="right" if "weight" in heading.split(",")[0] else "left")
-    for name in sorted(offered()):
+    for name in sorted(available_methods()):
         try:
             kind = load(name)
         except ExperimentError as error:
@@ -53,8 +53,8 @@ def method_parts(name: str) -> Iterator[str | Table]:
     module, loss = _docs(kind)
     defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
-    yield "\n\n".join(text for text in (f"{key_of(name)}: {loss}", module, defaults, options) if text) + "\n"
-    table = Table(title=f"distill.options.{key_of(name)}", title_justify="left")
+    yield "\n\n".join(text for text in (f"{option_key(name)}: {loss}", module, defaults, options) if text) + "\n"
+    table = Table(title=f"distill.options.{option_key(name)}", title_justify="left")
     for heading in ("option", "default", "description"):
         table.add_column(heading, overflow="fold")
     for option, field in kind.Options.model_fields.items():

@@ -44,34 +44,41 @@ OPTIONS: dict[str, dict[str, Any]] = {"crd": {"negatives": 1024}}
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     torch.set_num_threads(1)
     blocks = 2 if short else 12
-    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).needs.teacher]
+    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
     names = ["at", "sp"] if short else names
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         root = Path(folder)
         lines = [
             Comparison(
-                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}", "s/step",
-                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks), None, cell=(name, "time / kd"),
+                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}",
+                "s/step",
+                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks),
+                None,
+                cell=(name, "time / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} / kd, peak of a step", "MiB",
-                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))), None,
+                f"methods, {name} / kd, peak of a step",
+                "MiB",
+                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))),
+                None,
                 cell=(name, "peak / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} on 2 workers, gathered / copied", "s/step",
-                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0], Bar("≤", 1.10),
+                f"methods, {name} on 2 workers, gathered / copied",
+                "s/step",
+                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0],
+                Bar("≤", 1.10),
                 cell=(name, "gathered / copied"),
             )
             for name in names
-            if load(name).needs.whole_batch
-        ]  # fmt: skip
+            if load(name).requires.whole_batch
+        ]
         yield lines
 
 

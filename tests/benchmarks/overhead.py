@@ -28,7 +28,9 @@ from trainables.distributed.group import Group
 from trainables.engine.job import Job, build
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import RunDir
-from trainables.worker.entry_points import NodeTelemetry, Reporter, start_logging
+from trainables.worker.entry_points import start_logging
+from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.reporter import Reporter
 
 STAGE = "student"
 PATIENCE_S = 120.0

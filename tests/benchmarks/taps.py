@@ -25,7 +25,7 @@ from tests.benchmarks.process import answer_of
 from tests.benchmarks.rounds import Bar, Comparison
 from trainables.models.registry import construct
 from trainables.models.taps import Taps
-from trainables.worker.entry_points import CPU_MALLOC
+from trainables.worker.trainer import CPU_MALLOC
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Trained:
 
     def step(self) -> tuple[Tensor, ...]:
         """What was read; it lives through the backward, as for a method."""
-        with self._taps.reading():
+        with self._taps.capture():
             logits_BK = self._model(self._images_BCHW)
-            kept = self._taps.take()
+            kept = self._taps.pop()
         logits_BK.square().sum().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -59,8 +59,12 @@ class Command:
         with open(self._said, "wb") as out, open(self._log, "wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service", *map(str, arguments), *sets],
-                stdout=out, stderr=err, cwd=folder, start_new_session=True, env={**clean, "RAYDISTILL_RUNS": str(self._runs)},
-            )  # fmt: skip
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                start_new_session=True,
+                env={**clean, "RAYDISTILL_RUNS": str(self._runs)},
+            )
 
     def end(self) -> Ended:
         try:
@@ -152,11 +156,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_the_la
 METHOD = """
 import sys
 import torch.distributed as dist
-from trainables.methods.contract import Method, Needs
+from trainables.methods.contract import Method, Requirements
 
 class Broken(Method):
     terms = ("none",)
-    needs = Needs(teacher=False)
+    requires = Requirements(teacher=False)
 
     def forward(self, student, teacher, batch):
         if dist.get_rank() == 1:

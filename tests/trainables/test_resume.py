@@ -37,10 +37,13 @@ def interrupted(ranks: RankPool, folder: Path, world_sizes: list[int], die_after
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_resumed_job_ends_with_the_same_bits(ranks: RankPool, tmp_path: Path, world_size: int, precision: str) -> None:
     settings = {
-        "model": "convnet_small", "precision": precision, "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
-        "data": {"global_batch_size": 128, "last_batch": "drop"}, "optim": {"epochs": 3, "lr": 0.05},
+        "model": "convnet_small",
+        "precision": precision,
+        "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
+        "data": {"global_batch_size": 128, "last_batch": "drop"},
+        "optim": {"epochs": 3, "lr": 0.05},
         "train": {"checkpoint_every": 3, "log_every": 2},
-    }  # fmt: skip
+    }
     whole = ranks.run(world_size, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [world_size] * 4, 9, **settings)
     assert equal(whole["state"], pieces["state"])
@@ -70,9 +73,10 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (number, 0, 0)).save(file) if number not in bad else file.write_bytes(b"broken")
     settings = {
-        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
+        "teacher": None,
+        "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
         "train": {"checkpoint_every": 1, "log_every": 1},
-    }  # fmt: skip
+    }
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [2, 2], 7, **settings)
     assert whole["progress"].history[0]["epoch/skipped_images"] == 8

@@ -24,9 +24,9 @@ from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
 from trainables.engine.step import Losses, losses
 from trainables.errors import DistillError
-from trainables.methods import key_of, load
+from trainables.methods import load, option_key
 from trainables.methods.contract import MethodBatch
-from trainables.methods.distillation_module import returned
+from trainables.methods.distillation_module import describe_terms
 from trainables.models.registry import build_model
 
 RunRanks = Callable[..., list[Any]]
@@ -87,27 +87,39 @@ def settings(case: Case, output: Path, *, precision: str = "fp64", same: bool = 
     seed = SEED if same else SEED + 1
     model = build_model(teacher, num_classes=CLASSES, image_size=case.image_size, seed=seed)
     about = {
-        "model": teacher, "num_classes": CLASSES, "image_size": case.image_size,
+        "model": teacher,
+        "num_classes": CLASSES,
+        "image_size": case.image_size,
         "classes": [str(label) for label in range(CLASSES)],
-    }  # fmt: skip
+    }
     weights = output.parent / f"{output.name}-teacher.safetensors"
     output.mkdir(parents=True, exist_ok=True)
     checkpoint.write_tensors(weights, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
     kind, options = load(case.name), dict(case.options)
     if "init_epochs" in kind.Options.model_fields:
         options.setdefault("init_epochs", 1)
-    return TrainConfig.model_validate({
-        "output_dir": str(output), "model": case.student, "precision": precision, "seed": SEED,
-        "data": {
-            "path": "synthetic", "synthetic_images": IMAGES, "synthetic_classes": CLASSES, "image_size": case.image_size,
-            "global_batch_size": BATCH, "loader_workers": 1, "last_batch": "short",
-        },
-        "teacher": {"model": teacher, "weights": str(weights)},
-        "distill": {"method": [case.name], "options": {key_of(case.name): options}},
-        "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
-        "scale": {"sync_batch_norm": True},
-        "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
-    })  # fmt: skip
+    return TrainConfig.model_validate(
+        {
+            "output_dir": str(output),
+            "model": case.student,
+            "precision": precision,
+            "seed": SEED,
+            "data": {
+                "path": "synthetic",
+                "synthetic_images": IMAGES,
+                "synthetic_classes": CLASSES,
+                "image_size": case.image_size,
+                "global_batch_size": BATCH,
+                "loader_workers": 1,
+                "last_batch": "short",
+            },
+            "teacher": {"model": teacher, "weights": str(weights)},
+            "distill": {"method": [case.name], "options": {option_key(case.name): options}},
+            "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
+            "scale": {"sync_batch_norm": True},
+            "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
+        }
+    )
 
 
 class CutOffError(Exception):
@@ -155,7 +167,7 @@ class Answered(NamedTuple):
     """Trainable parameter → its largest gradients from task and method, added, each where an optimizer that has the parameter
     lowers that loss; None where none arrives."""
     taught: float
-    """Of the student, the same from the method alone, over all parameters; in a warm-up stage of what that trains."""
+    """Of the student, the same from the method alone, over all parameters; in an init stage of what that trains."""
     gathers: bool
     """Whether it asks for the rows of all workers."""
     several: bool
@@ -178,7 +190,7 @@ def answer(group: Group, config: TrainConfig, epoch: float = 0.0, as_taught: boo
         gather = Gather(rows, group)
         said = distillation_module(images, MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather), taught)
         loss = losses(said, batch.labels_B, None, distillation_module.weights(1.0 if epoch >= 0 else epoch))
-        only, told = distillation_module.warms_up(epoch), frozenset(loss.weighted) - {"task"}
+        only, told = distillation_module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
         lowered = [(told, only.parameters)] if only else [(each.losses, each.parameters) for each in train_state.optimizers]
         names = {p: name for name, p in distillation_module.named_parameters() if p.requires_grad}
         student, method = set(distillation_module.student.parameters()), 0.0
@@ -212,22 +224,22 @@ def _stages(case: Case) -> dict[float, str]:
     """Epoch → how problems there begin, of each stage of a job that has the method."""
     if "init_epochs" not in load(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
         return {TRAINING: ""}
-    return {TRAINING: "", WARM_UP: "in the warm-up stage "}
+    return {TRAINING: "", WARM_UP: "in the init stage "}
 
 
 def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
     kind = load(case.name)
     if kind.init_terms and "init_epochs" not in kind.Options.model_fields:
-        return "it declares init_terms, and its Options have no init_epochs: its warm-up stage has no length"
+        return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
     for epoch, stage in _stages(case).items():
         (said,) = run(1, answer, settings(case, root / f"terms{epoch:g}"), epoch)
         declared = kind.terms if epoch >= 0 else kind.init_terms
         if set(said.terms) != set(declared):
-            return f"{stage}it {returned(said.terms, declared)}"
-        if said.gathers and not (kind.needs.whole_batch or kind.needs.all_workers):
+            return f"{stage}it {describe_terms(said.terms, declared)}"
+        if said.gathers and not (kind.requires.whole_batch or kind.requires.all_gather):
             return (
-                f"{stage}it calls batch.everyone: declare needs = Needs(whole_batch=True), so that optim.accumulate is refused"
-                " with it"
+                f"{stage}it calls batch.all_gather: declare requires = Requirements(whole_batch=True),"
+                " so that optim.accumulate is refused with it"
             )
         wrong = [f"{name} {shape}" for name, shape in said.terms.items() if shape not in ((), (said.rows,))]
         if wrong:
@@ -243,7 +255,7 @@ def _reach(case: Case, root: Path, run: RunRanks) -> str | None:
             missing = [name for name in missing if name.startswith("methods.")]
         if missing:
             waits = "it never changes" if said.several else "several workers would wait for it for ever"
-            after = waits if epoch >= 0 else "warm_up_parameters names what stays as it is"
+            after = waits if epoch >= 0 else "init_stage_parameters names what stays as it is"
             return f"{stage}no loss reaches {', '.join(missing)}: {after}"
         if said.terms and not said.taught > 0:
             return f"{stage}its terms do not move {'the student' if epoch >= 0 else 'what it trains'}"
@@ -269,7 +281,7 @@ def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
-    if load(case.name).needs.teacher_gradient:
+    if load(case.name).requires.teacher_gradient:
         return None  # such jobs are refused in half precision
     (state,) = run(1, train, settings(case, root / "bf16", precision="bf16"))  # stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]

@@ -20,19 +20,20 @@ from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.augment import TrainInputs
 from trainables.device.decode import check_decoder
-from trainables.device.model_input import autocast, normalizer
+from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.batch_norm import accepts_empty_batches, convert
 from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.epochs import Epochs
-from trainables.engine.modules import build_modules, numbers
+from trainables.engine.modules import build_modules
 from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.step import TrainState
 from trainables.engine.updates import MeasuredUpdate, ParameterUpdate, PerLossUpdate, SharedUpdate, UpdateSettings
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import DistillationModule, choose, student_name
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import select_methods, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import GradientNoise, NoiseHistory, measure_noise
 from trainables.metrics.peak_memory import PeakMemory
@@ -40,9 +41,9 @@ from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
+from trainables.rules import first_problem
 from trainables.rundir import StageDir
-from trainables.teachers.service.client import AHEAD
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.service.protocol import TeacherConnection
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
 """torch 2.14 renamed an option."""
@@ -124,20 +125,22 @@ def build(
     telemetry: Snapshot,
     *,
     stop_early: Callable[[Sequence[float]], bool] | None = None,
-    lines: Sequence[Line] = (),
+    connections: Sequence[TeacherConnection] = (),
     flush_records: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `lines` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
+    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
     """
+    if problem := first_problem(config):
+        raise ExperimentError(problem)
     classes, (train_loader, val_loader) = open_loaders(config, group)
     name, student = build_student(config, group, len(classes))
-    module, teacher = build_modules(config, group, student, classes, train_loader, lines)
-    module.methods.to(group.device, numbers(config)[0])
+    module, teacher = build_modules(config, group, student, classes, train_loader, connections)
+    module.methods.to(group.device, tensor_format(config)[0])
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         student.compile()
     optimizers = build_stage_optimizers(config, module)
@@ -156,7 +159,7 @@ def build(
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, checkpoint_state, group)
     data = config.data
-    normalize = normalizer(data.mean, data.std, group.device, *numbers(config))
+    normalize = normalizer(data.mean, data.std, group.device, *tensor_format(config))
     epochs = Epochs(
         num_init=0 if config.train.max_steps is not None else module.init_epochs,  # a timing run times the training
         num_training=config.optim.epochs,
@@ -201,9 +204,9 @@ def build(
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:
     """The student's full name and the student on its device."""
-    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
     student = build_model(name, num_classes=num_classes, image_size=config.data.image_size, seed=config.seed)
-    dtype, layout = numbers(config)
+    dtype, layout = tensor_format(config)
     student = student.to(group.device, dtype).to(memory_format=layout)
     return name, convert(student, group) if config.scale.sync_batch_norm else student
 
@@ -227,7 +230,7 @@ def describe(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str
 def build_stage_optimizers(config: TrainConfig, module: DistillationModule) -> tuple[LossOptimizer, ...]:
     """The optimizers of student and methods.
 
-    What is never trained is in none of them. What the warm-up stage alone trains is in its optimizer, which it shares with the
+    What is never trained is in none of them. What the init stage alone trains is in its optimizer, which it shares with the
     training.
     """
     if not module.init_epochs:
@@ -289,7 +292,6 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and training else None,
             seed_epochs=config.seed_epochs if training else None,
-            held=AHEAD if training and config.teacher is not None and config.teacher.service is not None else 0,
         )
 
     return sources["train"].classes, (loader("train"), loader("val"))

@@ -85,7 +85,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     train_state.begin_epoch(epoch)
     if not job.progress.position:
         begin_epoch(job, epoch)
-    batches = train_state.active_teacher.ahead(loader.epoch(epoch.index, job.progress.position), epoch.augmentation)
+    batches = train_state.active_teacher.prefetch(loader.epoch(epoch.index, job.progress.position), epoch.augmentation)
     return train_batches(job, batches, epoch, stop_at)
 
 
@@ -137,7 +137,7 @@ def set_learning_rates(job: Job) -> None:
 
 
 def begin_epoch(job: Job, epoch: Epoch) -> None:
-    """Before an epoch's first step. After a warm-up stage the optimizer's state and the best accuracy are reset."""
+    """Before an epoch's first step. After an init stage the optimizer's state and the best accuracy are reset."""
     if job.epochs.begins_training(epoch.index):
         for each in job.train_state.optimizers:
             each.optimizer.state.clear()

@@ -10,6 +10,7 @@ from torch import nn
 from trainables.config import LossOptimConfig, OptimConfig
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method
+from trainables.rules import nesterov_has_momentum, warmup_leaves_an_epoch
 
 LossKeys = frozenset[str]
 """`task`, and `method/term` of terms of methods."""
@@ -27,7 +28,7 @@ def group_losses(student: nn.Module, methods: Mapping[str, Method], optim: Optim
     """Every loss of a job, each in one group.
 
     The labels' loss, `task`, changes the student; a method's loss changes the student and the method's own parameters, unless
-    the method declares fewer (`Method.moved_by`).
+    the method declares fewer (`Method.term_parameters`).
 
     Raises:
         ExperimentError: see `separate_losses`; or a term would change more than it declares, in an optimizer that it shares.
@@ -86,13 +87,10 @@ def _check_declared(declared: Mapping[str, LossOptimConfig], losses: LossKeys, o
 
 def _settings(name: str, optim: OptimConfig, declared: LossOptimConfig | None) -> OptimConfig:
     """The settings of one loss, checked as those of the whole section are."""
-    settings = optim.for_loss(name, declared)
-    if settings.nesterov and not settings.momentum:
-        raise ExperimentError(f"optim.losses: {name}: nesterov needs a momentum above 0: write it there, or nesterov: false")
-    if settings.warmup_epochs >= settings.epochs:
-        raise ExperimentError(
-            f"optim.losses: {name}: warmup_epochs {settings.warmup_epochs:g} leaves none of {settings.epochs} epochs"
-        )
+    settings, section = optim.for_loss(name, declared), f"optim.losses.{name}."
+    problem = nesterov_has_momentum(settings, section) or warmup_leaves_an_epoch(settings, settings.epochs, section=section)
+    if problem is not None:
+        raise ExperimentError(problem)
     return settings
 
 
@@ -102,8 +100,8 @@ def _parameters_of(losses: Set[str], student: nn.Module, methods: Mapping[str, M
     for key, method in methods.items():
         for term in method.terms:
             if f"{key}/{term}" in losses:
-                parameters |= dict.fromkeys(method.moved_by(term, student))
-        if not method.terms and "task" in losses:  # it has a warm-up stage alone, in which there is one optimizer
+                parameters |= dict.fromkeys(method.term_parameters(term, student))
+        if not method.terms and "task" in losses:  # it has an init stage alone, in which there is one optimizer
             parameters |= dict.fromkeys(method.parameters())
     return list(parameters)
 
@@ -114,7 +112,7 @@ def _check_parameters(group: LossGroup, student: nn.Module, methods: Mapping[str
         trained = [parameter for parameter in group.parameters if parameter.requires_grad]
         reached = {*student.parameters(), *method.parameters()}.intersection(trained)
         for term in method.terms:
-            if f"{key}/{term}" in group.losses and reached.difference(method.moved_by(term, student)):
+            if f"{key}/{term}" in group.losses and reached.difference(method.term_parameters(term, student)):
                 raise ExperimentError(
                     f"distill.method: {key}'s {term} changes less than the losses beside it in its optimizer: write one of its"
                     f" own, optim.losses: {{{key}/{term}: {{}}}}, with optim.name sgd or adamw"

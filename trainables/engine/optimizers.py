@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,6 @@ from trainables.engine.optim import (
 from trainables.methods.contract import Method
 
 
-class Only(NamedTuple):
-    """What a warm-up stage trains, and by which losses."""
-
-    parameters: Sequence[nn.Parameter]
-    losses: frozenset[str]
-
-
 @dataclass(frozen=True)
 class LossOptimizer:
     """An optimizer, the losses that it minimises, and its settings."""
@@ -42,7 +35,7 @@ class LossOptimizer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
-        """For a step counted from the training's first one. A warm-up stage's steps, below 0, use `init_lr`, or else the peak."""
+        """For a step counted from the training's first one. A init stage's steps, below 0, use `init_lr`, or else the peak."""
         peak = peak_learning_rate(self.optim, global_batch_size)
         lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else init_lr or peak
         set_learning_rate(self.optimizer, lr)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.data.loader import Batch
-from trainables.device.augment import Inputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
@@ -30,7 +29,7 @@ from trainables.engine.updates import ParameterUpdate, UpdateSettings, WarmUpUpd
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
-from trainables.teachers.network import TeacherInterface, TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
 class StepTimer(Protocol):
@@ -46,7 +45,7 @@ class NoTeacher:
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
 
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
         return batches
 
     def end_epoch(self) -> None:
@@ -67,10 +66,10 @@ class TrainState:
     teacher: TeacherInterface | None
     optimizers: tuple[LossOptimizer, ...]
     training_update: ParameterUpdate
-    """How a step of the training changes the parameters; a warm-up stage has an update of its own."""
+    """How a step of the training changes the parameters; an init stage has an update of its own."""
     update_settings: UpdateSettings
     group: Group
-    prepare: Callable[[DeviceBatch], Inputs]
+    prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     epochs: Epochs
     num_blank_images: int = 2
@@ -103,9 +102,11 @@ class TrainState:
         module = self.distillation_module
         self.ddp_module.train()
         module.begin_stage(epoch.training)
-        self.active_teacher = self.teacher if self.teacher is not None and module.asks_teacher(epoch.training) else NoTeacher()
+        self.active_teacher = (
+            self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
+        )
         self.update = self.training_update
-        selected = module.warms_up(epoch.training)
+        selected = module.init_targets(epoch.training)
         if selected is not None:
             self.update = WarmUpUpdate(
                 module,
@@ -116,11 +117,11 @@ class TrainState:
             )
 
     def absent_terms(self, epoch: Epoch) -> frozenset[str]:
-        """Those of `sum_names` that no method computes in an epoch: a warm-up stage has terms of its own."""
+        """Those of `sum_names` that no method computes in an epoch: an init stage has terms of its own."""
         if not self.distillation_module.methods:
             return frozenset()
         return frozenset(
-            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.told_at(epoch.training)
+            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.active_terms(epoch.training)
         )
 
 
@@ -175,29 +176,17 @@ def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tenso
     return share_B * plain_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
-class MicroBatch(NamedTuple):
-    """A part of a batch for gradient accumulation. Where the rank has no samples: blank images without labels."""
-
-    images_BCHW: Tensor
-    labels_B: Tensor
-    indices_B: Tensor
-    mix: Mix | None
-
-
-def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, num_blank_images: int = 2) -> list[MicroBatch]:
-    """The batch in at most `accumulate` parts.
+def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
+    """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
 
     A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
     single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
     always the larger one.
     """
-    images_BCHW, labels_B, mix = inputs
-    if len(labels_B) == 0:
-        return [MicroBatch(images_BCHW.new_zeros((num_blank_images, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
-    num = min(accumulate, len(labels_B))
-    mixes = [None] * num if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(num) for t in mix), strict=True)]
-    split = zip(*(t.tensor_split(num) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
-    return [MicroBatch(*part) for part in split]
+    if len(batch.labels_B) == 0:
+        blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))
+        return [batch._replace(images_BCHW=blank_BCHW, mix=None)]
+    return batch.split(min(accumulate, len(batch.labels_B)))
 
 
 def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: StepTimer) -> None:
@@ -209,12 +198,12 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: St
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
     epoch = train_state.epochs.training_epochs(step)
     weights = train_state.distillation_module.weights(epoch)
-    parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.num_blank_images)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
-    for part, samples_B in zip(parts, batch.known_B.tensor_split(len(parts)), strict=True):
+    for part in parts:
         rows = len(part.labels_B)
         with train_state.autocast():
-            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(samples_B, batch.epoch))
+            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(part.host_indices_B, part.epoch))
         timer.mark("teacher")
         gather = Gather(rows, group, train_state.cpu_group)
         method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)

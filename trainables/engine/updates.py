@@ -177,7 +177,7 @@ class PerLossUpdate(ParameterUpdate):
 
 
 class WarmUpUpdate(ParameterUpdate):
-    """A warm-up stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
+    """A init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
 
     def __init__(
         self,

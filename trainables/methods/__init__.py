@@ -1,4 +1,7 @@
-"""The ways to distil, by name. Importing this costs no torch: a method is loaded when it, or its options, are asked for."""
+"""The distillation methods by name. Importing this does not import torch: a method is loaded when its class is needed.
+
+A user's method, FILE.py:CLASS, is imported in `load` and nowhere else. `check_name` and `source_of` do not run its file.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import inspect
 import os
 import pkgutil
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainables.errors import ExperimentError, near
 
@@ -48,35 +52,73 @@ METHODS: dict[str, str] = {
     "ttm": "trainables.methods.ttm:TTM",
     "vid": "trainables.methods.vid:VID",
 }
-"""Ours: name → `module:class`."""
+"""The built-in methods: name → `module:class`."""
 
 ENTRY_POINTS = "raydistill.methods"
-"""The group of entry points under which a package offers methods of its own."""
+"""The group of entry points in which a package declares methods."""
+
+
+class MethodSource(NamedTuple):
+    """The file of a user's method."""
+
+    path: Path
+    text: str
+    sha256: str
+    """Of the file's bytes, in hexadecimal."""
 
 
 @cache
-def offered() -> dict[str, dict[str, str]]:
-    """Every method that goes by a name → the package that offers it → `module:class`. Of several packages none is preferred."""
-    found = {name: {"raydistill": place} for name, place in METHODS.items()}
+def available_methods() -> dict[str, dict[str, str]]:
+    """Every method that has a name → the packages that declare it → `module:class`. No package overrides another."""
+    found = {name: {"raydistill": target} for name, target in METHODS.items()}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = entry.dist.name if entry.dist is not None else entry.module
         found.setdefault(entry.name, {})[package] = entry.value
     return found
 
 
-def key_of(name: str) -> str:
-    """What a method is called in `distill.options` and in the records: its name, or of `FILE.py:CLASS` the class."""
+def option_key(name: str) -> str:
+    """The key of a method in `distill.options` and in the records: its name, or the class of `FILE.py:CLASS`."""
     return name.rpartition(":")[2]
 
 
+_copies: dict[str, Path] = {}
+
+
+def use_copies(copies: Mapping[str, Path]) -> None:
+    """From here on this process loads each of these method files, by the names that an experiment has, from its copy."""
+    _copies.clear()
+    _copies.update(copies)
+
+
 def file_of(name: str) -> Path | None:
-    """The file that a name `FILE.py:CLASS` means; None for any other name."""
+    """The file that a name `FILE.py:CLASS` means, or its copy, see `use_copies`; None for any other name."""
     file, colon, _ = name.rpartition(":")
-    return Path(file) if colon and file.endswith(".py") else None
+    return _copies.get(file, Path(file)) if colon and file.endswith(".py") else None
+
+
+def source_of(name: str) -> MethodSource | None:
+    """The file of a method `FILE.py:CLASS`, read without running it; None for any other name.
+
+    Raises:
+        ExperimentError: the file cannot be read, or is not UTF-8; one line.
+    """
+    path = file_of(name)
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+        return MethodSource(path, content.decode(), hashlib.sha256(content).hexdigest())
+    except UnicodeDecodeError:
+        raise ExperimentError(f"distill.method: {path} is not UTF-8: save the file in that encoding") from None
+    except OSError as error:
+        raise ExperimentError(
+            f"distill.method: {path} cannot be read ({error.strerror}): give the path of a Python file"
+        ) from error
 
 
 def check_name(name: str, where: str = "distill.method") -> None:
-    """Refuse a method that does not exist, without loading it. `where` is the key that names it.
+    """Refuse a method that does not exist, without loading it. `where` is the option that names it.
 
     Raises:
         ExperimentError: one line with what to write instead.
@@ -86,9 +128,9 @@ def check_name(name: str, where: str = "distill.method") -> None:
         if not file.is_file():
             raise ExperimentError(f"{where}: there is no file {file}: give the path of a Python file, as FILE.py:CLASS")
         return
-    if name in METHODS:  # without a look at what all installed packages offer
+    if name in METHODS:  # without reading the entry points of all installed packages
         return
-    known = offered()
+    known = available_methods()
     if name not in known:
         similar = near(name.lower(), known)
         instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
@@ -96,47 +138,65 @@ def check_name(name: str, where: str = "distill.method") -> None:
 
 
 def load(name: str) -> type[Method]:
-    """The class of a method. Imports torch, and where the method is a user's, their code.
+    """The class of a method. Imports torch, and runs a user's file.
 
     Raises:
-        ExperimentError: it does not exist, is no method, or is offered by several packages; one line.
+        ExperimentError: it does not exist, is no method, or is declared by several packages; one line.
     """
-    from trainables.config import MethodOptions
-    from trainables.methods.contract import Method
-
     check_name(name)
-    file = file_of(name)
-    places = offered()[name] if file is None else {}
-    if len(places) > 1:
-        both = " and ".join(f"{package} ({place})" for package, place in places.items())
-        raise ExperimentError(
-            f"distill.method: {name} is offered by {both}: uninstall all but one, or write the one that is meant as FILE.py:CLASS"
-        )
+    target = _target(name)
     try:
-        found = pkgutil.resolve_name(*places.values()) if file is None else getattr(_module(file.resolve()), key_of(name))
+        method_class = _import(name, target)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error
-    if not (inspect.isclass(found) and issubclass(found, Method)):
+    return _checked(name, method_class)
+
+
+def _target(name: str) -> str:
+    """`module:class` of a method that has a name; empty for FILE.py:CLASS."""
+    if file_of(name) is not None:
+        return ""
+    targets = available_methods()[name]
+    if len(targets) > 1:
+        packages = " and ".join(f"{package} ({target})" for package, target in targets.items())
+        raise ExperimentError(
+            f"distill.method: {name} is offered by {packages}: uninstall all but one,"
+            " or write the one that is meant as FILE.py:CLASS"
+        )
+    return next(iter(targets.values()))
+
+
+def _import(name: str, target: str) -> Any:
+    file = file_of(name)
+    return pkgutil.resolve_name(target) if file is None else getattr(_module(file.resolve()), option_key(name))
+
+
+def _checked(name: str, method_class: Any) -> type[Method]:
+    """The class, where it is a method with its declarations."""
+    from trainables.config import MethodOptions
+    from trainables.methods.contract import Method
+
+    if not (inspect.isclass(method_class) and issubclass(method_class, Method)):
         raise ExperimentError(
             f"distill.method: {name} is no method: write a class that inherits from trainables.methods.contract.Method"
         )
-    if not (inspect.isclass(found.Options) and issubclass(found.Options, MethodOptions)):
+    if not (inspect.isclass(method_class.Options) and issubclass(method_class.Options, MethodOptions)):
         raise ExperimentError(f"distill.method: {name} has Options that do not inherit from trainables.config.MethodOptions")
-    if not isinstance(getattr(found, "terms", None), tuple):
+    if not isinstance(getattr(method_class, "terms", None), tuple):
         raise ExperimentError(f"distill.method: {name} has no tuple `terms`: write one with the names of what forward returns")
-    return found
+    return method_class
 
 
 @cache
 def _module(file: Path) -> ModuleType:
-    """What a user's file holds, of which it may be several methods: it is run once."""
+    """The module of a user's file. The file runs once, also where it has several methods."""
     name = f"raydistill_{file.stem}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle and dataclasses look a class's module up
+    sys.modules[name] = module  # where pickle and dataclasses look up the module of a class
     try:
         spec.loader.exec_module(module)
     except BaseException:

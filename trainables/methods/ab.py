@@ -7,7 +7,7 @@ off: in a stage before training this loss alone moves it, and afterwards the lab
 with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
 3/1000; the paper has neither factor.
 
-RepDistiller's warm-up stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
+RepDistiller's init stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
 Of a WRN that leaves out the last batch norm, through which the deepest of the three maps is read: `init_frozen: [bn1]`. Of its
 other students it leaves out nothing that the loss reads.
 
@@ -49,15 +49,15 @@ class AB(Method):
     init_terms = ("boundary",)
     taps = ("stages.preact",)
 
-    def __init__(self, options: ABOptions, setting: BuildContext) -> None:
+    def __init__(self, options: ABOptions, context: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
-        super().__init__(options, setting)
+        super().__init__(options, context)
         self._options = options
-        _check_frozen(options.init_frozen, setting.student.model)
+        _check_frozen(options.init_frozen, context.student.model)
         self.connectors = nn.ModuleList(
             [
-                nn.Identity() if student == teacher else ConvReg(student, teacher, setting.group, relu=False)
-                for student, teacher in paired_maps("ab", setting)
+                nn.Identity() if student == teacher else ConvReg(student, teacher, context.group, relu=False)
+                for student, teacher in paired_maps("ab", context)
             ]
         )
 
@@ -65,7 +65,7 @@ class AB(Method):
         """No terms: the method ends before training."""
         return {}
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`boundary` of each sample, (B,): a sum over values, so thousands at first."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         weights = self._weights()
@@ -74,11 +74,11 @@ class AB(Method):
             total_B = total_B + weight * crossed_BCHW.square().flatten(1).sum(1)
         return {"boundary": total_B}
 
-    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+    def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The student's without its classifier's, and the connectors'."""
         return body_parameters(student) + list(self.parameters())
 
-    def warm_up_frozen(self, student: nn.Module) -> list[nn.Module]:
+    def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
         """The modules of `init_frozen`."""
         return [student.get_submodule(name) for name in self._options.init_frozen]
 

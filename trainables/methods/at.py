@@ -37,10 +37,10 @@ class AT(Method):
     terms = ("attention",)
     taps = ("stages",)
 
-    def __init__(self, options: ATOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: ATOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        paired_maps("at", setting)
+        paired_maps("at", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`attention` of each sample, (B,)."""

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from trainables.config import Count, MethodOptions, Natural, NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap
 
@@ -50,14 +50,14 @@ class CC(Method):
     Options = CCOptions
     terms = ("correlation",)
     taps = ("pooled",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: CCOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: CCOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        check_one_tap("cc", setting)
+        check_one_tap("cc", context)
         if options.variant == "repdistiller":
-            sizes = [math.prod(side.shapes[0]) for side in (setting.student, setting.teacher) if side is not None]
+            sizes = [math.prod(side.shapes[0]) for side in (context.student, context.teacher) if side is not None]
             self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
-"""What a distillation method is to the training step, which knows none by name.
+"""The interface of a distillation method: what it declares, what it is built from, and what it computes in a step.
 
-A method is an `nn.Module`. Its parameters are the auxiliary modules: trained with the student, synchronised by the same DDP, in
-the checkpoint, not in the student that is exported. Its buffers are its memory: in the checkpoint, and the same on all ranks. Its
-forward turns what student and teacher answered into named terms of the loss.
+A method is an `nn.Module`. Its parameters are auxiliary modules: trained with the student under the same DDP, saved in the
+checkpoint, and not part of the exported student. Its buffers are its memory: saved in the checkpoint, and equal on all ranks. Its
+`forward` turns the outputs of student and teacher into named loss terms.
 
-A term is either (B,), what each of this rank's samples adds to a mean over the global batch, or a scalar, the value for the whole
-global batch, made from `MethodBatch.all_gather` and the same on every rank. So N workers compute what one would.
+A term is either (B,), one loss per sample of this rank, or a scalar, the loss of the whole global batch, computed from
+`MethodBatch.all_gather` and equal on every rank. So N workers compute what one would.
 
-Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, K classes, M training samples.
+Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, C channels, H W pixels,
+K classes, M training samples.
 """
 
 from __future__ import annotations
@@ -26,75 +27,81 @@ from trainables.distributed.group import Group
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a model answered to a batch, in float32 or wider."""
+    """The outputs of one model for a batch, in float32 or wider."""
 
     logits_BK: Tensor
     features: tuple[Tensor, ...] = ()
-    """At the method's taps, in their order, each (B, …). The student's carry gradients, the teacher's none."""
+    """The activations at the method's taps, in the order of the taps, each (B, …). The student's have gradients, the teacher's
+    none."""
 
 
 @dataclass(frozen=True)
 class MethodBatch:
-    """The batch that both models saw."""
+    """The batch that both models ran on."""
 
     images_BCHW: Tensor
-    """As the models see them: augmented, normalised."""
+    """The models' input: augmented and normalised."""
     labels_B: Tensor
     indices_B: Tensor
     """Dataset-wide, int64: the same image has the same index in every epoch and on any number of workers."""
     epoch: float
-    """How many epochs have passed, with the part of this one. Below 0: the warm-up stage, see `Method.warm_up`."""
-    all_gather: Gather
-    """`all_gather(own)`: the rows (N, …) of all ranks for this rank's (B, …); gradients flow into the own ones.
+    """Epochs since training began, with the fraction of the current one. Below 0: the init stage, see `Method.init_loss`."""
+    gather: Gather
 
-    `all_gather.all_gather_many(a, b)` sends several tensors as one: ranks that wait for each other once lose less time.
-    """
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, (N, …), for this rank's (B, …). Gradients flow into this rank's rows."""
+        return self.gather(rows)
+
+    def all_gather_many(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`all_gather` of several tensors in one collective call: ranks wait for each other once."""
+        return self.gather.all_gather_many(*tensors)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a method asks of the training, beside its taps."""
+class Requirements:
+    """What a method requires of the training, besides its taps. What cannot be met is refused before the training starts."""
 
     teacher: bool = True
-    """Whether there has to be a teacher."""
-    one_label: bool = False
-    """It reads `labels_B` as the one class of each image: refused with MixUp and CutMix."""
+    """There is a teacher."""
+    hard_labels: bool = False
+    """`labels_B` is the one class of each image: refused with MixUp and CutMix."""
     whole_batch: bool = False
-    """It compares samples with each other: refused with `optim.accumulate`, whose parts never meet."""
-    all_workers: bool = False
-    """It asks for all workers' rows, without comparing them: refused with `optim.accumulate` on several workers, one of which may
-    have fewer parts of a batch than another."""
+    """It compares samples with each other: refused with `optim.accumulate`, which runs the parts of a batch separately."""
+    all_gather: bool = False
+    """It gathers the rows of all workers without comparing them: refused with `optim.accumulate` on several workers, one of which
+    may have fewer micro-batches than another."""
     reuses_classifier: bool = False
     """The student predicts with the teacher's classifier: it becomes STUDENT+TEACHER, see `models.reused_classifier`."""
     teacher_gradient: bool = False
-    """The teacher runs with a graph from its features to its logits. Its parameters are frozen. Refused in half precision, where
-    what a method is given is a copy in float32, of which the logits are no function."""
-    largest_logits: bool = False
-    """The teacher's largest logits, and what the others add up to, are enough for it: without this it is refused with
-    `teacher.cache_top_k` below the number of classes."""
+    """The teacher runs with an autograd graph from its features to its logits; its parameters stay frozen. Refused in half
+    precision, where the features are float32 copies that are not part of that graph."""
+    all_logits: bool = True
+    """It reads the teacher's logit of every class: refused with `teacher.cache_top_k` below the number of classes. False: the
+    largest logits and the total of the others are enough."""
     teacher_model: bool = False
-    """It keeps the teacher, or a part of it: refused where there are but logits of it, like `teacher_gradient` and taps."""
+    """It uses the teacher's network or a part of it: refused where only its logits are available (`teacher.cache`,
+    `teacher.service`). `teacher_gradient`, `reuses_classifier` and taps imply it."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as a method is built for it."""
+    """One model, as a method is built for it."""
 
     model: nn.Module
-    """The bare model. What is kept of it belongs in a tuple, so that it does not become a part of the method."""
+    """The bare model. To keep a part of it, put that part into a tuple, so that it does not become a submodule of the method."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the features at the method's taps, without the batch's dimension."""
+    """The shapes of the features at the method's taps, without the batch dimension."""
     name: str = ""
-    """Under which `trainables.models.registry.build_model` knows the model."""
+    """The model's name for `trainables.models.registry.build_model`."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a method is built for."""
+    """What a method is built from."""
 
     student: ModelSpec
     teacher: ModelSpec | None
-    """None: there is no teacher, or its logits are kept and it need not run, see `Needs.teacher_model`."""
+    """None: there is no teacher, or only its logits are available, see `Requirements.teacher_model`."""
     num_classes: int
     labels_M: Tensor
     """The label of each training sample, by its index: int64 on the CPU."""
@@ -107,81 +114,82 @@ class BuildContext:
 
 
 class Method(nn.Module):
-    """A way to distil. A subclass gives `Options`, `terms` and `forward`, and the other declarations where it needs them.
+    """A distillation method. A subclass defines `terms` and `forward`, and overrides the other members where it needs to.
 
-    Forward runs in float32 (float64 in a float64 job) outside autocast, on every rank in every step, also where a rank has no
-    samples. It does not wait for the device: no `.item()`, no shape that depends on values. Memory is changed only in
-    training mode. Batch norms of auxiliary modules are those of `trainables.distributed.batch_norm`.
+    `forward` runs in float32 (float64 in a float64 job) outside autocast, on every rank in every step, also on a rank without
+    samples. It must not wait for the device: no `.item()`, no shape that depends on values. Buffers change in training mode only.
+    Batch norms of auxiliary modules are those of `trainables.distributed.batch_norm`.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions
-    """What a user may write under `distill.options`, with the defaults."""
+    """The options of `distill.options`, with their defaults."""
     terms: ClassVar[tuple[str, ...]]
-    """Names of the terms, known before anything is computed."""
+    """The names of the terms that `forward` returns."""
     taps: ClassVar[tuple[str, ...]] = ()
-    """Where it reads student and teacher, unless `student_taps` or `teacher_taps` say otherwise; see `trainables.models.taps`."""
+    """Where student and teacher are read, unless the options `student_taps` or `teacher_taps` say otherwise; see
+    `trainables.models.taps`."""
     init_terms: ClassVar[tuple[str, ...]] = ()
-    """Names of the terms of the warm-up stage; empty: there is none."""
+    """The names of the terms that `init_loss` returns; empty: the method has no init stage."""
     optimizers: ClassVar[Mapping[str, LossOptimConfig]] = {}
-    """Terms that are a loss with an optimizer of its own each, as what differs from `optim`; `optim.losses` may change it, under
-    METHOD/TERM. Not beside a warm-up stage."""
-    needs: ClassVar[Needs] = Needs()
+    """Terms that have an optimizer of their own, each with the settings that differ from `optim`. Users change them in
+    `optim.losses` under METHOD/TERM. Not together with an init stage."""
+    requires: ClassVar[Requirements] = Requirements()
     task_weight: ClassVar[float] = 1.0
-    """The weight of the labels' cross-entropy beside it, where the user gives none."""
+    """The weight of the labels' cross-entropy, where the user sets none."""
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        """Auxiliary modules are built here, on the CPU in float32; torch's generator is seeded for it.
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        """Build the auxiliary modules, on the CPU in float32. torch's generator is seeded for the method.
 
         Raises:
             ExperimentError: the models do not fit the method; one line.
         """
         super().__init__()
         self.init_epochs = int(getattr(options, "init_epochs", 0))
-        """The length of the warm-up stage before the first epoch: an option of the methods that have one."""
+        """The length of the init stage, which comes before the first epoch. An option of methods that have one."""
         self.init_lr: float | None = getattr(options, "init_lr", None)
-        """Its learning rate, where it is not the peak of `optim`: an option of methods too."""
+        """The learning rate of the init stage; None: the peak of `optim`. An option as well."""
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """The loss of the warm-up stage, under the names of `init_terms`; all else is as in `forward`.
+    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        """The terms by name, each (B,) or a scalar, without the method's `weight`.
 
-        The option `weight` is that of `terms`, and the stage's loss counts 1; a method without `terms` has it for this loss.
+        A method that requires no teacher gets the student's outputs, detached, as `teacher`.
         """
         raise NotImplementedError
 
-    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        """What the warm-up stage trains: by default the method's own parameters. `student` is the bare one."""
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        """The terms of the init stage, under the names of `init_terms`; otherwise as `forward`.
+
+        They have weight 1, or the option `weight` where the method has no `terms`.
+        """
+        raise NotImplementedError
+
+    def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        """The parameters that the init stage trains: by default the method's own. `student` is the bare student."""
         return list(self.parameters())
 
-    def warm_up_frozen(self, student: nn.Module) -> list[nn.Module]:
-        """Parts of the bare `student` that the warm-up stage leaves as they are, and runs in eval mode: by default none."""
+    def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
+        """Modules of the bare `student` that the init stage does not train and runs in eval mode: by default none."""
         return []
 
-    def settled_parameters(self) -> list[nn.Parameter]:
-        """What is trained in the warm-up stage alone; by default, without `terms`, everything of the method."""
+    def init_only_parameters(self) -> list[nn.Parameter]:
+        """The method's parameters that are trained in the init stage only: by default none, without `terms` all."""
         return [] if self.terms else list(self.parameters())
 
-    def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
-        """What the optimizer of a term changes where its gradient arrives: by default all of the student and of the method.
+    def term_parameters(self, term: str, student: nn.Module) -> list[nn.Parameter]:
+        """The parameters that the gradient of a term changes: by default all of the student's and the method's.
 
-        A method whose terms are adversaries names the one side for each. An optimizer has one gradient, so a term that changes
-        less than the losses beside it needs one of its own, see `optimizers`.
+        A method whose terms are adversaries returns one side for each. One optimizer has one gradient, so a term that changes
+        fewer parameters than the other losses of its optimizer needs one of its own, see `optimizers`.
         """
         return [*student.parameters(), *self.parameters()]
 
     @property
-    def compares_samples(self) -> bool:
-        """Whether the parts of an accumulated batch would not give what the whole does."""
-        return self.needs.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
+    def requires_whole_batch(self) -> bool:
+        """Whether the parts of an accumulated batch would give other values than the whole batch."""
+        return self.requires.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
 
     def begin_epoch(self, epoch: int, student: nn.Module) -> None:
-        """Called on every rank before an epoch's first step, with the bare student; not again where a job resumes inside it."""
-
-    def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """The terms, unweighted but for the method's own inner weights, each (B,) or a scalar as told above.
-
-        A method that needs no teacher is given its student's answer, without gradients, as the teacher's.
-        """
-        raise NotImplementedError
+        """Called on every rank before the first step of an epoch, with the bare student; not when a job resumes inside it."""
 
 
 def mean_per_sample(values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainables.config import Count, MethodOptions, NonNegative, Positive, Probability
 from trainables.device.random_numbers import Draws
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import unit
 from trainables.methods.relations import check_one_tap, with_gradient
 
@@ -53,7 +53,7 @@ class CRD(Method):
     Options = CRDOptions
     terms = ("student", "teacher")
     taps = ("pooled",)
-    needs = Needs(one_label=True, whole_batch=True)
+    requires = Requirements(hard_labels=True, whole_batch=True)
     memory_student: Tensor
     memory_teacher: Tensor
     normalizers_2: Tensor
@@ -61,26 +61,26 @@ class CRD(Method):
     _starts_C: Tensor
     _counts_C: Tensor
 
-    def __init__(self, options: CRDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: CRDOptions, context: BuildContext) -> None:
         """The memories are (M, E) each, in the checkpoint and on the device.
 
         Raises:
             ExperimentError: several features are named, or there is one class, so that no sample has a negative.
         """
-        super().__init__(options, setting)
-        self._options, self._seed = options, setting.seed
-        check_one_tap("crd", setting)
-        assert setting.teacher is not None
-        counts_C = torch.bincount(setting.labels_M, minlength=setting.num_classes)
+        super().__init__(options, context)
+        self._options, self._seed = options, context.seed
+        check_one_tap("crd", context)
+        assert context.teacher is not None
+        counts_C = torch.bincount(context.labels_M, minlength=context.num_classes)
         if int((counts_C > 0).sum()) < 2:
             raise ExperimentError("distill.method: crd compares samples of different classes, and the training data has only one")
-        sizes = (math.prod(side.shapes[0]) for side in (setting.student, setting.teacher))
+        sizes = (math.prod(side.shapes[0]) for side in (context.student, context.teacher))
         self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
         bound = math.sqrt(3 / options.embedding)
         for name in ("memory_student", "memory_teacher"):
-            self.register_buffer(name, torch.empty(len(setting.labels_M), options.embedding).uniform_(-bound, bound))
+            self.register_buffer(name, torch.empty(len(context.labels_M), options.embedding).uniform_(-bound, bound))
         self.register_buffer("normalizers_2", torch.zeros(2))  # 0: not set yet
-        self.register_buffer("_order_M", setting.labels_M.argsort(stable=True), persistent=False)
+        self.register_buffer("_order_M", context.labels_M.argsort(stable=True), persistent=False)
         self.register_buffer("_starts_C", counts_C.cumsum(0) - counts_C, persistent=False)
         self.register_buffer("_counts_C", counts_C, persistent=False)
 

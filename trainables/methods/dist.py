@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions
 
 
@@ -35,10 +35,10 @@ class DIST(Method):
 
     Options = DISTOptions
     terms = ("inter", "intra")
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: DISTOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: DISTOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class DIST(Method):
         given = self._options
         student_BK, teacher_BK = ((logits / given.temperature).softmax(1) for logits in given.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
-        student_NK, teacher_NK = batch.all_gather.all_gather_many(student_BK, teacher_BK)
+        student_NK, teacher_NK = batch.all_gather_many(student_BK, teacher_BK)
         intra_K = 1 - correlations(student_NK.T, teacher_NK.T)
         scale = given.temperature**2
         return {"inter": scale * given.beta * inter_B, "intra": scale * given.gamma * intra_K.mean()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainables.config import NonNegative
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions, divergence, soften, without_target
 
 
@@ -32,12 +32,12 @@ class DKD(Method):
 
     Options = DKDOptions
     terms = ("tckd", "nckd")
-    needs = Needs(one_label=True)
+    requires = Requirements(hard_labels=True)
 
-    def __init__(self, options: DKDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: DKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where there is one class, so that a sample has no other."""
-        super().__init__(options, setting)
-        if setting.num_classes < 2:
+        super().__init__(options, context)
+        if context.num_classes < 2:
             raise ExperimentError("distill.method: dkd compares a sample's class with the others, and the data has only one")
         self._options = options
 

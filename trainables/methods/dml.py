@@ -20,7 +20,7 @@ from torch import Tensor
 from trainables.config import MethodOptions, Positive
 from trainables.distributed.batch_norm import accepts_empty_batches, convert, has_global_batch_norm
 from trainables.errors import ExperimentError, ModelError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import build_model
@@ -40,17 +40,17 @@ class DML(Method):
 
     Options = DMLOptions
     terms = ("student_kl", "peer_ce", "peer_kl")
-    needs = Needs(teacher=False, one_label=True)
+    requires = Requirements(teacher=False, hard_labels=True)
 
-    def __init__(self, options: DMLOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: DMLOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        name, size = options.peer or setting.student.name, setting.image_size
+        name, size = options.peer or context.student.name, context.image_size
         try:
-            peer = build_model(name, num_classes=setting.num_classes, image_size=size, seed=setting.seed + 1)
+            peer = build_model(name, num_classes=context.num_classes, image_size=size, seed=context.seed + 1)
         except ModelError as error:
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
-        self.peer = convert(peer, setting.group) if has_global_batch_norm(setting.student.model) else peer
+        self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
         # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
         self._blanks = 0 if accepts_empty_batches(self.peer) else 2
 

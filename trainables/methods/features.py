@@ -57,14 +57,14 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
     return map_BCHW if rows == columns == 1 else functional.avg_pool2d(map_BCHW, (rows, columns))
 
 
-def paired_maps(method: str, setting: BuildContext, *, least: int = 1) -> list[tuple[Shape, Shape]]:
+def paired_maps(method: str, context: BuildContext, *, least: int = 1) -> list[tuple[Shape, Shape]]:
     """The shapes of the student's and the teacher's maps, paired by position; at least `least` pairs.
 
     Raises:
         ExperimentError: there are fewer, one side has more than the other, or a tap gives something else than maps.
     """
-    assert setting.teacher is not None
-    student, teacher = setting.student.shapes, setting.teacher.shapes
+    assert context.teacher is not None
+    student, teacher = context.student.shapes, context.teacher.shapes
     options = f"distill.options.{method}"
     for side, shapes in (("student", student), ("teacher", teacher)):
         for place, shape in enumerate(shapes, 1):

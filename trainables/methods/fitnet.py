@@ -35,10 +35,10 @@ class FitNet(Method):
     terms = ("hint",)
     taps = ("stage2",)
 
-    def __init__(self, options: FitNetOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: FitNetOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        self.regressors = nn.ModuleList([ConvReg(*pair, setting.group) for pair in paired_maps("fitnet", setting)])
+        self.regressors = nn.ModuleList([ConvReg(*pair, context.group) for pair in paired_maps("fitnet", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`hint` of each sample, (B,)."""

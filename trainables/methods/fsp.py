@@ -42,16 +42,16 @@ class FSP(Method):
     init_terms = ("flow",)
     taps = ("stem", "stages")
 
-    def __init__(self, options: FSPOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: FSPOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        equal_channels("fsp", paired_maps("fsp", setting, least=2))
+        equal_channels("fsp", paired_maps("fsp", context, least=2))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """No terms: the method ends before training."""
         return {}
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         paper = self._options.variant == "paper"
@@ -60,7 +60,7 @@ class FSP(Method):
             total_B = total_B + (squares_BIJ.sum((1, 2)) if paper else squares_BIJ.mean((1, 2)))
         return {"flow": total_B}
 
-    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+    def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The student's without its classifier's."""
         return body_parameters(student)
 

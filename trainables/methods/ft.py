@@ -50,12 +50,12 @@ class FT(Method):
     init_terms = ("reconstruction",)
     taps = ("stage-1",)
 
-    def __init__(self, options: FTOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: FTOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        group = setting.group if options.variant == "repdistiller" else None
+        group = context.group if options.variant == "repdistiller" else None
         self.paraphrasers, self.builders, self.translators = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
-        for (inputs, *_), (channels, *_) in paired_maps("ft", setting):
+        for (inputs, *_), (channels, *_) in paired_maps("ft", context):
             factor = max(int(channels * options.rate), 1)
             self.paraphrasers.append(_stack(nn.Conv2d, channels, channels, factor, factor))
             self.builders.append(_stack(nn.ConvTranspose2d, factor, factor, channels, channels))
@@ -73,18 +73,18 @@ class FT(Method):
             total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
         return {"factor": total_B}
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`reconstruction` of each sample, (B,). The student has no part in it."""
         total_B = teacher.logits_BK.new_zeros(len(batch.labels_B))
         for paraphraser, builder, t_BCHW in zip(self.paraphrasers, self.builders, teacher.features, strict=True):
             total_B = total_B + mean_per_sample((builder(paraphraser(t_BCHW)) - t_BCHW).square())
         return {"reconstruction": total_B}
 
-    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+    def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         """The paraphraser's, and of what rebuilds the map from its factor."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
-    def settled_parameters(self) -> list[nn.Parameter]:
+    def init_only_parameters(self) -> list[nn.Parameter]:
         """The same: in training only the translator learns, with the student."""
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 

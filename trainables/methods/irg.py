@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import average_pooled
 from trainables.methods.relations import squared_distances_of_pairs
 
@@ -42,17 +42,17 @@ class IRG(Method):
     terms = ("vertex", "edge", "transformation")
     taps = ("stage2", "stage3", "pooled")
     """An earlier map, a later one, and any features."""
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: IRGOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: IRGOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        _check(setting)
+        _check(context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
         both = [part.flatten(1) for seen in (student, teacher) for part in (*seen.features, change(*seen.features[:2])[:, None])]
-        rows = batch.all_gather.all_gather_many(*both)
+        rows = batch.all_gather_many(*both)
         edges, changes = [], []
         for *features, moved in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             changes.append(_by_largest(moved[:, 0].clamp(min=1e-12)))
@@ -83,9 +83,9 @@ def _mean(values: Tensor) -> Tensor:
     return values.sum() / max(values.numel(), 1)
 
 
-def _check(setting: BuildContext) -> None:
-    assert setting.teacher is not None
-    for whose, shapes in (("student", setting.student.shapes), ("teacher", setting.teacher.shapes)):
+def _check(context: BuildContext) -> None:
+    assert context.teacher is not None
+    for whose, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
         said = f"distill.options.irg.{whose}_taps: "
         if len(shapes) < 2 or len(shapes[0]) != 3 or len(shapes[1]) != 3:
             raise ExperimentError(f"{said}the first two have to be maps (C, H, W), an earlier and a later one: name two stages")
@@ -95,5 +95,5 @@ def _check(setting: BuildContext) -> None:
                 f"{said}the second map, {shapes[1]}, needs as many channels as the first, {shapes[0]}, or twice as many, and no "
                 "larger a size: name other stages"
             )
-    if len(setting.student.shapes) != len(setting.teacher.shapes):
+    if len(context.student.shapes) != len(context.teacher.shapes):
         raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared one by one: name equally many")

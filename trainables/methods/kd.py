@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions, divergence, soften
 
 
@@ -24,11 +24,11 @@ class KD(Method):
 
     Options = KDOptions
     terms = ("kl",)
-    needs = Needs(largest_logits=True)
+    requires = Requirements(all_logits=False)
     task_weight = 0.1
 
-    def __init__(self, options: KDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: KDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

@@ -51,9 +51,9 @@ class KDSVD(Method):
     terms = ("relation",)
     taps = ("stages",)
 
-    def __init__(self, options: KDSVDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        pairs = paired_maps("kdsvd", setting, least=2)
+    def __init__(self, options: KDSVDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        pairs = paired_maps("kdsvd", context, least=2)
         equal_channels("kdsvd", pairs)
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
         self._scale = 0.5 * self._vectors**0.5 if options.variant == "paper" else 1.0

@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
 from trainables.methods.logits import StandardizeOptions
 
@@ -42,16 +42,16 @@ class MLKD(Method):
 
     Options = MLKDOptions
     terms = ("instance", "batch", "class")
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
     task_weight = 0.1
 
-    def __init__(self, options: MLKDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: MLKDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`instance` of each sample, (B,); `batch` and `class`, scalars."""
-        student_NK, teacher_NK = batch.all_gather.all_gather_many(student.logits_BK, teacher.logits_BK)
+        student_NK, teacher_NK = batch.all_gather_many(student.logits_BK, teacher.logits_BK)
         student_BK, teacher_BK = self._options.logits(student, teacher)
         temperatures = self._options.temperatures
         levels = [relations((student_NK / t).softmax(1), (teacher_NK / t).softmax(1)) for t in temperatures]

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions, without_target
 
 
@@ -33,10 +33,10 @@ class NKD(Method):
 
     Options = NKDOptions
     terms = ("target", "others")
-    needs = Needs(one_label=True)
+    requires = Requirements(hard_labels=True)
 
-    def __init__(self, options: NKDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: NKDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

@@ -34,9 +34,9 @@ class NST(Method):
     terms = ("mmd",)
     taps = ("stages",)
 
-    def __init__(self, options: NSTOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        paired_maps("nst", setting)
+    def __init__(self, options: NSTOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        paired_maps("nst", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`mmd` of each sample, (B,)."""

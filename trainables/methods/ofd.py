@@ -45,15 +45,15 @@ class OFD(Method):
     terms = ("partial",)
     taps = ("stages.preact",)
 
-    def __init__(self, options: OFDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: OFDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a batch norm before a teacher's tap is not found, or the maps cannot be paired."""
-        super().__init__(options, setting)
-        pairs = paired_maps("ofd", setting)
-        assert setting.teacher is not None
+        super().__init__(options, context)
+        pairs = paired_maps("ofd", context)
+        assert context.teacher is not None
         names = options.teacher_taps or self.taps
-        model = setting.teacher.model
-        norms = norms_before(model, names, name=f"{type(model).__name__} (the teacher)", image_size=setting.image_size)
-        self._connectors = nn.ModuleList(_connector(student[0], teacher[0], setting) for student, teacher in pairs)
+        model = context.teacher.model
+        norms = norms_before(model, names, name=f"{type(model).__name__} (the teacher)", image_size=context.image_size)
+        self._connectors = nn.ModuleList(_connector(student[0], teacher[0], context) for student, teacher in pairs)
         for place, norm in enumerate(norms):
             if norm is None:
                 raise ExperimentError(
@@ -74,10 +74,10 @@ class OFD(Method):
         return {"partial": torch.stack(distances).sum(0)}
 
 
-def _connector(inputs: int, outputs: int, setting: BuildContext) -> nn.Sequential:
+def _connector(inputs: int, outputs: int, context: BuildContext) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, 1, bias=False)
     nn.init.normal_(convolution.weight, std=math.sqrt(2 / outputs))
-    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, setting.group))
+    return nn.Sequential(convolution, GlobalBatchNorm2d(outputs, context.group))
 
 
 @torch.no_grad()

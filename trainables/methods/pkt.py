@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal
 
@@ -38,12 +38,12 @@ class PKT(Method):
     Options = PKTOptions
     terms = ("kl",)
     taps = ("pooled",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: PKTOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: PKTOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        check_one_tap("pkt", setting)
+        check_one_tap("pkt", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl`, a scalar."""

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, Probability
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 
 
 class PSKDOptions(MethodOptions):
@@ -33,13 +33,13 @@ class PSKD(Method):
 
     Options = PSKDOptions
     terms = ("self_ce",)
-    needs = Needs(teacher=False, one_label=True, all_workers=True)
+    requires = Requirements(teacher=False, hard_labels=True, all_gather=True)
     task_weight = 0.0
 
-    def __init__(self, options: PSKDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        self._options, self._epochs = options, setting.epochs
-        self.register_buffer("last_MK", F.one_hot(setting.labels_M, setting.num_classes).float())
+    def __init__(self, options: PSKDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self._options, self._epochs = options, context.epochs
+        self.register_buffer("last_MK", F.one_hot(context.labels_M, context.num_classes).float())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`self_ce` of each sample, (B,). In training mode the samples' softmax is then remembered, on all ranks."""

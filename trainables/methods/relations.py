@@ -12,13 +12,13 @@ from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, MethodBatch, ModelOutputs
 
 
-def check_one_tap(method: str, setting: BuildContext) -> None:
+def check_one_tap(method: str, context: BuildContext) -> None:
     """Refuse more than one feature of a model for a method that compares one.
 
     Raises:
         ExperimentError: one line with what to write instead.
     """
-    for whose, side in (("student", setting.student), ("teacher", setting.teacher)):
+    for whose, side in (("student", context.student), ("teacher", context.teacher)):
         if side is not None and len(side.shapes) != 1:
             raise ExperimentError(
                 f"distill.options.{method}.{whose}_taps: {method} compares one feature, not {len(side.shapes)}: name one point"
@@ -27,7 +27,7 @@ def check_one_tap(method: str, setting: BuildContext) -> None:
 
 def all_rows(student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> tuple[Tensor, ...]:
     """The features of every sample of the global batch, flattened: the student's (N, D), and the teacher's."""
-    return batch.all_gather.all_gather_many(*(seen.features[0].flatten(1) for seen in (student, teacher)))
+    return batch.all_gather_many(*(seen.features[0].flatten(1) for seen in (student, teacher)))
 
 
 def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:

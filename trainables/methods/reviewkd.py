@@ -58,15 +58,15 @@ class ReviewKD(Method):
     Options = ReviewKDOptions
     terms = ("review",)
 
-    def __init__(self, options: ReviewKDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: ReviewKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where student and teacher have different numbers of levels."""
-        super().__init__(options, setting)
-        assert setting.teacher is not None
-        of_maps = dataclasses.replace(setting, student=_of_maps(setting.student), teacher=_of_maps(setting.teacher))
+        super().__init__(options, context)
+        assert context.teacher is not None
+        of_maps = dataclasses.replace(context, student=_of_maps(context.student), teacher=_of_maps(context.teacher))
         pairs = paired_maps("reviewkd", of_maps)
         width = min(512, pairs[-1][0][0])
         self._fusions = nn.ModuleList(
-            Fusion(student[0], width, teacher[0], fuses=level < len(pairs), group=setting.group)
+            Fusion(student[0], width, teacher[0], fuses=level < len(pairs), group=context.group)
             for level, (student, teacher) in enumerate(pairs, 1)
         )
 

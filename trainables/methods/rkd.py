@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
 
@@ -46,12 +46,12 @@ class RKD(Method):
     Options = RKDOptions
     terms = ("distance", "angle")
     taps = ("pooled",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: RKDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: RKDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        check_one_tap("rkd", setting)
+        check_one_tap("rkd", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`distance` and `angle`, scalars, with their weights in them."""

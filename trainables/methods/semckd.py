@@ -29,7 +29,7 @@ from trainables.config import MethodOptions, NonNegative, Positive
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import pooled_alike, unit
 
 
@@ -47,14 +47,14 @@ class SemCKD(Method):
     Options = SemCKDOptions
     terms = ("calibrated",)
     taps = ("stages",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: SemCKDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: SemCKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a tap gives no map."""
-        super().__init__(options, setting)
-        self._options, self._rows = options, setting.global_batch_size
-        assert setting.teacher is not None
-        students, teachers = setting.student.shapes, setting.teacher.shapes
+        super().__init__(options, context)
+        self._options, self._rows = options, context.global_batch_size
+        assert context.teacher is not None
+        students, teachers = context.student.shapes, context.teacher.shapes
         for side, shapes in (("student", students), ("teacher", teachers)):
             if not shapes or any(len(shape) != 3 for shape in shapes):
                 raise ExperimentError(
@@ -63,12 +63,12 @@ class SemCKD(Method):
         self._queries = nn.ModuleList(_embedding(self._rows) for _ in students)
         self._keys = nn.ModuleList(_embedding(self._rows) for _ in teachers)
         self._regressors = nn.ModuleList(
-            nn.ModuleList(_regressor(student[0], teacher[0], setting.group) for teacher in teachers) for student in students
+            nn.ModuleList(_regressor(student[0], teacher[0], context.group) for teacher in teachers) for student in students
         )
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`calibrated`, a scalar."""
-        flat_ND = batch.all_gather.all_gather_many(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
+        flat_ND = batch.all_gather_many(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
         queries_NSE = self._embedded(self._queries, flat_ND[: len(self._queries)])
         keys_NTE = self._embedded(self._keys, flat_ND[len(self._queries) :])
         attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self._options.temperature, 2)
@@ -105,7 +105,11 @@ def _embedding(inputs: int) -> nn.Sequential:
 def _regressor(inputs: int, outputs: int, group: Group) -> nn.Sequential:
     width = 2 * outputs
     return nn.Sequential(
-        nn.Conv2d(inputs, width, 1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
-        nn.Conv2d(width, width, 3, padding=1, bias=False), GlobalBatchNorm2d(width, group), nn.ReLU(),
+        nn.Conv2d(inputs, width, 1, bias=False),
+        GlobalBatchNorm2d(width, group),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1, bias=False),
+        GlobalBatchNorm2d(width, group),
+        nn.ReLU(),
         nn.Conv2d(width, outputs, 1, bias=False),
-    )  # fmt: skip
+    )

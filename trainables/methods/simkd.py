@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainables.config import MethodOptions
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs, mean_per_sample
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements, mean_per_sample
 from trainables.methods.features import equal_channels, paired_maps, pooled_alike
 
 
@@ -36,13 +36,13 @@ class SimKD(Method):
 
     Options = SimKDOptions
     terms = ("feature",)
-    needs = Needs(reuses_classifier=True)
+    requires = Requirements(reuses_classifier=True)
     task_weight = 0.0
 
-    def __init__(self, options: SimKDOptions, setting: BuildContext) -> None:
+    def __init__(self, options: SimKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where other taps are asked for, whose maps do not fit."""
-        super().__init__(options, setting)
-        pairs = paired_maps("simkd", setting)
+        super().__init__(options, context)
+        pairs = paired_maps("simkd", context)
         equal_channels("simkd", pairs)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

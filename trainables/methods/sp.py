@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap
 
@@ -28,11 +28,11 @@ class SP(Method):
     Options = SPOptions
     terms = ("similarity",)
     taps = ("stage-1",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: SPOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        check_one_tap("sp", setting)
+    def __init__(self, options: SPOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        check_one_tap("sp", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`similarity`, a scalar."""

@@ -44,14 +44,14 @@ class SRRL(Method):
     Options = SRRLOptions
     terms = ("feature", "regression")
 
-    def __init__(self, options: SRRLOptions, setting: BuildContext) -> None:
+    def __init__(self, options: SRRLOptions, context: BuildContext) -> None:
         """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
-        super().__init__(options, setting)
+        super().__init__(options, context)
         self._options = options
-        assert setting.teacher is not None
-        self._classifier = (classifier(setting.teacher.model),)  # in a tuple: it is no part of the method
+        assert context.teacher is not None
+        self._classifier = (classifier(context.teacher.model),)  # in a tuple: it is no part of the method
         width = self._classifier[0].in_features
-        student, teacher = setting.student.shapes, setting.teacher.shapes
+        student, teacher = context.student.shapes, context.teacher.shapes
         if teacher != ((width,),):
             raise ExperimentError(
                 f"distill.options.srrl.teacher_taps: srrl reads what the teacher's classifier does, ({width},), not {teacher}: "
@@ -64,7 +64,7 @@ class SRRL(Method):
             )
         convolution = nn.Conv2d(student[0][0], width, 1, bias=False)
         nn.init.normal_(convolution.weight, std=math.sqrt(2 / width))
-        self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, setting.group), nn.ReLU())
+        self._connector = nn.Sequential(convolution, GlobalBatchNorm2d(width, context.group), nn.ReLU())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`feature` (L_FM) and `regression` (L_SR) of each sample, (B,), with their weights."""

@@ -43,8 +43,8 @@ class TTM(Method):
     Options = TTMOptions
     terms = ("kl",)
 
-    def __init__(self, options: TTMOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: TTMOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

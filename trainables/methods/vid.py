@@ -44,10 +44,10 @@ class VID(Method):
     terms = ("information",)
     taps = ("stages",)
 
-    def __init__(self, options: VIDOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: VIDOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._options = options
-        self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", setting)])
+        self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`information` of each sample, (B,): what the student does not tell of the teacher."""

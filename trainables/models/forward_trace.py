@@ -21,19 +21,40 @@ from trainables.models.forward import dry_forward
 
 BATCH = 3
 ACTIVATIONS = {
-    "relu", "relu6", "hardtanh", "silu", "gelu", "hardswish", "prelu", "leaky_relu", "elu", "celu", "selu", "mish", "softplus",
+    "relu",
+    "relu6",
+    "hardtanh",
+    "silu",
+    "gelu",
+    "hardswish",
+    "prelu",
+    "leaky_relu",
+    "elu",
+    "celu",
+    "selu",
+    "mish",
+    "softplus",
     "tanh",
-}  # fmt: skip
+}
 RESHAPES = {
-    "view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "swapaxes", "movedim", "channel_shuffle",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "contiguous",
+    "flatten",
+    "unflatten",
+    "swapaxes",
+    "movedim",
+    "channel_shuffle",
+}
 JOINS = {"add", "iadd", "sub", "cat", "concat", "concatenate"}
 """How branches meet again: residual sums and concatenations."""
 
-Side = Literal["in", "out"]
+Direction = Literal["in", "out"]
 
 
-class Key(NamedTuple):
+class TensorVersion(NamedTuple):
     """One value: a tensor's identity, and how often it had been changed in place."""
 
     tensor_id: int
@@ -41,14 +62,14 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Border:
+class TraceEvent:
     """A tensor that went into (its first argument) or came out of a module's call. `value` is None where that is no tensor."""
 
     path: str
-    side: Side
+    direction: Direction
     call: int
     value: Tensor | None
-    key: Key | None
+    key: TensorVersion | None
     kind: str
     """Type of what crossed."""
 
@@ -60,37 +81,37 @@ class Border:
     @property
     def name(self) -> str:
         """How a tap is written that reads it."""
-        return self.path if self.side == "out" else f"{self.path}:in"
+        return self.path if self.direction == "out" else f"{self.path}:in"
 
 
 @dataclass
 class Trace:
     """One forward. Holds every tensor, so that no identity is given twice."""
 
-    borders: list[Border] = field(default_factory=list)
+    events: list[TraceEvent] = field(default_factory=list)
     """In the order of time; `in` before everything inside the call, `out` after it."""
-    activated: dict[Key, tuple[Key, str]] = field(default_factory=dict)
+    produced_by: dict[TensorVersion, tuple[TensorVersion, str]] = field(default_factory=dict)
     """From an activation's or a reshaping's result to (what it was given, the function's name)."""
-    joiners: set[type[nn.Module]] = field(default_factory=set)
+    merging_classes: set[type[nn.Module]] = field(default_factory=set)
     """Classes of modules in whose own forward branches meet."""
-    image: Key | None = None
+    image: TensorVersion | None = None
     held: list[Tensor] = field(default_factory=list)
 
-    def last(self, path: str, side: Side) -> Border | None:
+    def last(self, path: str, direction: Direction) -> TraceEvent | None:
         """What crossed in the module's last call: what a hook has in the end. None: the module did not run."""
-        return next((border for border in reversed(self.borders) if (border.path, border.side) == (path, side)), None)
+        return next((event for event in reversed(self.events) if (event.path, event.direction) == (path, direction)), None)
 
-    def other_side(self, border: Border) -> Border:
+    def other_side(self, event: TraceEvent) -> TraceEvent:
         """What went into the call that this came out of, or the other way round."""
         return next(
             other
-            for other in self.borders
-            if (other.path, other.call) == (border.path, border.call) and other.side != border.side
+            for other in self.events
+            if (other.path, other.call) == (event.path, event.call) and other.direction != event.direction
         )
 
 
-def key_of(tensor: Tensor) -> Key:
-    return Key(id(tensor), tensor._version)
+def key_of(tensor: Tensor) -> TensorVersion:
+    return TensorVersion(id(tensor), tensor._version)
 
 
 class _Functions(TorchFunctionMode):
@@ -109,9 +130,9 @@ class _Functions(TorchFunctionMode):
         if isinstance(result, Tensor):
             if given is not None and (name in ACTIVATIONS or name in RESHAPES) and key_of(result) != given:
                 self._trace.held += [args[0], result]
-                self._trace.activated[key_of(result)] = (given, name)
+                self._trace.produced_by[key_of(result)] = (given, name)
             elif name in JOINS and len(self._running) > 1 and _joined(args):
-                self._trace.joiners.add(type(self._running[-1]))
+                self._trace.merging_classes.add(type(self._running[-1]))
         return result
 
 
@@ -121,7 +142,7 @@ def _joined(args: tuple[Any, ...]) -> bool:
     return sum(isinstance(part, Tensor) and not isinstance(part, nn.Parameter) and part.ndim >= 3 for part in parts) > 1
 
 
-def probe(model: nn.Module, image_size: int, *, training: bool) -> Trace:
+def trace_forward(model: nn.Module, image_size: int, *, training: bool) -> Trace:
     """One forward of (BATCH, 3, image_size, image_size), nothing of it left behind.
 
     Batch norms take their running statistics in both modes: synchronised ones would wait for other ranks.
@@ -129,10 +150,10 @@ def probe(model: nn.Module, image_size: int, *, training: bool) -> Trace:
     trace, running = Trace(), list[nn.Module]()
     calls: dict[str, int] = {}
 
-    def cross(path: str, side: Side, what: Any) -> None:
+    def cross(path: str, direction: Direction, what: Any) -> None:
         value = what if isinstance(what, Tensor) else None
         key = key_of(value) if value is not None else None
-        trace.borders.append(Border(path, side, calls[path], value, key, type(what).__name__))
+        trace.events.append(TraceEvent(path, direction, calls[path], value, key, type(what).__name__))
 
     def before(path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -162,7 +183,7 @@ def probe(model: nn.Module, image_size: int, *, training: bool) -> Trace:
 
 
 @contextmanager
-def nothing_in_place(model: nn.Module) -> Iterator[None]:
+def inplace_disabled(model: nn.Module) -> Iterator[None]:
     """Modules with an `inplace` flag work out of place: an activation's result is then another tensor than what it was given."""
     switched = [module for module in model.modules() if getattr(module, "inplace", None) is True]
     try:

@@ -43,7 +43,7 @@ MODELS: dict[str, str] = {
 """Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. Hyphens for underscores are understood."""
 
 TIMM_PREFIX = "timm/"
-JOIN = "+"
+REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
 """How torchvision and timm both enter a model in their registries."""
@@ -64,8 +64,8 @@ def check_model_name(name: str) -> ModelName:
     Raises:
         ModelError: no such model (with the nearest name that exists), or timm is not installed.
     """
-    if JOIN in name:
-        for part in name.split(JOIN):
+    if REUSE_SEPARATOR in name:
+        for part in name.split(REUSE_SEPARATOR):
             check_model_name(part)
         return ModelName("joined", name)
     if name.startswith(TIMM_PREFIX):

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from trainables.models.forward import dry_forward
-from trainables.models.forward_trace import Key, key_of
+from trainables.models.forward_trace import TensorVersion, key_of
 from trainables.models.taps import Taps
 
 
@@ -33,10 +33,10 @@ def norms_before(model: nn.Module, names: Sequence[str], *, name: str, image_siz
             for module in model.modules():
                 if isinstance(module, _BatchNorm):
                     stack.callback(module.register_forward_pre_hook(origins.enter, prepend=True).remove)
-            stack.enter_context(taps.reading())
+            stack.enter_context(taps.capture())
             stack.enter_context(origins)
             dry_forward(model, image_size, training=False)
-            return [origins.norm_of(key_of(value)) for value in taps.take()]
+            return [origins.norm_of(key_of(value)) for value in taps.pop()]
     finally:
         taps.remove()
 
@@ -47,8 +47,8 @@ class _Origins(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._running: _BatchNorm | None = None
-        self._normed: dict[Key, _BatchNorm] = {}
-        self._summed: dict[Key, tuple[Key, ...]] = {}
+        self._normed: dict[TensorVersion, _BatchNorm] = {}
+        self._summed: dict[TensorVersion, tuple[TensorVersion, ...]] = {}
         self._held: list[Any] = []
         """Every operand, so that no identity is given twice."""
 
@@ -56,7 +56,7 @@ class _Origins(TorchFunctionMode):
         """A batch norm is about to run."""
         self._running = module
 
-    def norm_of(self, value: Key) -> _BatchNorm | None:
+    def norm_of(self, value: TensorVersion) -> _BatchNorm | None:
         made = (value, *self._summed.get(value, ()))
         return next((norm for key in made if (norm := self._normed.get(key)) is not None and norm.affine), None)
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from trainables.errors import ModelError
 from trainables.models.forward import dry_forward, seeded
-from trainables.models.names import JOIN
+from trainables.models.names import REUSE_SEPARATOR
 from trainables.models.taps import Taps, classifier, run_before
 
 
@@ -35,7 +35,7 @@ class ReusedClassifier(nn.Module):
             ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
         """
         super().__init__()
-        own_name, _, teacher_name = name.partition(JOIN)
+        own_name, _, teacher_name = name.partition(REUSE_SEPARATOR)
         theirs = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
         (self._teacher_CHW,) = theirs.shapes
         theirs.remove()
@@ -55,9 +55,9 @@ class ReusedClassifier(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Logits (B, K)."""
-        with self._taps.reading():
+        with self._taps.capture():
             self.trunk(images_BCHW)
-            (map_BCHW,) = self._taps.take()
+            (map_BCHW,) = self._taps.pop()
         height, width = (min(own, theirs) for own, theirs in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
         if map_BCHW.shape[2:] != (height, width):
             map_BCHW = functional.adaptive_avg_pool2d(map_BCHW, (height, width))
@@ -72,9 +72,9 @@ class ReusedClassifier(nn.Module):
             ModelError: its classifier does not read the mean of its last map.
         """
         taps = Taps(teacher, ("unpooled", "pooled"), name=type(teacher).__name__, image_size=image_size)
-        with taps.reading():
+        with taps.capture():
             dry_forward(teacher, image_size, training=False)
-            map_BDHW, pooled_BD = taps.take()
+            map_BDHW, pooled_BD = taps.pop()
         taps.remove()
         mean_BD = map_BDHW.mean((2, 3))
         if not mean_BD.is_meta and not torch.allclose(mean_BD, pooled_BD, rtol=1e-3, atol=1e-4):
@@ -106,7 +106,7 @@ def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
 
 def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:
     """The model of this name; `build` makes those of which it is joined."""
-    student, _, teacher = name.partition(JOIN)
+    student, _, teacher = name.partition(REUSE_SEPARATOR)
     trunk, reused = build(student), build(teacher)
     with seeded(f"{name}:{seed}"):
         return ReusedClassifier(trunk, reused, name=name, image_size=image_size)

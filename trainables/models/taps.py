@@ -22,14 +22,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainables.errors import ModelError, near
-from trainables.models.feature_stages import Site, last_map, stage_sites
-from trainables.models.forward_trace import BATCH, Border, Trace, nothing_in_place, probe
+from trainables.models.feature_stages import HookPoint, last_map, stage_hook_points
+from trainables.models.forward_trace import BATCH, Trace, TraceEvent, inplace_disabled, trace_forward
 
 STAGE = re.compile(r"stage(-?\d+)(\.preact)?")
 
 
 @dataclass(frozen=True)
-class Point:
+class TapInfo:
     """Where a tap can be: its best name, other names of the same value, and the shape of one sample's."""
 
     name: str
@@ -37,28 +37,30 @@ class Point:
     shape: tuple[int, ...]
 
 
-def points(model: nn.Module, image_size: int, *, every: bool = False) -> list[Point]:
+def list_taps(model: nn.Module, image_size: int, *, every: bool = False) -> list[TapInfo]:
     """The stem, stages, pre-activations and pooled features; with `every` the output of every module as well.
 
     Neither parameters, batch statistics, modes nor generators move.
     """
-    trace, sites = _survey(model, image_size)
-    named: dict[tuple[Border, ...], list[str]] = {}
-    for name, site in sites.items():
-        if not site.borders[0].overwritten:  # by a function between modules: no hook reads it in time
-            named.setdefault(site.borders, []).append(name)
+    trace, hook_points = _survey(model, image_size)
+    named: dict[tuple[TraceEvent, ...], list[str]] = {}
+    for name, hook_point in hook_points.items():
+        if not hook_point.events[0].overwritten:  # by a function between modules: no hook reads it in time
+            named.setdefault(hook_point.events, []).append(name)
     found = [
-        Point(first, (*rest, *(alias for alias in sites[first].names if not STAGE.fullmatch(alias))), sites[first].shape)
+        TapInfo(
+            first, (*rest, *(alias for alias in hook_points[first].names if not STAGE.fullmatch(alias))), hook_points[first].shape
+        )
         for names in named.values()
         for first, *rest in [sorted(names, key="stem".__eq__)]
     ]
     if every:
-        paths = [border.path for border in trace.borders if border.side == "out" and border.path]
+        paths = [event.path for event in trace.events if event.direction == "out" and event.path]
         last = [trace.last(path, "out") for path in dict.fromkeys(paths)]
         found += [
-            Point(border.path, (), tuple(border.value.shape[1:]))
-            for border in last
-            if border is not None and border.value is not None and _by_sample(border.value) and not border.overwritten
+            TapInfo(event.path, (), tuple(event.value.shape[1:]))
+            for event in last
+            if event is not None and event.value is not None and _by_sample(event.value) and not event.overwritten
         ]
     return found
 
@@ -87,11 +89,11 @@ def run_before(model: nn.Module, tap: str, *, name: str, image_size: int) -> set
     Raises:
         ModelError: no such tap.
     """
-    trace, sites = _survey(model, image_size)
-    (one,) = _expand(tap, sites, name)
-    found = _find(one, model, trace, sites, name).borders[0]
-    place = next(place for place, border in enumerate(trace.borders) if border is found)
-    return {border.path for border in trace.borders[: place + 1] if border.side == "in"}
+    trace, hook_points = _survey(model, image_size)
+    (one,) = _expand(tap, hook_points, name)
+    found = _find(one, model, trace, hook_points, name).events[0]
+    place = next(place for place, event in enumerate(trace.events) if event is found)
+    return {event.path for event in trace.events[: place + 1] if event.direction == "in"}
 
 
 @dataclass
@@ -129,22 +131,24 @@ class Taps:
         self.names, self.shapes = (), ()
         if not names:
             return
-        trace, sites = _survey(model, image_size)
-        self.names = tuple(one for asked in names for one in _expand(asked, sites, name))
-        found = [_find(one, model, trace, sites, name) for one in self.names]
-        self.shapes = tuple(site.shape for site in found)
-        _keep_whole(model, image_size, {one: site.borders[0] for one, site in zip(self.names, found, strict=True)}, name)
-        for site in found:
-            slot, border = _Slot(site.channels_last), site.borders[0]
-            module = model.get_submodule(border.path)
-            if border.side == "out":
+        trace, hook_points = _survey(model, image_size)
+        self.names = tuple(one for asked in names for one in _expand(asked, hook_points, name))
+        found = [_find(one, model, trace, hook_points, name) for one in self.names]
+        self.shapes = tuple(hook_point.shape for hook_point in found)
+        _keep_whole(
+            model, image_size, {one: hook_point.events[0] for one, hook_point in zip(self.names, found, strict=True)}, name
+        )
+        for hook_point in found:
+            slot, event = _Slot(hook_point.channels_last), hook_point.events[0]
+            module = model.get_submodule(event.path)
+            if event.direction == "out":
                 self._handles.append(module.register_forward_hook(_output_hook(slot)))
             else:
                 self._handles.append(module.register_forward_pre_hook(_input_hook(slot)))
             self._slots.append(slot)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def capture(self) -> Iterator[None]:
         """Forwards in here are read, all others are not; what is not taken by its end is forgotten."""
         for slot in self._slots:
             slot.open = True
@@ -154,8 +158,8 @@ class Taps:
             for slot in self._slots:
                 slot.open, slot.tensor = False, None
 
-    def take(self) -> tuple[Tensor, ...]:
-        """What the last forward in `reading()` gave, in the order of `names`, and forgets it.
+    def pop(self) -> tuple[Tensor, ...]:
+        """What the last forward in `capture()` gave, in the order of `names`, and forgets it.
 
         Raises:
             RuntimeError: no forward ran, or a tapped module did not run in it.
@@ -196,37 +200,37 @@ def _input_hook(slot: _Slot) -> Callable[..., None]:
     return keep
 
 
-def _survey(model: nn.Module, image_size: int) -> tuple[Trace, dict[str, Site]]:
+def _survey(model: nn.Module, image_size: int) -> tuple[Trace, dict[str, HookPoint]]:
     """One forward, and what has a name of its own in it."""
-    with nothing_in_place(model):
-        trace = probe(model, image_size, training=False)
-    sites = stage_sites(model, trace)
+    with inplace_disabled(model):
+        trace = trace_forward(model, image_size, training=False)
+    hook_points = stage_hook_points(model, trace)
     try:
         last = classifier(model)
     except ModelError:
-        return trace, sites
+        return trace, hook_points
     path = next(path for path, module in model.named_modules() if module is last)
-    border = trace.last(path, "in")
-    if border is not None and border.value is not None and border.value.ndim == 2:
-        sites["pooled"] = Site((border,))
-        if "stage1" in sites and (unpooled := last_map(trace, border)) is not None:  # tokens are no map
-            sites["unpooled"] = unpooled
-    return trace, sites
+    event = trace.last(path, "in")
+    if event is not None and event.value is not None and event.value.ndim == 2:
+        hook_points["pooled"] = HookPoint((event,))
+        if "stage1" in hook_points and (unpooled := last_map(trace, event)) is not None:  # tokens are no map
+            hook_points["unpooled"] = unpooled
+    return trace, hook_points
 
 
 def _by_sample(value: Tensor) -> bool:
     return value.ndim > 1 and value.shape[0] == BATCH
 
 
-def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
+def _expand(asked: str, hook_points: dict[str, HookPoint], name: str) -> list[str]:
     """`stages`, `stages.preact` and `stage-1` as numbered stages; any other name as it is."""
     numbered = STAGE.fullmatch(asked)
     if not numbered and asked not in ("stages", "stages.preact"):
         return [asked]
-    count = sum(1 for site in sites if STAGE.fullmatch(site) and not site.endswith(".preact"))
+    count = sum(1 for hook_point in hook_points if STAGE.fullmatch(hook_point) and not hook_point.endswith(".preact"))
     if not count:
         raise ModelError(
-            f"model {name} has no {asked}: it makes no maps that shrink stage by stage; {_there_are(sites)}, or any module's "
+            f"model {name} has no {asked}: it makes no maps that shrink stage by stage; {_there_are(hook_points)}, or any module's "
             f"path: `distill taps {name} --all`"
         )
     if not numbered:
@@ -235,45 +239,45 @@ def _expand(asked: str, sites: dict[str, Site], name: str) -> list[str]:
     return [f"stage{count + 1 + number}{numbered[2] or ''}"] if -count <= number < 0 else [asked]
 
 
-def _there_are(sites: dict[str, Site]) -> str:
-    return f"there are {', '.join(sites)}" if sites else "there are only modules"
+def _there_are(hook_points: dict[str, HookPoint]) -> str:
+    return f"there are {', '.join(hook_points)}" if hook_points else "there are only modules"
 
 
-def _find(tap: str, model: nn.Module, trace: Trace, sites: dict[str, Site], name: str) -> Site:
+def _find(tap: str, model: nn.Module, trace: Trace, hook_points: dict[str, HookPoint], name: str) -> HookPoint:
     """Where to read the tap of this name."""
-    if tap in sites:
-        return sites[tap]
-    if tap.endswith(".preact") and tap.removesuffix(".preact") in sites:
+    if tap in hook_points:
+        return hook_points[tap]
+    if tap.endswith(".preact") and tap.removesuffix(".preact") in hook_points:
         raise ModelError(
             f"model {name} has no {tap} that can be read: that activation is a function between modules, which no hook sees; "
-            f"{_there_are(sites)}"
+            f"{_there_are(hook_points)}"
         )
-    if tap == "unpooled" and "pooled" in sites:
+    if tap == "unpooled" and "pooled" in hook_points:
         raise ModelError(
-            f"model {name} has no unpooled: what its linear layer reads was never a map of as many channels; {_there_are(sites)}"
+            f"model {name} has no unpooled: what its linear layer reads was never a map of as many channels; {_there_are(hook_points)}"
         )
     if tap in ("pooled", "unpooled"):
-        raise ModelError(f"model {name} has no {tap}: it does not end with a linear layer on (B, D); {_there_are(sites)}")
-    path, _, side = tap.partition(":")
+        raise ModelError(f"model {name} has no {tap}: it does not end with a linear layer on (B, D); {_there_are(hook_points)}")
+    path, _, direction = tap.partition(":")
     modules = dict(model.named_modules())
-    if not path or path not in modules or side not in ("", "in"):
-        similar = near(tap, [*sites, *modules], count=3)
-        nearest = f"the nearest are {' or '.join(similar)}" if similar else _there_are(sites)
+    if not path or path not in modules or direction not in ("", "in"):
+        similar = near(tap, [*hook_points, *modules], count=3)
+        nearest = f"the nearest are {' or '.join(similar)}" if similar else _there_are(hook_points)
         raise ModelError(f"model {name} has no tap {tap!r}: {nearest}; `distill taps {name} --all` lists them")
-    border = trace.last(path, "in" if side else "out")
-    if border is None:
-        raise ModelError(f"model {name}: {tap} is not called in eval mode; {_there_are(sites)}")
-    if border.value is None:
-        raise ModelError(f"model {name}: {tap} is a {border.kind}, not a tensor; choose a module inside or outside of it")
-    if not _by_sample(border.value):
-        shape = tuple(border.value.shape)
+    event = trace.last(path, "in" if direction else "out")
+    if event is None:
+        raise ModelError(f"model {name}: {tap} is not called in eval mode; {_there_are(hook_points)}")
+    if event.value is None:
+        raise ModelError(f"model {name}: {tap} is a {event.kind}, not a tensor; choose a module inside or outside of it")
+    if not _by_sample(event.value):
+        shape = tuple(event.value.shape)
         raise ModelError(
             f"model {name}: {tap} has shape {shape} for {BATCH} images, so its rows are no samples; choose a module outside of it"
         )
-    return Site((border,))
+    return HookPoint((event,))
 
 
-def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name: str) -> None:
+def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:
     """See that no tapped tensor is changed in place after it is read, in training or eval mode.
 
     Raises:
@@ -284,13 +288,13 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
         switched = False
         for training in (False, True):
             try:
-                trace = probe(model, image_size, training=training)
+                trace = trace_forward(model, image_size, training=training)
             except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
                 if not training:
                     raise
                 continue  # a teacher may be one that cannot be trained at this size
-            for tap, border in taps.items():
-                read = trace.last(border.path, border.side)
+            for tap, event in taps.items():
+                read = trace.last(event.path, event.direction)
                 if read is None or read.value is None:
                     raise ModelError(f"model {name}: {tap} is not called in training; choose another")
                 if not read.overwritten:
@@ -308,13 +312,13 @@ def _keep_whole(model: nn.Module, image_size: int, taps: dict[str, Border], name
             return
 
 
-def _changers(trace: Trace, read: Border) -> list[str]:
+def _changers(trace: Trace, read: TraceEvent) -> list[str]:
     """Modules that are given the same memory from then on."""
     assert read.value is not None
     memory = read.value.untyped_storage()._cdata
-    begins = next(place for place, border in enumerate(trace.borders) if border is read)
+    begins = next(place for place, event in enumerate(trace.events) if event is read)
     return [
-        border.path
-        for border in trace.borders[begins:]
-        if border.side == "in" and border.value is not None and border.value.untyped_storage()._cdata == memory
+        event.path
+        for event in trace.events[begins:]
+        if event.direction == "in" and event.value is not None and event.value.untyped_storage()._cdata == memory
     ]

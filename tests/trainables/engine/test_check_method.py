@@ -50,20 +50,20 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "place", "says"),
     [
-        ("Unprepared", 0, "in the warm-up stage it returns zzz and declares kept"),
-        ("Unprepared", 1, "in the warm-up stage its terms do not move what it trains"),
-        ("Gathering", 0, "in the warm-up stage it calls batch.everyone: declare needs = Needs(whole_batch=True)"),
-        ("HalfPrepared", 1, "in the warm-up stage no loss reaches methods.HalfPrepared.encoder.bias, methods.HalfPrepared.dec"),
-        ("HalfPrepared", 5, "in the warm-up stage the gradient is not finite of methods.HalfPrepared.encoder.weight"),
-        ("Endless", 0, "it declares init_terms, and its Options have no init_epochs: its warm-up stage has no length"),
+        ("Unprepared", 0, "in the init stage it returns zzz and declares kept"),
+        ("Unprepared", 1, "in the init stage its terms do not move what it trains"),
+        ("Gathering", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
+        ("HalfPrepared", 1, "in the init stage no loss reaches methods.HalfPrepared.encoder.bias, methods.HalfPrepared.dec"),
+        ("HalfPrepared", 5, "in the init stage the gradient is not finite of methods.HalfPrepared.encoder.weight"),
+        ("Endless", 0, "it declares init_terms, and its Options have no init_epochs: its init stage has no length"),
     ],
 )
-def test_mistakes_in_a_warm_up_stage_are_found_out(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_an_init_stage_are_found_out(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(without_training(name, monkeypatch)[place].problem).startswith(says)
 
 
 @pytest.mark.parametrize("name", ["Prepared", "ab", "fsp", "ft"])
-def test_a_warm_up_stage_that_keeps_the_contract_has_no_problems(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_init_stage_that_keeps_the_contract_has_no_problems(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
 
 
@@ -90,7 +90,7 @@ def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: RankPool
 def test_rows_of_all_workers_without_a_word_are_found_out(ranks: RankPool) -> None:
     first = next(check(Case(f"{mine.__file__}:Unsaid", {}), ranks.run))
     assert first.title == "its terms are those that it declares, of samples or of the batch"
-    assert "declare needs = Needs(whole_batch=True)" in str(first.problem)
+    assert "declare requires = Requirements(whole_batch=True)" in str(first.problem)
 
 
 @pytest.mark.slow

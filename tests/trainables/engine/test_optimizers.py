@@ -182,7 +182,7 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
     student.bias.requires_grad_(False)
     method.optimizers = {}  # type: ignore[misc]
-    method.moved_by = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
+    method.term_parameters = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
     (update,) = build_optimizers(student, {"m": method}, OptimConfig())
     assert {id(p) for group in update.optimizer.param_groups for p in group["params"]} == {
         id(p) for p in (student.weight, *method.parameters())
@@ -192,9 +192,12 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
 def test_what_is_never_trained_has_no_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
     job = config(
-        tmp_path, model="convnet_small", teacher={"model": "convnet_large", "weights": weights}, train={"max_steps": 2},
+        tmp_path,
+        model="convnet_small",
+        teacher={"model": "convnet_large", "weights": weights},
+        train={"max_steps": 2},
         distill={"method": ["ft"], "options": {"ft": {"init_epochs": 0}}},
-    )  # fmt: skip
+    )
     for optim in ({"losses": {"task": LossOptimConfig(momentum=0.8)}}, {"name": "dot", "nesterov": False}):
         (state,) = ranks.run(1, trained, job.model_copy(update={"optim": job.optim.model_copy(update=optim)}))
         assert all(bool(tensor.isfinite().all()) for tensor in state.values())
@@ -213,13 +216,21 @@ def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
         ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
         ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
         ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
-        ({"losses": {"kd": {"momentum": 0}}, "nesterov": True}, {}, "optim.losses: kd: nesterov needs a momentum above 0"),
+        (
+            {"losses": {"kd": {"momentum": 0}}, "nesterov": True},
+            {},
+            "optim.losses.kd.nesterov needs optim.losses.kd.momentum",
+        ),
         (
             {"nesterov": True},
             {"judge": LossOptimConfig(momentum=0.0)},
-            "optim.losses: m/judge: nesterov needs a momentum",
+            "optim.losses.m/judge.nesterov needs optim.losses.m/judge.momentum",
         ),
-        ({"losses": {"task": {"warmup_epochs": 10}}}, {}, "optim.losses: task: warmup_epochs 10 leaves none of 10 epochs"),
+        (
+            {"losses": {"task": {"warmup_epochs": 10}}},
+            {},
+            "optim.losses.task.warmup_epochs 10 leaves no epoch of",
+        ),
         ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
     ],
 )
@@ -465,7 +476,7 @@ def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Ra
 
 
 def stages(group: Group, settings: TrainConfig) -> list[dict[str, Tensor]]:
-    """Parameters before the job, after its warm-up stage, and at its end."""
+    """Parameters before the job, after its init stage, and at its end."""
     found = []
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         for epochs in (0, 2, 1):

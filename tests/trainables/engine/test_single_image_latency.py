@@ -21,9 +21,13 @@ IMAGE_SIZE = 32  # at which what an image adds is well above what other processe
 def job(tmp_path: Path) -> Job:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small", image_size=IMAGE_SIZE)
     settings = config(
-        tmp_path, model="convnet_small", precision="fp32", data={"image_size": IMAGE_SIZE},
-        teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision="fp32",
+        data={"image_size": IMAGE_SIZE},
+        teacher={"model": "convnet_small", "weights": weights},
+        train={"max_steps": 4, "warmup_steps": 1},
+    )
     return build(settings, Group(), lambda *_: None, no_telemetry)
 
 

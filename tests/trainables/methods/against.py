@@ -136,12 +136,12 @@ def at_edge(beside: Beside, edge: str) -> tuple[Beside, list[Array], list[Array]
 
 
 def ask(beside: Beside, method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> dict[str, Tensor]:
-    """All its terms, those of the warm-up stage too."""
+    """All its terms, those of the init stage too."""
     batch = beside.batch(teacher)
     seen = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.warm_up(*seen, samples(labels_B, **{**batch, "epoch": -1.0}))
+        found |= method.init_loss(*seen, samples(labels_B, **{**batch, "epoch": -1.0}))
     found |= method(*seen, samples(labels_B, **batch))
     assert tuple(found) == method.init_terms + method.terms
     assert all(term.shape in ((len(labels_B),), ()) for term in found.values())
@@ -184,7 +184,7 @@ def loss_and_gradients(
 def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> None:
     """Of the student's answers and of what each stage trains, along random directions in each tensor, to 1e-5."""
     method, (student, teacher), labels_B = beside.make(), beside.answers(), LABELS[: beside.rows]
-    given, settled = _given(method, student, teacher, labels_B), {id(parameter) for parameter in method.settled_parameters()}
+    given, settled = _given(method, student, teacher, labels_B), {id(parameter) for parameter in method.init_only_parameters()}
     numbers = np.random.default_rng(1)
     for names, warming in ((method.init_terms, True), (method.terms, False)):
         if not names:

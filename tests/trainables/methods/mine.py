@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.config import LossOptimConfig, MethodOptions, Natural
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Needs
+from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 
 
 class SecondHead(Method):
@@ -18,11 +18,11 @@ class SecondHead(Method):
 
     terms = ("next",)
     taps = ("hidden.0",)
-    needs = Needs(teacher=False)
+    requires = Requirements(teacher=False)
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        self.head = nn.Linear(setting.student.shapes[0][0], setting.num_classes)
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self.head = nn.Linear(context.student.shapes[0][0], context.num_classes)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0])
@@ -34,17 +34,17 @@ class Rivals(Method):
 
     terms = ("judge", "deceive")
     taps = ("hidden.0",)
-    needs = Needs(teacher=False)
+    requires = Requirements(teacher=False)
     optimizers: ClassVar = {
         "judge": LossOptimConfig(lr=0.2, momentum=0.5, weight_decay=0.01),
         "deceive": LossOptimConfig(lr=0.02, momentum=0.3, schedule="constant"),
     }
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        self.head = nn.Linear(math.prod(setting.student.shapes[0]), setting.num_classes)
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self.head = nn.Linear(math.prod(context.student.shapes[0]), context.num_classes)
 
-    def moved_by(self, term: str, student: nn.Module) -> list[nn.Parameter]:
+    def term_parameters(self, term: str, student: nn.Module) -> list[nn.Parameter]:
         return list(self.parameters() if term == "judge" else student.parameters())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -64,11 +64,11 @@ class Alike(Method):
     """The distances of all samples of the global batch should be the teacher's; remembers how many it has seen."""
 
     terms = ("gram",)
-    needs = Needs(whole_batch=True)
+    requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        self.register_buffer("seen_M", torch.zeros(len(setting.labels_M)))
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self.register_buffer("seen_M", torch.zeros(len(context.labels_M)))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         mine_ND, theirs_ND = batch.all_gather(student.logits_BK), batch.all_gather(teacher.logits_BK)
@@ -89,19 +89,19 @@ class Prepared(Method):
     terms = ("code",)
     init_terms = ("kept",)
 
-    def __init__(self, options: PreparedOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
-        self.encoder, self.decoder = nn.Linear(setting.num_classes, 4), nn.Linear(4, setting.num_classes)
-        self.translator = nn.Linear(setting.num_classes, 4)
+    def __init__(self, options: PreparedOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
+        self.encoder, self.decoder = nn.Linear(context.num_classes, 4), nn.Linear(4, context.num_classes)
+        self.translator = nn.Linear(context.num_classes, 4)
         self._options = options
 
-    def warm_up_parameters(self, student: nn.Module) -> list[nn.Parameter]:
-        return self.settled_parameters()
+    def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
+        return self.init_only_parameters()
 
-    def settled_parameters(self) -> list[nn.Parameter]:
+    def init_only_parameters(self) -> list[nn.Parameter]:
         return [*self.encoder.parameters(), *self.decoder.parameters()]
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"kept": (self.decoder(self.encoder(teacher.logits_BK)) - teacher.logits_BK).square().mean(1)}
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -127,8 +127,8 @@ class Mendable(Alike):
 
     Options = MendableOptions
 
-    def __init__(self, options: MendableOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: MendableOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self._mended = options.mended
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -140,8 +140,8 @@ class Forgetful(Method):
 
     terms = ("kept", "lost")
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -153,8 +153,8 @@ class Counting(Method):
 
     terms = ("apart",)
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self.calls = 0
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -176,10 +176,10 @@ class Slopes(Method):
 
     terms = ("slope",)
     taps = ("stage-1",)
-    needs = Needs(teacher_gradient=True)
+    requires = Requirements(teacher_gradient=True)
 
-    def __init__(self, options: MethodOptions, setting: BuildContext) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: MethodOptions, context: BuildContext) -> None:
+        super().__init__(options, context)
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -191,36 +191,36 @@ class Slopes(Method):
 class Unsaid(Alike):
     """Gathers, and does not say so."""
 
-    needs = Needs()
+    requires = Requirements()
 
 
 class Unprepared(Prepared):
-    """All mistakes are in its warm-up stage: a name that it does not declare, rows of all workers, a root at zero."""
+    """All mistakes are in its init stage: a name that it does not declare, rows of all workers, a root at zero."""
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         theirs_NK = batch.all_gather(teacher.logits_BK)
         off = self.decoder(self.encoder(theirs_NK)) - theirs_NK
         return {"zzz": (off * 0).square().sum().sqrt()}
 
 
 class Gathering(Prepared):
-    """Gathers in its warm-up stage alone, and does not say so."""
+    """Gathers in its init stage alone, and does not say so."""
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         theirs_NK = batch.all_gather(teacher.logits_BK)
         return {"kept": (self.decoder(self.encoder(theirs_NK)) - theirs_NK).square().mean()}
 
 
 class HalfPrepared(Prepared):
-    """Leaves out of its warm-up stage's loss what it says to train there, and takes a root that may be one of zero."""
+    """Leaves out of its init stage's loss what it says to train there, and takes a root that may be one of zero."""
 
-    def warm_up(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         apart_BK = student.logits_BK.detach() - teacher.logits_BK
         return {"kept": (self.encoder.weight.square().sum() * apart_BK.square().sum(1)).sqrt()}
 
 
 class Endless(Method):
-    """Declares a warm-up stage without a length."""
+    """Declares an init stage without a length."""
 
     terms = ("apart",)
     init_terms = ("kept",)

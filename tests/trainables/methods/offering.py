@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainables.methods import ENTRY_POINTS, offered
+from trainables.methods import ENTRY_POINTS, available_methods
 
 
 @contextlib.contextmanager
@@ -21,11 +21,11 @@ def installed(folder: Path, package: str, name: str, code: str) -> Iterator[None
     (folder / f"_{package}.py").write_text(code)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    offered.cache_clear()
+    available_methods.cache_clear()
     try:
         yield
     finally:
         sys.path.remove(str(folder))
         sys.modules.pop(f"_{package}", None)
         importlib.invalidate_caches()
-        offered.cache_clear()
+        available_methods.cache_clear()

@@ -71,7 +71,7 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
         loss = torch.stack([t if t.ndim == 0 else t.sum() * group.world_size / total for t in terms.values()]).sum()
         loss.backward()
         found += [t.detach() if t.ndim == 0 else _summed(t.detach().sum(), group) / total for t in terms.values()]
-        found += [_all(leaf.grad, batch.all_gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
+        found += [_all(leaf.grad, batch.gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
     found += [_summed(p.grad.clone(), group) / group.world_size for p in method.parameters() if p.grad is not None]
     return found + [buffer.clone() for buffer in method.buffers()]
 

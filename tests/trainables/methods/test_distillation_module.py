@@ -12,7 +12,8 @@ from trainables.config import DistillConfig, MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.contract import Method
-from trainables.methods.distillation_module import DistillationModule, choose
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import select_methods
 
 MAPS = ((4, 8, 8), (8, 4, 4))
 
@@ -71,16 +72,15 @@ def test_each_method_follows_its_own_schedule_and_the_task_none() -> None:
 @pytest.mark.parametrize(("key", "value"), [("warmup_epochs", 2), ("warmup_by", "epoch_from_1"), ("decay", "cosine")])
 def test_a_schedule_for_a_weight_that_stays_as_it_is_is_refused(name: str, key: str, value: object) -> None:
     with pytest.raises(ExperimentError) as caught:
-        choose(DistillConfig.model_validate({"method": [name], "options": {name: {key: value}}}))
+        select_methods(DistillConfig.model_validate({"method": [name], "options": {name: {key: value}}}))
     assert str(caught.value) == (
-        f"distill.options.{name}.{key}: {name} works in its warm-up stage alone, throughout which its weight is the same:"
-        f" leave {key} out"
+        f"distill.options.{name}.{key}: {name} works in its init stage only, in which its weight is constant: leave {key} out"
     )
     rising = {"warmup_epochs": 2} if key == "warmup_by" else {}
-    assert choose(DistillConfig.model_validate({"method": ["ft"], "options": {"ft": {key: value, **rising}}}))
+    assert select_methods(DistillConfig.model_validate({"method": ["ft"], "options": {"ft": {key: value, **rising}}}))
 
 
 def test_a_way_to_rise_without_epochs_to_rise_in_is_refused() -> None:
     options = {"kd": {"warmup_by": "epoch_from_1"}}
     with pytest.raises(ExperimentError, match=r"distill\.options\.kd\.warmup_by: without warmup_epochs the weight does not rise"):
-        choose(DistillConfig.model_validate({"method": ["kd"], "options": options}))
+        select_methods(DistillConfig.model_validate({"method": ["kd"], "options": options}))

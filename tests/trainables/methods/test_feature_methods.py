@@ -50,7 +50,7 @@ def ask(method: Method, student: Maps, teacher: Maps, group: Group | None = None
     rows = torch.zeros(len(student[0]), dtype=torch.int64)
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.warm_up(seen(student), seen(teacher), samples(rows, epoch=-1.0, group=group))
+        found |= method.init_loss(seen(student), seen(teacher), samples(rows, epoch=-1.0, group=group))
     return found | method(seen(student), seen(teacher), samples(rows, group=group))
 
 
@@ -166,12 +166,12 @@ def test_the_stage_before_training_moves_what_its_loss_reaches() -> None:
     assert {id(p) for p in body_parameters(student)} == {id(p) for name, p in student.named_parameters() if name in body}
     for name in ("ab", "fsp"):
         method = built(name)
-        trained = [id(parameter) for parameter in method.warm_up_parameters(student)]
+        trained = [id(parameter) for parameter in method.init_stage_parameters(student)]
         assert trained == [id(p) for p in (*body_parameters(student), *method.parameters())]
-        assert len(method.settled_parameters()) == len(list(method.parameters()))
+        assert len(method.init_only_parameters()) == len(list(method.parameters()))
     ft = built("ft")
-    settled = {id(parameter) for parameter in ft.settled_parameters()}
-    assert settled == {id(parameter) for parameter in ft.warm_up_parameters(student)}
+    settled = {id(parameter) for parameter in ft.init_only_parameters()}
+    assert settled == {id(parameter) for parameter in ft.init_stage_parameters(student)}
     assert settled == {id(p) for name, p in ft.named_parameters() if not name.startswith("translators.")}
 
 
@@ -179,7 +179,7 @@ def test_the_stage_before_training_moves_what_its_loss_reaches() -> None:
 def test_parameters_that_are_trained_together_all_get_a_gradient(name: str) -> None:
     """DDP waits for each of them."""
     method = built(name)
-    settled = {id(parameter) for parameter in method.settled_parameters()}
+    settled = {id(parameter) for parameter in method.init_only_parameters()}
     wanted = [parameter for parameter in method.parameters() if id(parameter) not in settled]
     if not wanted:
         return

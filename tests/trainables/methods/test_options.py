@@ -77,7 +77,10 @@ BY_DEFAULT = {
         "The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
         (),
         {
-            "weight": 5.0, "warmup_epochs": 20.0, "teacher_norm": "running", "student_taps": ("stages", "pooled"),
+            "weight": 5.0,
+            "warmup_epochs": 20.0,
+            "teacher_norm": "running",
+            "student_taps": ("stages", "pooled"),
             "teacher_taps": ("stages.preact", "pooled"),
         },
     ),
@@ -95,7 +98,10 @@ BY_DEFAULT = {
         "as for ImageNet",
         (),
         {
-            "student_taps": ("stage-1",), "teacher_taps": ("pooled",), "feature_weight": 1.0, "regression_weight": 1.0,
+            "student_taps": ("stage-1",),
+            "teacher_taps": ("pooled",),
+            "feature_weight": 1.0,
+            "regression_weight": 1.0,
         },
     ),
     "ttm": Told(
@@ -104,7 +110,7 @@ BY_DEFAULT = {
         {"weight": 45.0, "standardize": False, "temperature": 10.0, "weighted": False},
     ),
     "vid": Told(REPDISTILLER, ("stages",), {"initial_variance": 5.0, "variant": "repdistiller"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -117,8 +123,13 @@ def test_a_method_is_told_by_default_what_its_source_says(name: str) -> None:
 
 def test_every_method_has_a_weight_of_1_no_schedule_and_its_own_taps_unless_it_says_otherwise() -> None:
     assert MethodOptions().model_dump() == {
-        "weight": 1.0, "warmup_epochs": 0.0, "warmup_by": "step", "decay": "none", "student_taps": None, "teacher_taps": None,
-    }  # fmt: skip
+        "weight": 1.0,
+        "warmup_epochs": 0.0,
+        "warmup_by": "step",
+        "decay": "none",
+        "student_taps": None,
+        "teacher_taps": None,
+    }
 
 
 def numbers(options: type[Any]) -> list[str]:

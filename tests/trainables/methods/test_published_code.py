@@ -28,7 +28,7 @@ from trainables.engine.single_image_latency import single_image_latency
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
 from trainables.models.registry import build_model
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
@@ -37,10 +37,13 @@ def job_config(folder: Path, student: str, teacher: str, method: str, **options:
     """Noise images in float64 with plain SGD, 5 steps an epoch; a teacher that nobody has trained."""
     optim = {"epochs": 1, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "nesterov": False}
     return config(
-        folder / "job", model=student, teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
-        distill={"method": [method], "task_weight": 1.0, "options": {method: options}}, optim=optim,
+        folder / "job",
+        model=student,
+        teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
+        distill={"method": [method], "task_weight": 1.0, "options": {method: options}},
+        optim=optim,
         data={"path": "synthetic", "synthetic_images": 100, "synthetic_classes": 10, "global_batch_size": 20},
-    )  # fmt: skip
+    )
 
 
 def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:
@@ -148,7 +151,7 @@ def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
     assert str(caught.value) == (
-        "distill.options.ft.init_lr: fsp has a warm-up stage too, at another rate, and there is one for both:"
+        "distill.options.ft.init_lr: fsp has an init stage too, at another rate, and there is one for both:"
         " leave init_lr out, or fsp"
     )
 

@@ -122,9 +122,11 @@ def test_what_is_trained_is_bit_for_bit_what_ddp_trains(
     ranks: RankPool, tmp_path: Path, world_size: int, accumulate: int
 ) -> None:
     settings = {
-        "model": "convnet_small", "precision": "fp32", "optim": {"epochs": 2, "lr": 0.05, "accumulate": accumulate},
+        "model": "convnet_small",
+        "precision": "fp32",
+        "optim": {"epochs": 2, "lr": 0.05, "accumulate": accumulate},
         "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
-    }  # fmt: skip
+    }
     watched = ranks.run(world_size, train, config(tmp_path / "watched", **settings))
     bare = ranks.run(world_size, train_unwatched, config(tmp_path / "bare", **settings))
     assert all(equal(one["state"], other) for one, other in zip(watched, bare, strict=True))

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.models.registry import construct
-from trainables.models.taps import points
+from trainables.models.taps import list_taps
 
 
 def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of each point of a model: where it is, and its shape."""
     built = construct(name, num_classes=10, image_size=image_size, seed=0)
-    found = points(built, image_size)
+    found = list_taps(built, image_size)
     return {each: (point.aliases[-1], point.shape) for point in found for each in (point.name, *point.aliases)}
 
 
@@ -96,7 +96,7 @@ def test_a_map_of_as_many_channels_as_pixels_is_read_as_the_models_other_maps_ar
 
 def test_models_of_tokens_and_of_vectors_have_pooled_features_and_no_stages() -> None:
     for name in ("vit_b_32", "mlp_small"):
-        assert [point.name for point in points(construct(name, num_classes=10, image_size=64, seed=0), 64)] == ["pooled"]
+        assert [point.name for point in list_taps(construct(name, num_classes=10, image_size=64, seed=0), 64)] == ["pooled"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class WithFunctions(nn.Module):
 
 
 def test_a_norm_and_an_activation_after_the_last_block_are_no_part_of_its_stage() -> None:
-    found = {point.name: point.aliases for point in points(WithFunctions(), 8)}
+    found = {point.name: point.aliases for point in list_taps(WithFunctions(), 8)}
     assert found == {
         "stem": ("first:in",),
         "stage1": ("stage1.preact", "first"),
@@ -175,7 +175,7 @@ class Chain(nn.Module):
 
 
 def test_what_a_function_makes_of_a_blocks_output_is_read_as_the_next_modules_input() -> None:
-    found = {point.name: point.aliases for point in points(Chain(), 8)}
+    found = {point.name: point.aliases for point in list_taps(Chain(), 8)}
     assert found["stage1"] == ("stem", "pool0:in")
     assert "pool1:in" in found["stage2"]
     assert found["stage1.preact"] == ("block0", "block0.1")

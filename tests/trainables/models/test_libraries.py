@@ -11,7 +11,7 @@ from torch import nn
 from trainables.errors import ModelError
 from trainables.models.names import library_models
 from trainables.models.registry import check_forward, construct
-from trainables.models.taps import Taps, points
+from trainables.models.taps import Taps, list_taps
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def built(name: str, image_size: int) -> nn.Module:
 def assert_usable(name: str, image_size: int) -> None:
     model = built(name, image_size)
     check_forward(model, image_size, 10, name=name)
-    found = [point.name for point in points(model, image_size)]
+    found = [point.name for point in list_taps(model, image_size)]
     taps = Taps(model, found, name=name, image_size=image_size)
     assert len(taps.shapes) == len(found)
     assert all(size > 0 for shape in taps.shapes for size in shape)

@@ -15,7 +15,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import construct
-from trainables.models.taps import Taps, classifier, points
+from trainables.models.taps import Taps, classifier, list_taps
 
 
 def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -33,9 +33,9 @@ def results(name: str, image_size: int, taps: list[str]) -> list[Tensor]:
     torch.manual_seed(0)  # dropout
     for training in (False, True):
         model.train(training).zero_grad(set_to_none=True)
-        with tapped.reading():
+        with tapped.capture():
             logits_BK, aux = logits_and_aux(model(images(image_size)))
-            assert tuple(tuple(tensor.shape[1:]) for tensor in tapped.take()) == tapped.shapes
+            assert tuple(tuple(tensor.shape[1:]) for tensor in tapped.pop()) == tapped.shapes
         (logits_BK.square().sum() + sum(head_BK.sum() for _, head_BK in aux)).backward()
         found += [logits_BK.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
     return [*found, *model.buffers()]
@@ -71,15 +71,20 @@ def test_a_tap_gives_what_the_layers_up_to_it_give() -> None:
     layers, head = model.get_submodule("features"), model.get_submodule("head")
     assert isinstance(layers, nn.Sequential)
     by_hand = {
-        "stem": layers[:3](images(8)), "stage1": layers[:3](images(8)), "stage2": layers[:7](images(8)),
-        "stage2.preact": layers[:6](images(8)).clone(), "stage3": layers(images(8)),
-        "pooled": layers(images(8)).mean((2, 3)), "features.4": layers[:5](images(8)), "features.4:in": layers[:4](images(8)),
+        "stem": layers[:3](images(8)),
+        "stage1": layers[:3](images(8)),
+        "stage2": layers[:7](images(8)),
+        "stage2.preact": layers[:6](images(8)).clone(),
+        "stage3": layers(images(8)),
+        "pooled": layers(images(8)).mean((2, 3)),
+        "features.4": layers[:5](images(8)),
+        "features.4:in": layers[:4](images(8)),
         "head": head(layers(images(8)).mean((2, 3))),
-    }  # fmt: skip
+    }
     taps = Taps(model, list(by_hand), name="convnet_small", image_size=8)
-    with taps.reading():
+    with taps.capture():
         model(images(8))
-        found = taps.take()
+        found = taps.pop()
     assert taps.names == tuple(by_hand)
     for tensor, expected in zip(found, by_hand.values(), strict=True):
         torch.testing.assert_close(tensor, expected)
@@ -89,9 +94,9 @@ def test_a_pre_activation_keeps_its_negative_values_though_the_activation_behind
     model = build("resnet18", 32)
     taps = Taps(model, ["stages.preact", "stages"], name="resnet18", image_size=32)
     assert taps.names == tuple(f"stage{n}.preact" for n in (1, 2, 3, 4)) + tuple(f"stage{n}" for n in (1, 2, 3, 4))
-    with taps.reading():
+    with taps.capture():
         model(images(32))
-        found = taps.take()
+        found = taps.pop()
     for before, after in zip(found[:4], found[4:], strict=True):
         assert before.min() < 0
         assert torch.equal(before.relu(), after)
@@ -102,8 +107,10 @@ def test_a_pre_activation_keeps_its_negative_values_though_the_activation_behind
 def test_names_that_count_from_the_end_or_mean_all_stages_are_resolved() -> None:
     model = build("resnet18", 32)
     assert Taps(model, ["stage-1", "stage-2.preact", "layer1"], name="resnet18", image_size=32).names == (
-        "stage4", "stage3.preact", "layer1",
-    )  # fmt: skip
+        "stage4",
+        "stage3.preact",
+        "layer1",
+    )
     taps = Taps(model, ["stages"], name="resnet18", image_size=32)
     assert taps.names == ("stage1", "stage2", "stage3", "stage4")
     assert taps.shapes == ((64, 8, 8), (128, 4, 4), (256, 2, 2), (512, 1, 1))
@@ -112,9 +119,9 @@ def test_names_that_count_from_the_end_or_mean_all_stages_are_resolved() -> None
 def test_gradients_of_a_loss_on_taps_reach_the_layers_before_them() -> None:
     model = build("convnet_small", 8, dtype=torch.float64)
     taps = Taps(model, ["stage1.preact", "stage2"], name="convnet_small", image_size=8)
-    with taps.reading():
+    with taps.capture():
         model(images(8, dtype=torch.float64))
-        before, second = taps.take()
+        before, second = taps.pop()
     (before.square().sum() + second.pow(3).sum()).backward()
     ours = [p.grad for p in model.parameters()]
     other = build("convnet_small", 8, dtype=torch.float64)
@@ -134,18 +141,18 @@ def test_only_forwards_within_reading_are_kept_and_each_is_taken_once() -> None:
     model = build("convnet_small", 8)
     taps = Taps(model, ["stage1", "pooled"], name="convnet_small", image_size=8)
     model(images(8))
-    with taps.reading():
+    with taps.capture():
         with pytest.raises(RuntimeError, match="stage1, pooled saw no forward"):
-            taps.take()
+            taps.pop()
         parts = []
         for part in images(8).split(2):
             model(part)
-            parts.append(taps.take()[0])
+            parts.append(taps.pop()[0])
             with pytest.raises(RuntimeError, match="since they were taken"):
-                taps.take()
+                taps.pop()
         model(images(8))
     with pytest.raises(RuntimeError, match="saw no forward"):
-        taps.take()
+        taps.pop()
     assert [len(part) for part in parts] == [2, 2]
     assert not torch.equal(parts[0], parts[1])
 
@@ -155,16 +162,16 @@ def test_taps_of_several_models_and_several_taps_of_one_model_do_not_meet() -> N
     of_teacher = Taps(teacher, ["stage1"], name="resnet18", image_size=32)
     also = Taps(teacher, ["stage1.preact"], name="resnet18", image_size=32)
     of_student = Taps(student, ["stage1"], name="resnet8", image_size=32)
-    with of_teacher.reading(), of_student.reading(), torch.inference_mode():
+    with of_teacher.capture(), of_student.capture(), torch.inference_mode():
         teacher(images(32))
-        with also.reading():
+        with also.capture():
             teacher(images(32))
-            (before,) = also.take()
-        (after,) = of_teacher.take()
+            (before,) = also.pop()
+        (after,) = of_teacher.pop()
         with pytest.raises(RuntimeError, match="stage1 saw no forward"):
-            of_student.take()
+            of_student.pop()
         student(images(32))
-        assert of_student.take()[0].shape == (4, 16, 32, 32)
+        assert of_student.pop()[0].shape == (4, 16, 32, 32)
     assert torch.equal(before.relu(), after)
 
 
@@ -180,9 +187,9 @@ def test_a_method_without_taps_installs_nothing() -> None:
     model = build("resnet18", 32)
     taps = Taps(model, [], name="resnet18", image_size=32)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    with taps.reading():
+    with taps.capture():
         model(images(32))
-        assert taps.take() == ()
+        assert taps.pop() == ()
 
 
 def test_looking_for_points_moves_neither_generator_nor_statistics_nor_modes_nor_flags() -> None:
@@ -192,7 +199,7 @@ def test_looking_for_points_moves_neither_generator_nor_statistics_nor_modes_nor
     modes = [module.training for module in model.modules()]
     in_place = [getattr(module, "inplace", None) for module in model.modules()]
     generator = torch.get_rng_state()
-    points(model, 32, every=True)
+    list_taps(model, 32, every=True)
     Taps(model, ["stages", "pooled"], name="mobilenet_v2", image_size=32).remove()
     assert torch.equal(generator, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
@@ -205,7 +212,7 @@ def test_looking_for_points_moves_neither_generator_nor_statistics_nor_modes_nor
 def test_the_names_and_shapes_of_points_are_those_that_taps_take() -> None:
     for name, image_size in (("resnet18", 64), ("swin_t", 64), ("vit_b_32", 64), ("mlp_small", 8)):
         model = build(name, image_size)
-        found = points(model, image_size)
+        found = list_taps(model, image_size)
         taps = Taps(model, [point.name for point in found], name=name, image_size=image_size)
         assert taps.names == tuple(point.name for point in found)
         assert taps.shapes == tuple(point.shape for point in found)
@@ -214,17 +221,17 @@ def test_the_names_and_shapes_of_points_are_those_that_taps_take() -> None:
 def test_a_stage_and_its_module_are_the_same_tensor_and_swins_module_gives_it_as_it_is() -> None:
     for name, layout in (("resnet18", (0, 1, 2, 3)), ("swin_t", (0, 3, 1, 2))):
         model = build(name, 64)
-        point = next(point for point in points(model, 64) if point.name == "stage2")
+        point = next(point for point in list_taps(model, 64) if point.name == "stage2")
         taps = Taps(model, ["stage2", point.aliases[-1]], name=name, image_size=64)
-        with taps.reading():
+        with taps.capture():
             model(images(64))
-            stage, module = taps.take()
+            stage, module = taps.pop()
         assert torch.equal(stage, module.permute(layout))
         assert stage.data_ptr() == module.data_ptr()
 
 
 def test_every_modules_output_that_is_a_tensor_of_samples_is_a_point() -> None:
-    found = {point.name: point.shape for point in points(build("resnet8", 32), 32, every=True)}
+    found = {point.name: point.shape for point in list_taps(build("resnet8", 32), 32, every=True)}
     assert found["conv1"] == (16, 32, 32)
     assert found["layer2.0.bn2"] == (32, 16, 16)
     assert found["fc"] == (10,)
@@ -252,9 +259,9 @@ class Twice(nn.Module):
 def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None:
     model = Twice()
     taps = Taps(model, ["relu", "relu:in"], name="twice", image_size=2)
-    with taps.reading():
+    with taps.capture():
         model(images(2))
-        after, before = taps.take()
+        after, before = taps.pop()
     by_hand = model.second(model.first(images(2).flatten(1)).relu())
     assert torch.equal(before, by_hand)
     assert torch.equal(after, by_hand.relu())
@@ -291,7 +298,7 @@ def test_a_tap_that_cannot_be_read_is_refused_in_one_line(name: str, tap: str, s
 
 @pytest.mark.parametrize(("name", "overwritten"), [("resnet18", "layer1.0.bn2"), ("densenet121", "unpooled")])
 def test_a_point_that_would_be_refused_is_not_listed(name: str, overwritten: str) -> None:
-    found = {point.name for point in points(build(name, 64), 64, every=True)}
+    found = {point.name for point in list_taps(build(name, 64), 64, every=True)}
     assert len(found) > 50
     assert overwritten not in found
 
@@ -317,9 +324,9 @@ def test_what_is_overwritten_in_training_alone_is_found_too_through_a_view_of_it
     model = DropsInPlace()
     taps = Taps(model, ["first"], name="drops", image_size=2)
     assert not model.drop.inplace
-    with taps.reading():
+    with taps.capture():
         model(images(2))
-        assert torch.equal(taps.take()[0], model.first(images(2).flatten(1)))
+        assert torch.equal(taps.pop()[0], model.first(images(2).flatten(1)))
 
 
 def test_a_compiled_model_is_refused() -> None:
@@ -335,11 +342,18 @@ def test_a_compiled_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "image_size", "path"),
     [
-        ("resnet8", 32, "fc"), ("convnet_small", 8, "head"), ("mlp_small", 8, "head"), ("vgg11", 32, "classifier.6"),
-        ("mobilenet_v3_small", 32, "classifier.3"), ("googlenet", 32, "fc"), ("inception_v3", 128, "fc"),
-        ("vit_b_32", 32, "heads.head"), ("swin_t", 32, "head"), ("convnext_tiny", 32, "classifier.2"),
+        ("resnet8", 32, "fc"),
+        ("convnet_small", 8, "head"),
+        ("mlp_small", 8, "head"),
+        ("vgg11", 32, "classifier.6"),
+        ("mobilenet_v3_small", 32, "classifier.3"),
+        ("googlenet", 32, "fc"),
+        ("inception_v3", 128, "fc"),
+        ("vit_b_32", 32, "heads.head"),
+        ("swin_t", 32, "head"),
+        ("convnext_tiny", 32, "classifier.2"),
     ],
-)  # fmt: skip
+)
 def test_the_classifier_is_the_final_linear_layer(name: str, image_size: int, path: str) -> None:
     model = build(name, image_size)
     assert classifier(model) is model.get_submodule(path)
@@ -367,9 +381,9 @@ def sum_of_taps_gradients(group: Group, num_images: int) -> list[Tensor]:
     taps = Taps(model, ["stage1.preact", "pooled"], name="convnet_small", image_size=8)
     wrapped = DistributedDataParallel(model) if group.world_size > 1 else model
     part = images(8, num=num_images, dtype=torch.float64).tensor_split(group.world_size)[group.rank]
-    with taps.reading():
+    with taps.capture():
         logits_BK = wrapped(part)
-        before, pooled_BD = taps.take()
+        before, pooled_BD = taps.pop()
     loss = logits_BK.square().sum() + before.pow(3).sum() + pooled_BD.square().sum()
     (loss * group.world_size).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -394,14 +408,14 @@ def test_a_compiled_model_gives_the_same_features_and_gradients_in_one_graph() -
             model.compile(fullgraph=True)
         for _ in range(2):
             model.zero_grad()
-            with taps.reading():
+            with taps.capture():
                 logits_BK = model(images(8, dtype=torch.float64))
-                features = taps.take()
+                features = taps.pop()
             (logits_BK.square().sum() + sum(feature.square().sum() for feature in features)).backward()
         found.append([logits_BK, *features, *(p.grad for p in model.parameters() if p.grad is not None)])
         model(images(8, dtype=torch.float64))
         with pytest.raises(RuntimeError, match="saw no forward"):
-            taps.take()
+            taps.pop()
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-12)
 
@@ -415,9 +429,9 @@ def test_stages_are_tensors_that_the_backward_keeps_anyway() -> None:
         saved.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    with taps.reading(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with taps.capture(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits_BK = model(images(32))
-        kept = taps.take()
+        kept = taps.pop()
         assert logits_BK.requires_grad
         assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= saved
 
@@ -426,6 +440,6 @@ def test_stages_are_tensors_that_the_backward_keeps_anyway() -> None:
 def test_a_model_on_a_gpu_is_looked_at_on_the_cpu_and_read_on_the_gpu() -> None:
     model = build("resnet18", 32).cuda()
     taps = Taps(model, ["stages.preact"], name="resnet18", image_size=32)
-    with taps.reading():
+    with taps.capture():
         model(images(32).cuda())
-        assert all(tensor.is_cuda for tensor in taps.take())
+        assert all(tensor.is_cuda for tensor in taps.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -14,9 +15,10 @@ from tests.trainables.teachers.cache.test_cached_teacher import ran_for, setting
 from trainables.config import FillConfig, TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
+from trainables.engine.job import open_loaders
 from trainables.errors import DataError
-from trainables.teachers.cache.fill import fill
-from trainables.teachers.cache.store import Columns, Store
+from trainables.teachers.cache.fill import fill, stored_order
+from trainables.teachers.cache.store import Columns, LogitsStore
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
@@ -25,20 +27,23 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         said.append((kind, step))
 
-    return fill(FillConfig.model_validate(config.model_dump()), group, report), said
+    job = stored_order(FillConfig.model_validate(config.model_dump()))
+    classes, (loader, val_loader) = open_loaders(job, group)
+    with contextlib.closing(loader), contextlib.closing(val_loader):
+        return fill(job, group, classes, loader, report), said
 
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:
     """The disk is full after the first epoch."""
-    write = Store.write
+    write = LogitsStore.write
 
-    def full(store: Store, epoch: int, columns: Columns) -> None:
+    def full(store: LogitsStore, epoch: int, columns: Columns) -> None:
         if epoch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(store, epoch, columns)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "write", full)
+        patch.setattr(LogitsStore, "write", full)
         fill_alone(group, config)
 
 

@@ -1,0 +1,122 @@
+"""The methods that an experiment selects, with their options, and whether its teacher gives what they require."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainables.config import DistillConfig, MethodOptions, TeacherConfig
+from trainables.errors import ExperimentError
+from trainables.methods import load, option_key
+from trainables.methods.contract import Method
+from trainables.models.names import REUSE_SEPARATOR
+
+
+class SelectedMethod(NamedTuple):
+    """A method of an experiment."""
+
+    key: str
+    """Its name in `distill.options` and in the records."""
+    method_class: type[Method]
+    options: MethodOptions
+
+    @property
+    def student_taps(self) -> tuple[str, ...]:
+        return self.method_class.taps if self.options.student_taps is None else self.options.student_taps
+
+    @property
+    def teacher_taps(self) -> tuple[str, ...]:
+        return self.method_class.taps if self.options.teacher_taps is None else self.options.teacher_taps
+
+
+def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
+    """The methods of `distill` with their options, without those of weight 0.
+
+    Raises:
+        ExperimentError: a method cannot be loaded, or its weight has a schedule without an effect.
+        pydantic.ValidationError: a method does not have such options.
+    """
+    selected = []
+    for name in distill.method:
+        key, method_class = option_key(name), load(name)
+        options = method_class.Options.model_validate(distill.options.get(key, {}))
+        selected.append(SelectedMethod(key, method_class, options))
+    for method in selected:
+        _check_weight_schedule(method)
+    return tuple(method for method in selected if method.options.weight)
+
+
+def _check_weight_schedule(method: SelectedMethod) -> None:
+    """Refuse a schedule that changes nothing."""
+    key, options = method.key, method.options
+    if not method.method_class.terms:
+        defaults = {"warmup_epochs": 0, "warmup_by": "step", "decay": "none"}
+        for name, default in defaults.items():
+            if getattr(options, name) != default:
+                raise ExperimentError(
+                    f"distill.options.{key}.{name}: {key} works in its init stage only, in which its weight is constant:"
+                    f" leave {name} out"
+                )
+    if options.warmup_by != "step" and not options.warmup_epochs:
+        raise ExperimentError(
+            f"distill.options.{key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, "
+            "or leave warmup_by out"
+        )
+
+
+def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
+    """Refuse methods that need more of a teacher than its logits, where `teacher.cache` or `teacher.service` gives no more.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    option = teacher.logits_only
+    if option is None:
+        return
+    for method in selected:
+        requires = method.method_class.requires
+        more_than_logits = {
+            "features": bool(method.teacher_taps),
+            "gradients": requires.teacher_gradient,
+            "network": requires.teacher_model or requires.reuses_classifier,
+        }
+        required = [name for name, is_required in more_than_logits.items() if is_required]
+        if requires.teacher and required:
+            raise ExperimentError(
+                f"{option}: it gives a teacher's logits, and {method.key} needs its {required[0]}: set {option} to null, or"
+                " distill.method to methods on logits, such as kd"
+            )
+
+
+def check_cache_top_k(selected: Sequence[SelectedMethod], teacher: TeacherConfig, num_classes: int) -> None:
+    """Refuse methods that read logits which `teacher.cache_top_k` leaves out.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    if teacher.cache_top_k is None or teacher.cache_top_k >= num_classes:
+        return
+    for method in selected:
+        requires = method.method_class.requires
+        standardizes = getattr(method.options, "standardize", False)
+        if requires.teacher and (standardizes or requires.all_logits):
+            reader = f"distill.options.{method.key}.standardize" if standardizes else method.key
+            raise ExperimentError(
+                f"teacher.cache_top_k: it keeps {teacher.cache_top_k} of {num_classes} classes apart, and {reader} looks at each:"
+                " leave it out, or set distill.method to kd, without standardize"
+            )
+
+
+def task_weight(distill: DistillConfig, selected: Sequence[SelectedMethod]) -> float:
+    """The weight of the labels' cross-entropy: the user's, otherwise the largest default of the methods."""
+    if distill.task_weight is not None:
+        return distill.task_weight
+    return max((method.method_class.task_weight for method in selected), default=1.0)
+
+
+def student_name(student: str, teacher: TeacherConfig | None, selected: Sequence[SelectedMethod]) -> str:
+    """The name of the model that is trained: `student`, or STUDENT+TEACHER where a method reuses the teacher's classifier."""
+    if teacher is None or not any(method.method_class.requires.reuses_classifier for method in selected):
+        return student
+    suffix = f"{REUSE_SEPARATOR}{teacher.model}"
+    return student if student.endswith(suffix) else student + suffix

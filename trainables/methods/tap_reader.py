@@ -1,0 +1,56 @@
+"""One model's outputs for several methods, each with its own taps.
+
+Shapes: B samples of this rank, K classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainables.methods.contract import ModelOutputs
+from trainables.models.taps import Taps
+
+
+class TapReader:
+    """The taps of several methods on one model."""
+
+    def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
+        """`taps`: method → its taps on this model. `name`: the model's, for messages.
+
+        Raises:
+            ModelError: the model has no such tap.
+        """
+        self.name = name
+        self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
+        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in taps}
+        """Method → the shapes of its features, without the batch dimension."""
+
+    def capture(self) -> contextlib.ExitStack:
+        """A context whose forward passes are captured, see `Taps.capture`."""
+        stack = contextlib.ExitStack()
+        for taps in self._taps.values():
+            stack.enter_context(taps.capture())
+        return stack
+
+    def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
+        """Method → the first `num_rows` rows of the logits and of its captured features, in float32 or wider.
+
+        The reader keeps no reference to them.
+        """
+        logits_BK = _first_rows(logits_BK, num_rows)
+        features = {key: tuple(_first_rows(tensor, num_rows) for tensor in taps.pop()) for key, taps in self._taps.items()}
+        return {key: ModelOutputs(logits_BK, features.get(key, ())) for key in self.shapes}
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """float32, or float64 unchanged: sums of half-precision numbers are not exact enough for a loss."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _first_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """The first rows in float32 or wider; the tensor itself where it has no more, so that it stays in its model's graph."""
+    return at_least_float32(tensor if len(tensor) == num_rows else tensor[:num_rows])
