@@ -29,7 +29,7 @@ FORMAT = 3
 
 @dataclass
 class Progress:
-    """How far the training is. `epoch` is the index in the stage, see `Epochs`; `position` counts global samples consumed of the current epoch."""
+    """How far the training is. `epoch` is the index in the stage, see `Epochs`; `position` counts its global samples so far."""
 
     epoch: int = 0
     position: int = 0

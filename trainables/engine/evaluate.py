@@ -47,7 +47,8 @@ def evaluate(
     """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
 
     `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
-    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and restores the model's mode. Without a single image all values but `num_images` are nan.
+    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and restores the model's mode.
+    Without a single image all values but `num_images` are nan.
     """
     was_training = model.training
     model.eval()
@@ -72,7 +73,9 @@ def evaluate(
 
 
 def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: the unreadable images and why.
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
+
+    `skipped` lists the images that could not be read, and why.
 
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.

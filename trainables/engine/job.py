@@ -27,13 +27,13 @@ from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.epochs import Epochs
-from trainables.engine.modules import build_modules
+from trainables.engine.modules import build_modules, selected_methods
 from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.step import TrainState
 from trainables.engine.updates import MeasuredUpdate, ParameterUpdate, PerLossUpdate, SharedUpdate, UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.methods.select import select_methods, student_name
+from trainables.methods.select import student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import GradientNoise, NoiseHistory, measure_noise
 from trainables.metrics.peak_memory import PeakMemory
@@ -130,7 +130,7 @@ def build(
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
+    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that queues its records.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -204,7 +204,7 @@ def build(
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:
     """The student's full name and the student on its device."""
-    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=config.data.image_size, seed=config.seed)
     dtype, layout = tensor_format(config)
     student = student.to(group.device, dtype).to(memory_format=layout)
