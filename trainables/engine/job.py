@@ -164,7 +164,7 @@ def build(
         num_init=0 if config.train.max_steps is not None else module.init_epochs,  # a timing run times the training
         num_training=config.optim.epochs,
         steps_per_epoch=train_loader.steps_per_epoch,
-        augmentation=train_loader.seed_epoch,
+        augmentation=train_loader.augmentation_epoch,
     )
     settings = UpdateSettings(scaler, group, config.optim.clip_grad_norm)
     module.begin_stage(0)  # before DDP looks which gradients there will be
@@ -212,7 +212,7 @@ def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[
 
 
 def describe(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint says of its model, to whoever loads it."""
+    """The description of the model in its checkpoints."""
     data = config.data
     return {
         "stage": config.stage,
@@ -291,7 +291,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             loader_workers=data.loader_workers,
             device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and training else None,
-            seed_epochs=config.seed_epochs if training else None,
+            num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
 
     return sources["train"].classes, (loader("train"), loader("val"))
