@@ -95,7 +95,7 @@ class DeviceAugmentConfig(Section):
 
     @property
     def mixes(self) -> bool:
-        """Whether an image may show another's class beside its own."""
+        """Whether an image may be mixed with one of another class."""
         return self.mixup > 0 or self.cutmix > 0
 
 
@@ -146,8 +146,8 @@ class DataConfig(Section):
     synthetic_classes: Count = Field(10, description="classes of the `synthetic` source")
 
     @property
-    def draws(self) -> bool:
-        """Whether an image of the training split looks different from epoch to epoch."""
+    def augments_at_random(self) -> bool:
+        """Whether an image of the training split is augmented differently in each epoch."""
         return self.augment != "none" or self.device_augment != DeviceAugmentConfig()
 
     @property
@@ -156,7 +156,7 @@ class DataConfig(Section):
         return self.decoder in ON_DEVICE
 
     @model_validator(mode="after")
-    def _crops_for_the_device(self) -> Self:
+    def _check_device_decoder(self) -> Self:
         if self.decodes_on_device and self.augment != "crop_flip":
             raise ValueError(
                 f"decoder {self.decoder} decodes what augment crop_flip cuts out, and augment is {self.augment}: "
@@ -166,7 +166,7 @@ class DataConfig(Section):
 
     @field_validator("shuffle")
     @classmethod
-    def _known_shuffle(cls, shuffle: str) -> str:
+    def _check_shuffle(cls, shuffle: str) -> str:
         if not re.fullmatch(r"full|none|window\([1-9][0-9]{0,11}\)", shuffle):
             raise ValueError(f"must be full, none or window(n) with a number of samples n, as window(10000), not {shuffle!r}")
         return shuffle
@@ -211,7 +211,7 @@ class TeacherConfig(ModelConfig):
 
     @field_validator("cache")
     @classmethod
-    def _a_folder(cls, cache: str | None) -> str | None:
+    def _check_cache_folder(cls, cache: str | None) -> str | None:
         if cache is not None and "://" in cache:
             raise ValueError("must be a folder that all nodes mount, not a URI")
         if cache is not None and "\0" in cache:
@@ -219,7 +219,7 @@ class TeacherConfig(ModelConfig):
         return cache
 
     @model_validator(mode="after")
-    def _something_to_keep(self) -> Self:
+    def _check_cache_keys(self) -> Self:
         for name in ("cache_top_k", "cache_epochs"):
             if self.cache is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
@@ -250,7 +250,7 @@ class AssistantConfig(ModelConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _trained_here(cls, tree: Any) -> Any:
+    def _refuse_weights(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and "weights" in tree:
             raise ValueError("weights: an assistant is trained here: leave them out")
         return tree
@@ -291,12 +291,12 @@ class DistillConfig(Section):
     )
 
     @field_serializer("method")
-    def _named(self, method: tuple[str, ...]) -> tuple[str, ...] | str:
+    def _serialize_method(self, method: tuple[str, ...]) -> tuple[str, ...] | str:
         return method or "none"
 
     @field_validator("method", mode="before")
     @classmethod
-    def _not_empty(cls, method: Any) -> Any:
+    def _parse_method(cls, method: Any) -> Any:
         if isinstance(method, list | tuple) and not method:
             raise ValueError("names no method: write one, such as kd, or none")
         if not isinstance(method, str | list | tuple):
@@ -305,7 +305,7 @@ class DistillConfig(Section):
 
     @field_validator("method")
     @classmethod
-    def _each_once(cls, method: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_unique(cls, method: tuple[str, ...]) -> tuple[str, ...]:
         keys = [name.rpartition(":")[2] for name in method]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise ValueError(f"names {twice} twice: set its weight in distill.options.{twice}.weight instead")
@@ -360,7 +360,7 @@ class OptimConfig(Section):
     clip_grad_norm: Positive | None = Field(None, description="largest L2 norm of all gradients of a step; absent: no clipping")
 
     @model_validator(mode="after")
-    def _dot_is_sgd(self) -> Self:
+    def _check_dot(self) -> Self:
         if self.name == "dot":
             if self.nesterov or self.losses:
                 raise ValueError("name dot has two momenta of its own: set nesterov to false, and leave out losses")
@@ -412,7 +412,7 @@ class TrainingConfig(Section):
     telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
 
     @model_validator(mode="after")
-    def _epochs_for_the_target(self) -> Self:
+    def _check_timing_run(self) -> Self:
         if self.max_steps is not None and (self.until_top1_pct is not None or self.until_s is not None):
             raise ValueError("max_steps is for timing runs, which are not evaluated: leave out until_top1_pct and until_s")
         return self
@@ -428,7 +428,7 @@ class TrainConfig(Section):
     model: str
     teacher: TeacherConfig | None = None
     teachers: tuple[str, ...] = Field((), description="names of the actors of `teacher.service`")
-    teacher_sha256: str | None = Field(None, description="hash of the teacher whose answers are kept or asked for")
+    teacher_sha256: str | None = Field(None, description="hash of the teacher whose logits are cached or requested")
     distill: DistillConfig | None = Field(None, description="absent: the labels alone are learned")
     optim: OptimConfig = OptimConfig()
     scale: ScaleConfig = ScaleConfig()
@@ -439,16 +439,16 @@ class TrainConfig(Section):
     labels: dict[str, str] = Field(default_factory=dict, description="tags of exported Ray metrics, such as the trial's name")
 
     @property
-    def seed_epochs(self) -> int | None:
-        """How many ways there are in which an image is augmented, one after the other; None: every epoch has its own."""
+    def num_augmentation_epochs(self) -> int | None:
+        """The number of different augmentations of an image, which epochs repeat in turn; None: every epoch has its own."""
         if self.teacher is None or self.teacher.logits_only is None:
             return None
-        return self.teacher.cache_epochs if self.data.draws else 1
+        return self.teacher.cache_epochs if self.data.augments_at_random else 1
 
     @property
-    def kept_epochs(self) -> int:
-        """How many epochs' logits of the teacher make a full cache."""
-        return min(self.seed_epochs or self.optim.epochs, self.optim.epochs)
+    def num_cached_epochs(self) -> int:
+        """The number of epochs whose logits make a full cache."""
+        return min(self.num_augmentation_epochs or self.optim.epochs, self.optim.epochs)
 
 
 class FillConfig(TrainConfig):

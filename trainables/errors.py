@@ -20,7 +20,7 @@ class DistillError(Exception):
 
 
 def bounded(message: str) -> str:
-    """A message whose words and lines have a bounded length: of a longer one the beginning and the end are left."""
+    """A message whose words and lines have a bounded length: a longer one is shortened to its beginning and its end."""
     words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD) if _is_no_path(word[0]) else word[0], message)
     return "\n".join(_shortened(line, MAX_LINE) for line in words.split("\n"))
 
@@ -55,7 +55,7 @@ class CheckpointError(DistillError):
 
 
 class ClusterError(DistillError):
-    """Ray, its resources or its storage cannot hold what was asked."""
+    """Ray, its resources or its storage are not enough for the request, or cannot be used."""
 
 
 class TrainingError(DistillError):

@@ -1,4 +1,4 @@
-"""Where a run keeps its files. One object owns a run directory's paths; nobody else joins strings."""
+"""The paths of a run directory, owned by one object, and atomic and durable writes to them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from trainables.errors import ExperimentError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; at the end it is fsynced and renamed over `path`.
+    """A temporary path next to `path` to write to; at the end it is fsynced and renamed to `path`.
 
     A reader, or a machine that dies, sees the old file or the new one. Raises OSError where the disk is full or the folder
-    cannot be written; the old file then still stands.
+    cannot be written; the old file is then still there.
     """
     # By chance, not by the process's number: on a disk that nodes share there may be two of one number.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield beside
-        with open(beside, "rb") as file:
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
         fsync_directory(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace `path` with `content`; see `replacing`."""
-    with replacing(path) as beside:
-        beside.write_bytes(content)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
-def expanded(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """`path`, a `~` or `~USER` at its beginning replaced by that user's home.
 
     Raises:
@@ -52,8 +52,8 @@ def expanded(path: str | Path) -> Path:
         raise ExperimentError(f"{path}: {Path(path).parts[0]} is nobody's home on this machine: write the whole path") from error
 
 
-def unwritable(folder: Path) -> str | None:
-    """Why nothing could be written into a folder, there or still to be created; None: it could."""
+def unwritable_reason(folder: Path) -> str | None:
+    """Why nothing can be written into a folder, existing or not yet created; None: it can."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         return f"{there} is not a folder"
@@ -82,7 +82,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append JSON lines and fsync them: after this returns, the records survive the machine.
 
-    A line that an earlier death left unfinished is closed first, so that it spoils itself alone.
+    A line that an earlier process left unfinished is ended first, so that only that line is lost.
     """
     if not records:
         return
@@ -99,7 +99,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete JSON lines of `path`; a torn line (a death in the middle of a write) is left out. Missing file: []."""
+    """All complete JSON lines of `path`; a torn line (the writer died in the middle) is left out. Missing file: []."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -116,13 +116,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:
-    """An epoch's validation numbers under the names that a stage's final numbers have."""
+    """An epoch's validation numbers under the names of a stage's final numbers."""
     names = {"val/top1_pct": "top1_pct", "val/top5_pct": "top5_pct", "val/loss": "val_loss"}
     return {names[name]: value for name, value in metrics.items() if name in names}
 
 
 def final_names(metrics: dict[str, float]) -> dict[str, float]:
-    """All numbers of an epoch's record under the names that a stage's final numbers have: `epoch/step_s` as `step_s`."""
+    """All numbers of an epoch's record under the names of a stage's final numbers: `epoch/step_s` as `step_s`."""
     return {name.removeprefix("epoch/"): value for name, value in metrics.items()} | headline(metrics)
 
 

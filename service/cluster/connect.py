@@ -15,7 +15,7 @@ from service.cluster import local_ray
 from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes, real_cpus
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError
-from trainables.rundir import unwritable
+from trainables.rundir import unwritable_reason
 
 # Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
 # its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
@@ -49,7 +49,7 @@ def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> It
         check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
         if cache is not None:
             name = f"teacher.cache: {cache}"
-            full = cache.is_dir() and unwritable(cache) is not None  # see `preflight.check_cache`
+            full = cache.is_dir() and unwritable_reason(cache) is not None  # see `preflight.check_cache`
             check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
         yield cluster
     finally:

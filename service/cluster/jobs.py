@@ -18,7 +18,7 @@ from service.config.experiment import load
 from service.config.files import recipes
 from service.config.paths import absolute, with_absolute_file
 from trainables.errors import ClusterError, ExperimentError
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -97,7 +97,7 @@ def _overrides(command: Sequence[str]) -> list[str]:
 
 
 def _from_here(path: str) -> str:
-    return os.path.abspath(expanded(path))
+    return os.path.abspath(expand_home(path))
 
 
 def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:

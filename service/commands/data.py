@@ -15,7 +15,7 @@ from service.runs.pack import said
 from service.runs.pack import verify as run_verify
 from trainables.data.index import read_index
 from trainables.data.pack.modes import Mode
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 
 @click.command()
@@ -59,7 +59,7 @@ def pack(
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""
-    directory = expanded(directory).resolve()
+    directory = expand_home(directory).resolve()
     index = read_index(directory)
     print_all(output(), describe(directory, index))
     if sheet:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def default_runs_root() -> Path:
     """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
     if named := os.environ.get("RAYDISTILL_RUNS"):
-        return expanded(named).absolute()
+        return expand_home(named).absolute()
     here = Path.cwd()
     return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
 

@@ -38,7 +38,7 @@ from trainables.config import (
 )
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 MAX_NAME = 150
 """Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
@@ -96,7 +96,7 @@ class Experiment(Section):
         timed = self.train.max_steps is not None
         if kind == "sweep":
             timed = self.sweep.timing_steps is not None and not self.sweep.races
-        return None if timed and not self.assistants else expanded(self.teacher.cache).absolute()
+        return None if timed and not self.assistants else expand_home(self.teacher.cache).absolute()
 
     def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
         """The configuration of the workers of one stage, of the `preparation` or `student`.

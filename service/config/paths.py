@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trainables.methods import file_of, option_key
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 
 def absolute(data_path: str) -> str:
     """The absolute path of a file or folder that exists; a name of a built-in source, or whatever is not there, as it is."""
-    path = expanded(data_path)
+    path = expand_home(data_path)
     return str(path.absolute()) if path.exists() else data_path
 
 

@@ -21,7 +21,7 @@ from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
 from trainables.data.pack.shard import write_shard
 from trainables.errors import DataError
-from trainables.rundir import expanded, write_json
+from trainables.rundir import expand_home, write_json
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def pack(
         ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
     """
     began = time.monotonic()
-    source, dest = expanded(source).resolve(), expanded(dest).resolve()
+    source, dest = expand_home(source).resolve(), expand_home(dest).resolve()
     _refuse_foreign(dest)
     with _told(source, dest):
         plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)

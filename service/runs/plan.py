@@ -11,7 +11,7 @@ from service.config.paths import absolute, with_absolute_file
 from service.runs.assignment import Assignment, reservation_of
 from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
-from trainables.rundir import RunDir, expanded
+from trainables.rundir import RunDir, expand_home
 
 
 @dataclass(frozen=True)
@@ -104,5 +104,5 @@ def _with_absolute_paths(teacher: TeacherConfig | None) -> TeacherConfig | None:
     if teacher is None:
         return None
     others = tuple(other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others)
-    cache = teacher.cache and str(expanded(teacher.cache).absolute())
+    cache = teacher.cache and str(expand_home(teacher.cache).absolute())
     return teacher.model_copy(update={"others": others, "cache": cache})

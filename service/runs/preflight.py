@@ -23,7 +23,7 @@ from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_header
 from trainables.rules import enough_images
-from trainables.rundir import RunDir, StageDir, unwritable
+from trainables.rundir import RunDir, StageDir, unwritable_reason
 
 PROBED_IMAGES = 8
 
@@ -86,7 +86,7 @@ def check_cache(experiment: Experiment, kind: Kind) -> None:
     if cache is None:
         return
     trained = experiment.teacher is not None and experiment.teacher.weights is not None and not experiment.assistants
-    if (reason := unwritable(cache)) and not (trained and cache.is_dir()):
+    if (reason := unwritable_reason(cache)) and not (trained and cache.is_dir()):
         raise ExperimentError(f"teacher.cache: {cache} cannot be written: {reason}; name another folder")
 
 

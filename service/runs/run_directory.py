@@ -13,7 +13,7 @@ from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, unwritable, write_atomic
+from trainables.rundir import RunDir, unwritable_reason, write_atomic
 
 
 def check_places(root: Path, out: Path | None) -> None:
@@ -27,7 +27,7 @@ def check_places(root: Path, out: Path | None) -> None:
     for option, path in (("--runs", root), ("--out", out)):
         if path is None:
             continue
-        if reason := unwritable(path):
+        if reason := unwritable_reason(path):
             raise ExperimentError(f"{option} {path} cannot be written: {reason}; choose another {option}")
 
 

@@ -20,7 +20,7 @@ from service.config.uris import checked_uri
 from service.tracking.sender import NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, unwritable
+from trainables.rundir import RunDir, unwritable_reason
 
 log = logging.getLogger("raydistill")
 
@@ -56,7 +56,7 @@ def check_store(uri: str) -> None:
         raise ExperimentError(f"tracking.uri: there is no folder {path.parent}: create it, or choose another")
     if path.is_dir():
         raise ExperimentError(f"tracking.uri: {path} is a folder: write the path of a file in it")
-    if reason := unwritable(path.parent):
+    if reason := unwritable_reason(path.parent):
         raise ExperimentError(f"tracking.uri: {reason}: choose another")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
         raise ExperimentError(f"tracking.uri: {path} is read-only for you: choose another")

@@ -580,7 +580,7 @@ def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code
     ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
-    monkeypatch.setattr("trainables.distributed.rank_pool.Ranks", lambda: lent)
+    monkeypatch.setattr("trainables.distributed.rank_pool.RankPool", lambda: lent)
     name = f"{mine.__file__}:Apart"
     assert exit_code("check-method", name, "--option", "weight=2") == 2
     said = capsys.readouterr()

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from trainables.config import Section
 from trainables.errors import DataError
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 INDEX = "index.json"
 UNFINISHED = ".pack"
@@ -65,7 +65,7 @@ class Index(Section):
 
 def is_records(path: str) -> bool:
     """Whether a folder is a packed set, or was to become one; an image folder that has a file of the index's name is not."""
-    root = expanded(path)
+    root = expand_home(path)
     return any((root / name).exists() for name in (INDEX, UNFINISHED)) and not (root / "train").is_dir()
 
 

@@ -65,7 +65,7 @@ class Loader:
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
     does the work. One epoch runs at a time: starting one ends the one before. Its batches take `batches_mib` MiB of memory,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
-    With `seed_epochs` images are augmented as in epoch 0, 1, … `seed_epochs` - 1 and then again; the order never comes again.
+    With `num_augmentation_epochs` n images are augmented as in epochs 0, 1, … n - 1 and then again; the order never repeats.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
     `NAME (REASON)`; those images are missing from their batches, and more than `max_bad` of them (see `data.max_bad`) are a
@@ -86,7 +86,7 @@ class Loader:
         loader_workers: int,
         device: torch.device = _CPU,
         auto: Enough | None = None,
-        seed_epochs: int | None = None,
+        num_augmentation_epochs: int | None = None,
     ) -> None:
         num_samples, batch = len(source), data.global_batch_size
         self._drop = split == "train" and data.last_batch == "drop"
@@ -112,7 +112,7 @@ class Loader:
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._reader = Reader(source, view, seed)
-        self._seed_epochs = seed_epochs
+        self._num_augmentation_epochs = num_augmentation_epochs
         self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
@@ -129,9 +129,9 @@ class Loader:
         """See `Source`."""
         return self._source.fingerprint()
 
-    def seed_epoch(self, epoch: int) -> int:
+    def augmentation_epoch(self, epoch: int) -> int:
         """The epoch by which the images of this one are augmented."""
-        return epoch % self._seed_epochs if self._seed_epochs else epoch
+        return epoch % self._num_augmentation_epochs if self._num_augmentation_epochs else epoch
 
     @property
     def num_samples(self) -> int:
@@ -213,13 +213,15 @@ class Loader:
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        seed_epoch = self.seed_epoch(epoch)
+        augmentation_epoch = self.augmentation_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
         for row in range(0, len(indices_B), rows):
             # In a list that `fill` empties: an executor's thread keeps a finished task's arguments for a while.
             pixels = [images_BHWC[row : row + rows].numpy()]
-            parts.append(self._run(partial(self._reader.fill, row, indices_B[row : row + rows], pixels, seed_epoch, stop)))
+            parts.append(
+                self._run(partial(self._reader.fill, row, indices_B[row : row + rows], pixels, augmentation_epoch, stop))
+            )
         return _Pending(Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, end), parts)
 
     def _run(self, work: Callable[[], Part]) -> Future[Part]:

@@ -22,7 +22,7 @@ from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, Split
 from trainables.data.order import Split
 from trainables.data.shards import LocalShards, ShardReader, unreadable
 from trainables.errors import DataError
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 
 class RecordsSource:
@@ -134,7 +134,7 @@ def open_records(path: str, split: Split) -> RecordsSource:
 
     Raises DataError where it is unfinished, a file is missing, has another size than the index says, or is damaged.
     """
-    root = expanded(path)
+    root = expand_home(path)
     index = read_index(root)
     return RecordsSource(root, index, split, LocalShards(root, index.splits[split].shards))
 

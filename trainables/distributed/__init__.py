@@ -1,1 +1,1 @@
-"""What the ranks of a job share."""
+"""The ranks of a job: collectives, global batch norm, and a pool of local processes."""

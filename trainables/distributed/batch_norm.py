@@ -1,7 +1,7 @@
-"""Batch normalisation whose statistics are those of the global batch, whatever number of workers it lies on, on CPU and GPU.
+"""Batch normalisation by the statistics of the global batch, for any number of workers, on CPU and GPU.
 
 torch's SyncBatchNorm is for GPUs, where it waits for the device in every layer, and a rank without rows has to send blank ones,
-which count. This one waits for nothing and lets a rank have none.
+which count. This one does not wait for the device, and a rank may have no rows.
 
 Shapes: B rows of this rank, C channels, then any further dimensions.
 """
@@ -22,8 +22,8 @@ class _AllReduce(torch.autograd.Function):
     """The sum over ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:
-        total = own.clone()
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        total = local.clone()
         dist.all_reduce(total)
         return total
 
@@ -50,24 +50,24 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
         input = input if dtype == torch.float64 else input.float()  # sums in half precision would overflow
         axes = (0, *range(2, input.ndim))
         view = (1, -1, *([1] * (input.ndim - 2)))
-        values = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
-        sums = self._over_ranks(torch.cat([input.sum(axes), values]))
+        count = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype, device=input.device)
+        sums = self._over_ranks(torch.cat([input.sum(axes), count]))
         count = sums[-1].clamp(min=1)  # no rank may have a row
         mean_C = sums[:-1] / count
         centred = input - mean_C.view(view)
         var_C = self._over_ranks(centred.square().sum(axes)) / count
-        self._note(mean_C.detach(), var_C.detach(), count.detach())
+        self._update_running_statistics(mean_C.detach(), var_C.detach(), count.detach())
         scale_C = self.weight * torch.rsqrt(var_C + self.eps)
         return torch.addcmul(self.bias.view(view), centred, scale_C.view(view)).to(dtype)
 
-    def _over_ranks(self, own: Tensor) -> Tensor:
+    def _over_ranks(self, local: Tensor) -> Tensor:
         if self._group.world_size == 1:
-            return own
-        total: Tensor = _AllReduce.apply(own)  # type: ignore[no-untyped-call]
+            return local
+        total: Tensor = _AllReduce.apply(local)  # type: ignore[no-untyped-call]
         return total
 
     @torch.no_grad()
-    def _note(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
+    def _update_running_statistics(self, mean_C: Tensor, var_C: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -86,15 +86,15 @@ _HOOKS = (
 )
 
 
-def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
+def _move_hooks(module: nn.Module, replaced: nn.Module) -> None:
     for hooks in _HOOKS:  # the same mapping, from which a hook's handle removes it
         setattr(module, hooks, getattr(replaced, hooks))
 
 
-def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", usual: str = "false") -> nn.Module:
+def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", off: str = "false") -> nn.Module:
     """`model` with every batch norm of torch's replaced by one over all ranks; parameters, statistics and hooks stay as they are.
 
-    `key` asked for it, and `usual` is its value that does not.
+    `key` is the option that requires it, and `off` its value that does not.
 
     Raises:
         ModelError: it has a batch norm of another kind.
@@ -108,20 +108,20 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
             if kind is None or child.momentum is None or not child.affine or not child.track_running_stats:
                 raise ModelError(
                     f"{key}: {type(model).__name__} has a batch norm of its own kind, {type(child).__name__}: "
-                    f"set {key} to {usual}, or choose another model"
+                    f"set {key} to {off}, or choose another model"
                 )
-            made = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
-            made.load_state_dict(child.state_dict())
-            made.weight, made.bias = child.weight, child.bias
-            _take_hooks(made, child)
-            setattr(parent, name, made.train(child.training))
+            norm = kind(child.num_features, group, child.eps, child.momentum).to(child.weight.device, child.weight.dtype)
+            norm.load_state_dict(child.state_dict())
+            norm.weight, norm.bias = child.weight, child.bias
+            _move_hooks(norm, child)
+            setattr(parent, name, norm.train(child.training))
     return model
 
 
 def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
-    """Let the batch norms of a model that is not trained go by the batch of all ranks while they are in training mode.
+    """Let the batch norms of a `frozen` model normalise by the batch of all ranks while they are in training mode.
 
-    Its running statistics stay as they are. `key` asked for it.
+    Its running statistics stay as they are. `key` is the option that requires it.
 
     Raises:
         ModelError: see `convert`.
@@ -132,12 +132,15 @@ def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
 
 
 def has_local_batch_norm(model: nn.Module) -> bool:
-    """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
+    """Whether `model` has a batch norm over this rank's rows alone, which raises where there are none."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
 
 
 def accepts_empty_batches(model: nn.Module) -> bool:
-    """Whether a rank may run it on no images at all. Models without such norms may reshape by the number of images."""
+    """Whether a rank may run `model` on no images at all: all its batch norms are global ones.
+
+    A model without any may reshape by the number of images, which fails for 0.
+    """
     return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not has_local_batch_norm(model)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of one job share: who I am, sums over ranks, seeds, and proof that the replicas still agree."""
+"""The ranks of one job: this process among them, sums over ranks, seeds, and a check that the replicas are equal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
 
 
 class GlobalCount:
-    """The numbers of samples, and of parts of them, that all ranks hold in this step, summed while the forward pass runs."""
+    """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
     def __init__(self, local: int, group: Group, parts: int = 1):
         self._group = group
@@ -90,23 +90,23 @@ def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     Integer sums do not depend on their order and see any single changed bit.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for place, parameter in enumerate(parameters, start=1):
+    for number, parameter in enumerate(parameters, start=1):
         bits = parameter.detach().contiguous().view(_BITS[parameter.element_size()])
-        total += place * bits.sum(dtype=torch.int64)
+        total += number * bits.sum(dtype=torch.int64)
     return total
 
 
 def check_replicas(model: nn.Module, group: Group, step: int) -> None:
-    """Stop where the ranks no longer hold the same parameters.
+    """Raise where the ranks' parameters differ.
 
     Raises:
         TrainingError: on every rank, naming the ranks that differ from rank 0 and the usual cause.
     """
     if group.world_size == 1:
         return
-    mine = checksum(model.parameters(), group.device).reshape(1)
-    sums = [torch.empty_like(mine) for _ in range(group.world_size)]
-    dist.all_gather(sums, mine)
+    local = checksum(model.parameters(), group.device).reshape(1)
+    sums = [torch.empty_like(local) for _ in range(group.world_size)]
+    dist.all_gather(sums, local)
     differing = [rank for rank, other in enumerate(sums) if int(other) != int(sums[0])]
     if differing:
         raise TrainingError(

@@ -1,4 +1,4 @@
-"""A pool of processes that play the ranks of a job: real Gloo groups of any size, without Ray and with one start for many."""
+"""A pool of processes that are the ranks of a job: real Gloo groups of any size, without Ray, started once for many runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from trainables.distributed.group import Group
 
-PATIENCE = timedelta(seconds=60)  # of a rank whose peers do not come
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+"""After which a rank whose peers do not call the same collective raises."""
 
 
 class RankDiedError(RuntimeError):
@@ -27,39 +28,46 @@ class RankDiedError(RuntimeError):
 class RankPool:
     """`run(n, function, *args)` calls `function(group, *args)` on n ranks and returns their results in rank order."""
 
-    def __init__(self, most: int = 3):
-        self._most = most
-        self._runs = itertools.count()
-        # Ranks meet in a file. It outlives them all: a group that is collected late and finds no file ends its process.
-        self._meetings = tempfile.TemporaryDirectory(prefix="ranks-")
+    def __init__(self, max_ranks: int = 3):
+        self._max_ranks = max_ranks
+        self._run_numbers = itertools.count()
+        # The ranks of a run find each other by a file. It outlives them all: a group that is garbage-collected late and does
+        # not find its file ends its process.
+        self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Raises `RankDiedError`, or what a rank raised with the rank's stack as a note; the pool may be used again whatever happened."""
-        meeting = Path(self._meetings.name, str(next(self._runs)))
-        answers: dict[int, Any] = {}
+        """The results in rank order; the pool may be used again whatever happened.
+
+        Raises:
+            RankDiedError: a rank's process ended.
+            BaseException: what the lowest rank raised, with its stack trace as a note.
+        """
+        rendezvous = Path(self._rendezvous_dir.name, str(next(self._run_numbers)))
+        results: dict[int, Any] = {}
         try:
             for rank, pipe in enumerate(self._pipes[:world_size]):
-                _send(pipe, rank, (function, Group(rank, world_size, rank), meeting, args))
-            while len(answers) < world_size:  # all of them, whatever one holds
-                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size]) if rank not in answers}
-                for ready in wait(list(waiting)):
-                    rank = waiting[cast(Connection, ready)]
-                    answers[rank] = _received(self._pipes[rank], rank)
+                _send(pipe, rank, (function, Group(rank, world_size, rank), rendezvous, args))
+            while len(results) < world_size:  # all of them, also where one has raised
+                pending = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size]) if rank not in results}
+                for ready in wait(list(pending)):
+                    rank = pending[cast(Connection, ready)]
+                    results[rank] = _receive(self._pipes[rank], rank)
         except RankDiedError:  # the others may wait for it for a minute
             for process in self._processes:
                 process.kill()
             self._end()
             self._start()
             raise
-        for _, answer in sorted(answers.items()):
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answers[rank] for rank in range(world_size)]
+        for _, result in sorted(results.items()):
+            if isinstance(result, BaseException):
+                raise result
+        return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
+        """End the processes."""
         self._end()
-        self._meetings.cleanup()
+        self._rendezvous_dir.cleanup()
 
     def _end(self) -> None:
         for pipe in self._pipes:
@@ -72,12 +80,12 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
-        for _ in range(self._most):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        for _ in range(self._max_ranks):
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
 
@@ -88,34 +96,41 @@ def _send(pipe: Connection, rank: int, task: tuple[Any, ...]) -> None:
         raise RankDiedError(f"rank {rank} ended before this run") from error
 
 
-def _received(pipe: Connection, rank: int) -> Any:
+def _receive(pipe: Connection, rank: int) -> Any:
     try:
         return pipe.recv()
     except (EOFError, OSError) as error:
         raise RankDiedError(f"rank {rank} ended without an answer") from error
-    except Exception as error:  # an answer that cannot be unpickled
+    except Exception as error:  # a result that cannot be unpickled
         return error
 
 
 def _serve(pipe: Connection) -> None:
+    """What a rank's process does: run tasks until the pool is closed."""
     torch.set_num_threads(1)
     while True:
         try:
-            function, group, meeting, args = pipe.recv()
+            function, group, rendezvous, args = pipe.recv()
         except EOFError:  # the pool is closed
             return
         try:
-            answer = _answer(function, group, meeting, args)
+            result = _run_task(function, group, rendezvous, args)
         except BaseException as error:
             error.add_note(traceback.format_exc())
-            answer = error
-        pipe.send(answer)
+            result = error
+        pipe.send(result)
 
 
-def _answer(function: Callable[..., Any], group: Group, meeting: Path, args: tuple[Any, ...]) -> Any:
+def _run_task(function: Callable[..., Any], group: Group, rendezvous: Path, args: tuple[Any, ...]) -> Any:
     if group.world_size == 1:
         return function(group, *args)
-    dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=group.rank, world_size=group.world_size, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous.as_uri(),
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
     try:
         dist.barrier()  # a rank that fails at once must not do so while others still connect to it
         return function(group, *args)

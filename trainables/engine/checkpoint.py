@@ -8,7 +8,7 @@ metrics, what the model is) is JSON in the header under `raydistill`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from trainables.models.checkpoint_header import META_KEY
 from trainables.rundir import replacing
 
 FORMAT = 3
-"""Of the state that a training continues from; the weights of a file are the same in every format."""
+"""Version of the state that a training continues from; the weights of a file are the same in every format."""
 
 
 @dataclass
 class Progress:
-    """Where training stands. `position` counts global samples consumed of the current epoch."""
+    """How far the training is. `epoch` is the index in the stage, see `Epochs`; `position` counts its global samples so far."""
 
     epoch: int = 0
     position: int = 0
@@ -50,7 +50,7 @@ class Progress:
     reached: dict[str, float] = field(default_factory=dict)
     """When `train.until_top1_pct` was reached: `time_to_accuracy_s`, `steps_to_accuracy`; empty until then."""
     noise: dict[str, list[float]] = field(default_factory=dict)
-    """What `noise_scale.NoiseHistory` has added up."""
+    """The sums of `noise_scale.NoiseHistory`."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Images of the unfinished epoch that could not be read, on all ranks; see `Loader.skipped`."""
     partial: list[float] = field(default_factory=list)
@@ -63,12 +63,12 @@ class CheckpointState:
 
     student: nn.Module
     methods: nn.ModuleDict
-    """What the distillation methods train and remember beside the model."""
+    """The distillation methods' parameters and buffers."""
     optimizers: Sequence[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     progress: Progress
     about: dict[str, Any]
-    """Describes the model to whoever loads the file: model, num_classes, image_size, classes, mean, std, data keys."""
+    """Describes the model for those who load the file: model, num_classes, image_size, classes, mean, std, data keys."""
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -80,10 +80,10 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def save(path: Path, state: CheckpointState, group: Group) -> None:
-    """Write the state beside `path`, fsync it and rename it over `path`. Every rank calls this; rank 0 writes.
+    """Write the state to a temporary file, fsync it and rename it to `path`. Every rank calls this; rank 0 writes.
 
     Raises:
-        CheckpointError: on rank 0 where the disk is full or cannot be written; the file that stood there still stands.
+        CheckpointError: on rank 0 where the disk is full or cannot be written; the file that was there is still there.
     """
     rngs = gather_objects(rng_state(group.device), group)
     if not group.is_main:
@@ -124,8 +124,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) 
     copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     header = {META_KEY: json.dumps(meta)}
     try:
-        with replacing(path) as beside:
-            save_file(copies, beside, metadata=header)
+        with replacing(path) as temporary:
+            save_file(copies, temporary, metadata=header)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; the previous one still stands: free space, then `distill resume`"
@@ -159,9 +159,35 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
     """Continue from `path`: parameters, optimizer, scaler, progress, and this rank's generators where the world is the same.
 
     Raises:
-        CheckpointError: damaged, or of another model or optimizer than `state` holds.
+        CheckpointError: damaged, or of another model or optimizer than those of `state`.
     """
     tensors, meta = read(path)
+    _check_model(path, state, meta)
+    try:
+        state.student.load_state_dict(_without_prefix("model.", tensors))
+    except RuntimeError as error:
+        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {_last_line(error)}") from error
+    try:
+        state.methods.load_state_dict(_without_prefix("method.", tensors))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was written with another distill.method or other options of it "
+            f"({_last_line(error)}): resume with the same, or choose another --out"
+        ) from error
+    _check_optimizers(path, state, meta)
+    for number, optimizer in enumerate(state.optimizers):
+        _restore_optimizer(optimizer, _without_prefix(f"optim.{number}.", tensors), meta["optimizers"][number])
+    if meta["scaler"]:
+        state.scaler.load_state_dict(meta["scaler"])
+    state.progress = Progress(**meta["progress"])
+    state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
+    if meta["world_size"] == group.world_size:
+        torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
+        if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
+
+
+def _check_model(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
     if meta["model"] != state.about["model"] or meta["num_classes"] != state.about["num_classes"]:
         raise CheckpointError(
             f"checkpoint {path} holds {meta['model']} with {meta['num_classes']} classes, the experiment asks for "
@@ -171,48 +197,40 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
         raise CheckpointError(
             f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
-    try:
-        state.student.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {str(error).splitlines()[-1].strip()}") from error
-    try:
-        state.methods.load_state_dict({name[7:]: tensor for name, tensor in tensors.items() if name.startswith("method.")})
-    except RuntimeError as error:
+
+
+def _check_optimizers(path: Path, state: CheckpointState, meta: dict[str, Any]) -> None:
+    saved = [_describe_optimizer(each["type"], each["param_groups"]) for each in meta["optimizers"]]
+    current = [_describe_optimizer(type(optimizer).__name__, optimizer.param_groups) for optimizer in state.optimizers]
+    if saved != current:
         raise CheckpointError(
-            f"checkpoint {path} was written with another distill.method or other options of it "
-            f"({str(error).splitlines()[-1].strip()}): resume with the same, or choose another --out"
-        ) from error
-    theirs = [_told(each["type"], each["param_groups"]) for each in meta["optimizers"]]
-    ours = [_told(type(optimizer).__name__, optimizer.param_groups) for optimizer in state.optimizers]
-    if theirs != ours:
-        raise CheckpointError(
-            f"checkpoint {path} was written by {' and '.join(theirs)}, and here there is {' and '.join(ours)}: resume with "
+            f"checkpoint {path} was written by {' and '.join(saved)}, and here there is {' and '.join(current)}: resume with "
             "the same optim.name and optim.losses, and with the version that wrote it"
         )
-    for number, optimizer in enumerate(state.optimizers):
-        _restore_optimizer(optimizer, tensors, meta["optimizers"][number], f"optim.{number}.")
-    state.scaler.load_state_dict(meta["scaler"]) if meta["scaler"] else None
-    state.progress = Progress(**meta["progress"])
-    state.progress.skipped = {int(index): image for index, image in state.progress.skipped.items()}  # JSON's keys are strings
-    if meta["world_size"] == group.world_size:
-        torch.set_rng_state(tensors[f"rng.{group.rank}.cpu"])
-        if group.device.type == "cuda" and f"rng.{group.rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"rng.{group.rank}.cuda"], group.device)
 
 
-def _told(kind: str, groups: Sequence[dict[str, Any]]) -> str:
-    """An optimizer and how much it changes, in words."""
-    return f"{kind} of {'+'.join(str(len(group['params'])) for group in groups)} parameters"
+def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: dict[str, Any], prefix: str) -> None:
+def _last_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[-1].strip()
+
+
+def _describe_optimizer(class_name: str, groups: Sequence[dict[str, Any]]) -> str:
+    """An optimizer and the numbers of its parameters, for an error message."""
+    return f"{class_name} of {'+'.join(str(len(group['params'])) for group in groups)} parameters"
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    """`tensors` by parameter index and name of the state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    slots: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
+    states: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in meta["plain"].items()}
     for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            index, slot = name.removeprefix(prefix).split(".", 1)
-            if tensor.shape == parameters[int(index)].shape:
-                # The parameter's own memory format, so that a fused update stays fused.
-                tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
-            slots.setdefault(int(index), {})[slot] = tensor
-    optimizer.load_state_dict({"state": slots, "param_groups": meta["param_groups"]})
+        index, state = name.split(".", 1)
+        if tensor.shape == parameters[int(index)].shape:
+            # The parameter's own memory format, so that a fused update stays fused.
+            tensor = torch.empty_like(parameters[int(index)], requires_grad=False).copy_(tensor)
+        states.setdefault(int(index), {})[state] = tensor
+    optimizer.load_state_dict({"state": states, "param_groups": meta["param_groups"]})

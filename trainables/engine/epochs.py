@@ -17,11 +17,6 @@ class Epoch:
     augmentation: int
     """The epoch whose augmentations the images have: with cached logits there are fewer than epochs."""
 
-    @property
-    def is_warm_up(self) -> bool:
-        """Whether it belongs to a method's init stage, which trains by losses of its own."""
-        return self.training < 0
-
 
 @dataclass(frozen=True)
 class Epochs:

@@ -27,7 +27,7 @@ from trainables.models.weights import load_teacher
 
 
 def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-    """How many samples have their label as the first, and among the first five, of the logits (scalars, int64).
+    """How many samples have their label as the largest, and among the five largest, of the logits (scalars, int64).
 
     With fewer than five classes the second counts all samples.
     """
@@ -47,13 +47,13 @@ def evaluate(
     """Top-1 and top-5 accuracy in percent, mean cross-entropy and the number of images, over all ranks.
 
     `model` is the bare module, not DDP: ranks may have different numbers of batches, so that no forward may communicate.
-    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and leaves the model in the mode
-    it came in. Without a single image all values but `num_images` are nan.
+    `normalize` turns uint8 images_BCHW on the device into the model's input. Closes `batches`, and restores the model's mode.
+    Without a single image all values but `num_images` are nan.
     """
     was_training = model.training
     model.eval()
     broadcast_buffers(model, group)
-    sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, first, first five
+    sums = torch.zeros(4, dtype=torch.float64, device=group.device)  # images, cross-entropy, top-1 hits, top-5 hits
     with contextlib.closing(on_device(batches, group.device)) as device_batches:
         for batch in device_batches:
             labels_B = batch.labels_B
@@ -63,17 +63,19 @@ def evaluate(
             with autocast_context():
                 logits_BK, _ = logits_and_aux(model(normalize(batch.images_BCHW)))
             logits_BK = logits_BK.double()
-            first, first_five = correct_counts(logits_BK, labels_B)
+            top1, top5 = correct_counts(logits_BK, labels_B)
             entropy = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-            sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, first.double(), first_five.double()])
+            sums += torch.stack([torch.full_like(entropy, len(labels_B)), entropy, top1.double(), top5.double()])
     model.train(was_training)
-    images, entropy, first, first_five = all_reduce_sum(sums, group).tolist()
+    images, entropy, top1, top5 = all_reduce_sum(sums, group).tolist()
     n = images or float("nan")
-    return {"top1_pct": 100 * first / n, "top5_pct": 100 * first_five / n, "loss": entropy / n, "num_images": images}
+    return {"top1_pct": 100 * top1 / n, "top5_pct": 100 * top5 / n, "loss": entropy / n, "num_images": images}
 
 
 def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
-    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank; `skipped`: the unreadable, and why.
+    """Exact accuracy of a checkpoint on the validation split of `config.data`, on every rank.
+
+    `skipped` lists the images that could not be read, and why.
 
     Raises:
         CheckpointError, DataError: the file or the data cannot be read, or their classes differ.

@@ -27,13 +27,13 @@ from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.epochs import Epochs
-from trainables.engine.modules import build_modules
+from trainables.engine.modules import build_modules, selected_methods
 from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.step import TrainState
 from trainables.engine.updates import MeasuredUpdate, ParameterUpdate, PerLossUpdate, SharedUpdate, UpdateSettings
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
-from trainables.methods.select import select_methods, student_name
+from trainables.methods.select import student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.noise_scale import GradientNoise, NoiseHistory, measure_noise
 from trainables.metrics.peak_memory import PeakMemory
@@ -130,7 +130,11 @@ def build(
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
+<<<<<<< HEAD
     `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread.
+=======
+    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that queues its records.
+>>>>>>> engine
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -164,7 +168,7 @@ def build(
         num_init=0 if config.train.max_steps is not None else module.init_epochs,  # a timing run times the training
         num_training=config.optim.epochs,
         steps_per_epoch=train_loader.steps_per_epoch,
-        augmentation=train_loader.seed_epoch,
+        augmentation=train_loader.augmentation_epoch,
     )
     settings = UpdateSettings(scaler, group, config.optim.clip_grad_norm)
     module.begin_stage(0)  # before DDP looks which gradients there will be
@@ -204,7 +208,7 @@ def build(
 
 def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:
     """The student's full name and the student on its device."""
-    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, selected_methods(config))
     student = build_model(name, num_classes=num_classes, image_size=config.data.image_size, seed=config.seed)
     dtype, layout = tensor_format(config)
     student = student.to(group.device, dtype).to(memory_format=layout)
@@ -212,7 +216,7 @@ def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[
 
 
 def describe(config: TrainConfig, name: str, classes: Sequence[str]) -> dict[str, Any]:
-    """What a checkpoint says of its model, to whoever loads it."""
+    """The description of the model in its checkpoints."""
     data = config.data
     return {
         "stage": config.stage,
@@ -291,7 +295,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             loader_workers=data.loader_workers,
             device=group.device,
             auto=Enough(data.loader_workers) if config.loader_auto and training else None,
-            seed_epochs=config.seed_epochs if training else None,
+            num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
 
     return sources["train"].classes, (loader("train"), loader("val"))

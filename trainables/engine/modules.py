@@ -1,4 +1,4 @@
-"""The student with its methods, and the teacher that they read, from what a job is told. Knows no Ray.
+"""Build the student with its methods, and the teacher that they read, from a job's configuration. Knows no Ray.
 
 Shapes: M training samples.
 """
@@ -37,85 +37,71 @@ def build_modules(
     loader: Loader,
     connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
-    """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
+    """The student with its methods, on the CPU, and the teacher where a method reads one: a network, a cache or a service.
 
     `connections` lead to the actors of `teacher.service`.
 
     Raises:
-        ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
+        ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
     """
-    given, size = config.teacher, config.data.image_size
-    reading = readers_of(config)
-    taught = given is not None and given.weights is not None and bool(reading)
-    logits_only = given.logits_only if given is not None and taught else None
-    model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
-    distillation_module, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
-    if model is not None and of_teacher is not None:
-        to_device(model, config, group)
-        return distillation_module, TeacherNetwork(
-            model, of_teacher, gradient=any(method.method_class.requires.teacher_gradient for method in reading)
-        )
-    asking = [method.key for method in reading]
-    if logits_only == "teacher.cache":
-        return distillation_module, cached_teacher(config, group, classes, loader, asking)
-    if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, classes, loader, connections, asking)
-    return distillation_module, None
+    teacher, methods = config.teacher, methods_with_teacher(config)
+    network = None
+    has_teacher = teacher is not None and teacher.weights is not None and bool(methods)
+    if teacher is not None and has_teacher and teacher.logits_only is None:
+        network = load_network(teacher, classes, config.data.image_size, config.seed)
+    module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
+    if teacher is None or not has_teacher:
+        return module, None
+    keys = [method.key for method in methods]
+    if teacher.logits_only == "teacher.cache":
+        return module, cached_teacher(config, group, classes, loader, keys)
+    if teacher.logits_only == "teacher.service":
+        return module, service_teacher(config, group, classes, loader, connections, keys)
+    assert network is not None
+    assert reader is not None
+    to_device(network, config, group)
+    gradient = any(method.method_class.requires.teacher_gradient for method in methods)
+    return module, TeacherNetwork(network, reader, gradient=gradient)
 
 
-def readers_of(config: TrainConfig) -> tuple[SelectedMethod, ...]:
+def selected_methods(config: TrainConfig) -> tuple[SelectedMethod, ...]:
+    """The methods of a job; none where it trains on labels alone."""
+    return select_methods(config.distill) if config.distill is not None else ()
+
+
+def methods_with_teacher(config: TrainConfig) -> tuple[SelectedMethod, ...]:
     """The methods of a job that read a teacher."""
-    return tuple(
-        method for method in (select_methods(config.distill) if config.distill else ()) if method.method_class.requires.teacher
-    )
+    return tuple(method for method in selected_methods(config) if method.method_class.requires.teacher)
 
 
-def unite(
-    config: TrainConfig, group: Group, student: nn.Module, model: nn.Module | None, num_classes: int, labels_M: Tensor
+def build_distillation_module(
+    config: TrainConfig, group: Group, student: nn.Module, teacher: nn.Module | None, num_classes: int, labels_M: Tensor
 ) -> tuple[DistillationModule, TapReader | None]:
-    """The student with the methods of a job, and what reads the teacher `model` for them.
+    """The student with the methods of a job, and the reader of the network `teacher` for them.
 
-    `model` is None where no method reads a teacher, or only its logits are to be had. No weight of it is looked at, but for those
-    that the student takes over: models that nobody has trained fit if the trained ones do.
+    `teacher` is None where no method reads one, or only its logits exist. Of its weights only those are read that the student
+    takes over: untrained models fit if the trained ones do.
 
     Raises:
         ExperimentError, ModelError: models, methods and options do not fit together.
     """
-    given, size = config.teacher, config.data.image_size
-    chosen = select_methods(config.distill) if config.distill is not None else ()
-    if config.distill is None or not chosen:
-        return DistillationModule(
-            student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
-        ), None
-    for method in chosen:
-        if problem := first_problem_of_method(method.key, method.method_class.requires, config):
-            raise ExperimentError(problem)
-    reading = readers_of(config)
-    if reading and given is not None and given.logits_only is not None:
-        check_logits_only(chosen, given)
-        check_cache_top_k(chosen, given, num_classes)
-        if isinstance(student, ReusedClassifier):
-            raise ExperimentError(
-                f"{given.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it out"
-            )
-    differentiates = next((method.key for method in reading if method.method_class.requires.teacher_gradient), None)
-    if differentiates and config.precision in AUTOCAST:
-        raise ExperimentError(
-            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
-        )
-    if model is not None and isinstance(student, ReusedClassifier):
-        student.reuse(model, size)
-    by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
-    if model is not None and (key := next(by_batch, None)) is not None:
-        use_batch_statistics(model, group, f"distill.options.{key}.teacher_norm")
-    reader = TapReader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
-    of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
+    selected = selected_methods(config)
+    if config.distill is None or not selected:
+        weight = task_weight(config.distill, ()) if config.distill is not None else 1.0
+        return DistillationModule(student, task_weight=weight), None
+    check_methods(config, student, selected, num_classes)
+    size, with_teacher = config.data.image_size, methods_with_teacher(config)
+    teacher_taps = None
+    if teacher is not None and config.teacher is not None:
+        prepare_teacher(teacher, student, group, with_teacher, size)
+        teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
+    student_taps = TapReader(student, {each.key: each.student_taps for each in selected}, name=config.model, image_size=size)
     methods = build_methods(
-        chosen,
+        selected,
         student=student,
-        teacher=model,
-        student_reader=reader,
-        teacher_reader=of_teacher,
+        teacher=teacher,
+        student_reader=student_taps,
+        teacher_reader=teacher_taps,
         num_classes=num_classes,
         labels_M=labels_M,
         image_size=size,
@@ -124,26 +110,76 @@ def unite(
         epochs=config.optim.epochs,
         group=group,
     )
-    distillation_module = DistillationModule(
+    module = DistillationModule(
         student,
         methods,
-        {c.key: c.options for c in chosen},
-        reader=reader,
-        task_weight=task_weight(config.distill, chosen),
+        {each.key: each.options for each in selected},
+        reader=student_taps,
+        task_weight=task_weight(config.distill, selected),
         epochs=config.optim.epochs,
     )
-    names = ", ".join(config.distill.method)
-    if distillation_module.requires_whole_batch or has_global_batch_norm(student):
-        what = f"distill.method: {names}" if distillation_module.requires_whole_batch else "scale.sync_batch_norm"
-        if problem := splits_no_batch(what, config.optim.accumulate):
+    check_module(config, module)
+    return module, teacher_taps
+
+
+def check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[SelectedMethod], num_classes: int) -> None:
+    """Check methods against the configuration before any is built.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for method in selected:
+        problem = first_problem_of_method(method.key, method.method_class.requires, config)
+        if problem is not None:
             raise ExperimentError(problem)
-    group_losses(student, methods, config.optim)  # refuses losses and optimizers that do not go together
-    others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
-    others += ["optim.losses"] if config.optim.losses else []
-    others += ["optim.name: dot"] if config.optim.name == "dot" else []
-    if distillation_module.init_epochs and others:
-        warms = next(key for key, method in methods.items() if method.init_epochs)
+    teacher, with_teacher = config.teacher, methods_with_teacher(config)
+    if with_teacher and teacher is not None and teacher.logits_only is not None:
+        check_logits_only(selected, teacher)
+        check_cache_top_k(selected, teacher, num_classes)
+        if isinstance(student, ReusedClassifier):
+            raise ExperimentError(
+                f"{teacher.logits_only}: it answers with logits, and {config.model} takes in the teacher's classifier: leave it"
+                " out"
+            )
+    differentiates = next((method.key for method in with_teacher if method.method_class.requires.teacher_gradient), None)
+    if differentiates is not None and config.precision in AUTOCAST:
         raise ExperimentError(
-            f"distill.method: {warms} has an init stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
+            f"precision: {differentiates} differentiates the teacher, which {config.precision} cuts from its features: write fp32"
         )
-    return distillation_module, of_teacher
+
+
+def prepare_teacher(
+    teacher: nn.Module, student: nn.Module, group: Group, methods: Sequence[SelectedMethod], image_size: int
+) -> None:
+    """Give the student the teacher's classifier, and the teacher batch statistics, where a method is so."""
+    if isinstance(student, ReusedClassifier):
+        student.reuse(teacher, image_size)
+    for method in methods:
+        if isinstance(method.options, TeacherNormOptions) and method.options.teacher_norm == "batch":
+            use_batch_statistics(teacher, group, f"distill.options.{method.key}.teacher_norm")
+            return
+
+
+def check_module(config: TrainConfig, module: DistillationModule) -> None:
+    """Check the methods as they are built: against `optim.accumulate`, and against the optimizers.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    assert config.distill is not None
+    if module.requires_whole_batch or has_global_batch_norm(module.student):
+        names = ", ".join(config.distill.method)
+        key = f"distill.method: {names}" if module.requires_whole_batch else "scale.sync_batch_norm"
+        problem = splits_no_batch(key, config.optim.accumulate)
+        if problem is not None:
+            raise ExperimentError(problem)
+    methods = module.methods_by_name
+    group_losses(module.student, methods, config.optim)  # raises where losses and optimizers do not go together
+    several = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
+    several += ["optim.losses"] if config.optim.losses else []
+    several += ["optim.name: dot"] if config.optim.name == "dot" else []
+    if module.init_epochs and several:
+        key = next(key for key, method in methods.items() if method.init_epochs)
+        raise ExperimentError(
+            f"distill.method: {key} has an init stage, which has one optimizer: leave out {key}, or {' and '.join(several)}"
+        )

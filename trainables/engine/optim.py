@@ -29,7 +29,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> 
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.name`; its learning rate is set anew before each step from `learning_rate`."""
+    """The optimizer of `optim.name`; its learning rate is set before each step from `learning_rate`."""
     groups = parameter_groups(parameters, optim)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
     if optim.name == "adamw":

@@ -1,7 +1,7 @@
 """One training step: with a teacher it distils, without one it trains on labels alone. Nothing here waits for the GPU.
 
-Shapes: B batch of this rank, C channels, H W pixels, K classes. Losses of samples are (B,) until the last line that needs them,
-so that a gradient weighs samples, not ranks or micro-batches; a loss of the global batch is a scalar, the same on every rank.
+Shapes: B batch of this rank, C channels, H W pixels, K classes. Losses of samples stay (B,) until they are summed,
+so that a gradient weights samples, not ranks or micro-batches; a loss of the global batch is a scalar, the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
 from trainables.engine.evaluate import correct_counts
 from trainables.engine.optimizers import LossOptimizer
-from trainables.engine.updates import ParameterUpdate, UpdateSettings, WarmUpUpdate
+from trainables.engine.updates import InitStageUpdate, ParameterUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
@@ -108,7 +108,7 @@ class TrainState:
         self.update = self.training_update
         selected = module.init_targets(epoch.training)
         if selected is not None:
-            self.update = WarmUpUpdate(
+            self.update = InitStageUpdate(
                 module,
                 self.optimizers[0],
                 self.update_settings,
@@ -126,7 +126,7 @@ class TrainState:
 
 
 class Losses(NamedTuple):
-    """The losses of a batch, and what they are made of."""
+    """The losses of a micro-batch, and their terms."""
 
     weighted: dict[str, Tensor]
     """`task` and `method/term` of every term, weighted: each (B,), of samples, or a scalar, of the global batch."""
@@ -136,12 +136,12 @@ class Losses(NamedTuple):
     def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
         """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
 
-        `weight` is what a sample's loss counts, see `GlobalCount.weight`.
+        `weight` is that of a sample's loss, see `GlobalCount.weight`.
         """
         terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
-        samples, wholes = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
-        parts = [_sum(samples).sum() * weight.to(samples[0].dtype)] if samples else []
-        return _sum([*parts, *wholes])
+        per_sample, per_batch = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
+        sums = [_sum(per_sample).sum() * weight.to(per_sample[0].dtype)] if per_sample else []
+        return _sum([*sums, *per_batch])
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
@@ -169,11 +169,11 @@ def losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weig
 
 def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
     """Cross-entropy of each sample (B,), with the labels of both images where two are mixed."""
-    own_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
+    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
     if mix is None:
-        return own_B
-    share_B = mix.share_B.to(own_B.dtype)
-    return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
+        return plain_B
+    share_B = mix.share_B.to(plain_B.dtype)
+    return share_B * plain_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
@@ -227,10 +227,10 @@ def add_sums(train_state: TrainState, student_BK: Tensor, labels_B: Tensor, loss
 
     A loss of the global batch counts for each of its images.
     """
-    first, first_five = correct_counts(student_BK, labels_B)
+    top1, top5 = correct_counts(student_BK, labels_B)
     rows = len(labels_B)
     named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
-    values = {"images": torch.full_like(first, rows), "top1": first, "top5": first_five, **named}
+    values = {"images": torch.full_like(top1, rows), "top1": top1, "top5": top5, **named}
     zero = train_state.sums.new_zeros(())
     train_state.sums += torch.stack([values[name].double() if name in values else zero for name in train_state.sum_names])
     broken = ~torch.isfinite(named["loss"]) & (train_state.bad_step < 0)

@@ -176,7 +176,7 @@ class PerLossUpdate(ParameterUpdate):
                 dot.shared = shared
 
 
-class WarmUpUpdate(ParameterUpdate):
+class InitStageUpdate(ParameterUpdate):
     """A init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
+"""How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainables.metrics.phase_timer import KEEP_STEPS
+from trainables.metrics.phase_timer import MAX_STEPS
 
-_BATCHES = 8  # whose means tell the error of the whole mean
+_NUM_BATCHES = 8  # their means give the error of the whole mean
 
 
 class AllreduceWait:
     """Samples DDP's own clocks: the time from a rank's last gradient to the end of the last all-reduce.
 
-    All ranks wait for a slow network; only the fast ones wait for a slow rank. So what the last rank of a step waits is what the
-    all-reduce itself costs (`exposed_ms`), and what a rank waits beyond that is other ranks' fault.
+    All ranks wait for a slow network; only the fast ones wait for a slow rank. So the wait of the last rank of a step is the cost
+    of the all-reduce itself (`exposed_ms`), and what a rank waits beyond that is because of other ranks.
 
     The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"), which torch reads for its first ten
     steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely; on a CPU,
@@ -30,25 +30,25 @@ class AllreduceWait:
     def __init__(self, ddp_module: nn.Module, device: torch.device, *, log_every: int, warmup_steps: int) -> None:
         self._ddp = ddp_module if isinstance(ddp_module, DistributedDataParallel) else None
         self._every = log_every if device.type == "cuda" else 1
-        self._steps, self._last = 0, warmup_steps
+        self._num_steps, self._last_step = 0, warmup_steps
         self.by_step: dict[int, float] = {}
-        """Milliseconds, the latest `KEEP_STEPS` samples."""
+        """Milliseconds, the latest `MAX_STEPS` samples."""
         if self._ddp is not None:
             self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
 
     def end_step(self) -> None:
-        """After each step: take up the latest sample, once a few steps."""
-        self._steps += 1
-        if self._ddp is None or self._steps % self._every:
+        """After each step: read the latest sample, if DDP has a new one."""
+        self._num_steps += 1
+        if self._ddp is None or self._num_steps % self._every:
             return
-        found = self._ddp._get_ddp_logging_data()
-        step = int(found.get("iteration", 0))
-        if step <= self._last or "backward_comm_time" not in found:  # one of the warm-up, or seen before
+        data = self._ddp._get_ddp_logging_data()
+        step = int(data.get("iteration", 0))
+        if step <= self._last_step or "backward_comm_time" not in data:  # of the warm-up, or read before
             return
-        self._last = step
-        exposed_ns = int(found["backward_comm_time"]) - int(found["backward_compute_comm_overlap_time"])
+        self._last_step = step
+        exposed_ns = int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])
         self.by_step[step] = exposed_ns / 1e6
-        if len(self.by_step) > KEEP_STEPS:
+        if len(self.by_step) > MAX_STEPS:
             self.by_step.pop(next(iter(self.by_step)))
 
     def summary(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class AllreduceWait:
 
 
 def exposed_ms(by_rank: Sequence[Mapping[int, float]]) -> float | None:
-    """What the all-reduce itself keeps all ranks waiting: the least wait of any in the median step, from each rank's `by_step`.
+    """How long all ranks wait for the all-reduce itself: the least wait of any in the median step, from each rank's `by_step`.
 
     A mean would have the steps in which another program delayed all ranks. None without a step that all have sampled.
     """
@@ -79,5 +79,5 @@ def standard_error(values: Sequence[float]) -> float:
     A disturbed machine delays a rank for many steps on end, so that steps are no independent samples; batches nearly are
     (Law and Kelton, "Simulation Modeling and Analysis", on the method of batch means).
     """
-    batches = np.array_split(np.asarray(values), min(_BATCHES, len(values)))
+    batches = np.array_split(np.asarray(values), min(_NUM_BATCHES, len(values)))
     return float(np.std([batch.mean() for batch in batches], ddof=1)) / math.sqrt(len(batches))

@@ -1,6 +1,6 @@
-"""A stage's `metrics.jsonl` as rank 0 writes it: durable lines, and of each record one, however often a job is resumed.
+"""A stage's `metrics.jsonl` as rank 0 writes it: durable lines, and each record once, however often a job is resumed.
 
-The names of a record's numbers say what kind it is: `train/…` in a `step`, `val/…` and `epoch/…` in an `epoch`, plain names in
+The names of a record's numbers show its kind: `train/…` in a `step`, `val/…` and `epoch/…` in an `epoch`, plain names in
 `start` and `summary`. So no name comes twice at one step, in this file or in a store that has numbers by name and step alone.
 """
 
@@ -16,7 +16,7 @@ from trainables.rundir import append_lines, read_lines
 
 
 class MetricsFile:
-    """Lines are written and fsynced by a thread of its own, all that wait at once, so that a slow disk does not slow a step.
+    """A thread of its own writes and fsyncs the queued lines, so that a slow disk does not slow a step.
 
     Leaving the context waits until every line is written.
     """
@@ -26,7 +26,7 @@ class MetricsFile:
         # After a resume from an older checkpoint the same steps come again, with the same numbers.
         self._recorded = {(line["kind"], line["step"]) for line in read_lines(path)}
         self._started = any(kind == "start" for kind, _ in self._recorded)
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write, name="records", daemon=True)
         self._failure: BaseException | None = None
 
@@ -35,13 +35,13 @@ class MetricsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._lines.put(None)
+        self._queue.put(None)
         self._writer.join()
         if kind is None:
             self._check()
 
     def add(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Write a record unless it is there already. A job's second `start` is a `resume`, which only says where and when.
+        """Queue a record unless the file has it already. A job's second `start` becomes a `resume` without numbers.
 
         Raises:
             Exception: an earlier line could not be written, and why.
@@ -53,24 +53,16 @@ class MetricsFile:
             return
         self._started |= kind == "start"
         self._recorded.add((kind, step))
-        self._lines.put(
-            {
-                "kind": kind,
-                "stage": self._stage,
-                "step": step,
-                "epoch": epoch,
-                "time_ms": time.time_ns() // 1_000_000,
-                "metrics": metrics,
-            }
-        )
+        line = {"kind": kind, "stage": self._stage, "step": step, "epoch": epoch}
+        self._queue.put({**line, "time_ms": time.time_ns() // 1_000_000, "metrics": metrics})
 
     def flush(self) -> None:
-        """Wait until every record so far is on disk.
+        """Wait until all queued records are on disk.
 
         Raises:
             Exception: one could not be written, and why.
         """
-        self._lines.join()
+        self._queue.join()
         self._check()
 
     def _check(self) -> None:
@@ -80,13 +72,13 @@ class MetricsFile:
     def _write(self) -> None:
         ended = False
         while not ended:
-            waiting = [self._lines.get()]
-            while not self._lines.empty():  # nobody else takes from it
-                waiting.append(self._lines.get())
-            ended = waiting[-1] is None
+            lines = [self._queue.get()]
+            while not self._queue.empty():  # no other thread takes from it
+                lines.append(self._queue.get())
+            ended = lines[-1] is None
             try:
-                append_lines(self._path, [line for line in waiting if line is not None])
+                append_lines(self._path, [line for line in lines if line is not None])
             except BaseException as error:  # of any kind: the training thread raises it
                 self._failure = error
-            for _ in waiting:
-                self._lines.task_done()
+            for _ in lines:
+                self._queue.task_done()

@@ -32,76 +32,76 @@ from trainables.distributed.group import GlobalCount, Group
 
 SUMS = ("trace", "square", "big", "steps")
 """Sums over steps of the estimates of tr(Σ) and |G|², of the squared norm of the steps' gradients, and their number."""
-KEEP = 0.99
-"""What a step leaves of the moving average before it: it looks back on about 100 steps."""
+DECAY = 0.99
+"""What remains of a moving average after a step: it covers about 100 steps."""
 _MAX_PENDING = 256
 
 
 class GradientNoise:
-    """What the steps since the last log line tell of the noise, on the device; nothing here waits for it.
+    """Sums of the noise estimates of the steps since the last log line, on the device; nothing here waits for it.
 
-    A step is, for each micro-batch, its backward and `end_micro_batch`, then `end_step` before the gradients are changed.
+    A step is a backward and `end_micro_batch` for each micro-batch, then `end_step` before the gradients are changed.
     """
 
-    def __init__(self, student: nn.Module, group: Group):
-        """`student` is the DDP wrapper where there are several ranks. Gradients come out bit for bit as without this."""
+    def __init__(self, module: nn.Module, group: Group):
+        """`module` is the DDP wrapper where there are several ranks. Gradients are bit for bit those without this."""
         self._group = group
-        self._places = {p: place for place, p in enumerate(student.parameters()) if p.requires_grad}
+        self._indices = {p: index for index, p in enumerate(module.parameters()) if p.requires_grad}
         self._norms: dict[int, Tensor] = {}
-        """Of the gradients of the part at hand, by the place of their parameter."""
+        """Of this part's gradients, by the index of their parameter."""
         self._num_images = 0
         self._small: Tensor | None = None
         self._pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=group.device)
-        if isinstance(student, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel):
             # A lambda, since DDP compares a hook's annotations with types, and here they are text.
-            student.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
+            module.register_comm_hook(None, lambda _, bucket: self._all_reduce(bucket))
         else:
-            for parameter, place in self._places.items():  # called with what a micro-batch adds to its gradient
-                parameter.register_hook(partial(self._note, place))
+            for parameter, index in self._indices.items():  # called with what a micro-batch adds to its gradient
+                parameter.register_hook(partial(self._record_norm, index))
 
     def end_micro_batch(self, num_images: int) -> None:
         """A micro-batch's backward is done. Under DDP's `no_sync` gradients add up: they count with the one that is reduced."""
         self._num_images += num_images
         if self._norms:
             # DDP makes new buckets after its first step. Added up by parameter, a norm has the same bits in all buckets, and
-            # so in a job that begins anew in the middle.
-            norms = torch.stack([self._norms[place] for place in sorted(self._norms)])
+            # so in a job that is resumed in the middle.
+            norms = torch.stack([self._norms[index] for index in sorted(self._norms)])
             small = norms.double().square().sum() / max(self._num_images, 1)
             self._small = small if self._small is None else self._small + small
             self._norms, self._num_images = {}, 0
 
     def end_step(self, count: GlobalCount, scaler: torch.amp.GradScaler) -> None:
-        """All gradients stand in their parameters, times the scaler's factor."""
-        if self._small is None:  # nothing was reduced: `check_replicas` says so
+        """After the last micro-batch: all gradients are in their parameters, times the scaler's factor."""
+        if self._small is None:  # nothing was reduced, which `check_replicas` finds
             return
-        norm = get_total_norm([p.grad for p in self._places if p.grad is not None])
+        norm = get_total_norm([p.grad for p in self._indices if p.grad is not None])
         scale = scaler.scale(torch.ones((), device=self._group.device))
         self._pending.append((self._small, norm, count.totals, scale))
         self._small = None
         if len(self._pending) >= _MAX_PENDING:
-            self._fold()
+            self._reduce_pending()
 
     def take(self) -> Tensor:
-        """This rank's share of `SUMS` since the last call, (len(SUMS),) float64: the ranks' shares add up to them."""
-        self._fold()
-        taken, self._sums = self._sums, torch.zeros_like(self._sums)
-        return taken
+        """This rank's part of `SUMS` since the last call, (len(SUMS),) float64: the ranks' parts add up to them."""
+        self._reduce_pending()
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
 
-    def _note(self, place: int, gradient: Tensor) -> None:
-        self._norms[place] = torch.linalg.vector_norm(gradient.detach())
+    def _record_norm(self, index: int, gradient: Tensor) -> None:
+        self._norms[index] = torch.linalg.vector_norm(gradient.detach())
 
     def _all_reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """DDP's own reduction, with the norms of what goes in."""
+        """DDP's own reduction, which records the norms of its input."""
         norms = torch._foreach_norm(bucket.gradients())
-        self._norms |= {self._places[p]: norm for p, norm in zip(bucket.parameters(), norms, strict=True)}
+        self._norms |= {self._indices[p]: norm for p, norm in zip(bucket.parameters(), norms, strict=True)}
         buffer: Tensor = bucket.buffer()
         buffer.mul_(1 / self._group.world_size)  # as DDP does it: a division may differ in the last bit
         future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
-    def _fold(self) -> None:
-        """Add up the pending steps; those of one part, and those that AMP's scaler will skip, tell nothing."""
+    def _reduce_pending(self) -> None:
+        """Add up the pending steps, without those of one part and those that AMP's scaler will skip."""
         if not self._pending:
             return
         small_S, norm_S, totals_S2, scale_S = (torch.stack(column) for column in zip(*self._pending, strict=True))
@@ -111,32 +111,34 @@ class GradientNoise:
         # A rank's loss is world_size/N times the sum over its images, see `GlobalCount.weight`: so is its gradient.
         small_S = small_S * images_S / (ranks * scale_S.double()).square()
         big_S = (norm_S.double() / scale_S.double()).square()
-        more_S = (parts_S - 1).clamp(min=1)
-        shares_S4 = torch.stack(
+        parts_less_1_S = (parts_S - 1).clamp(min=1)
+        estimates_S4 = torch.stack(
             [
-                (small_S - big_S / ranks) * images_S / more_S,
-                (parts_S * big_S / ranks - small_S) / more_S,
+                (small_S - big_S / ranks) * images_S / parts_less_1_S,
+                (parts_S * big_S / ranks - small_S) / parts_less_1_S,
                 big_S / ranks,
                 torch.full_like(big_S, 1 / ranks),
             ],
             dim=1,
         )
-        tells_S = (parts_S > 1) & torch.isfinite(big_S)
-        self._sums += torch.where(tells_S[:, None], shares_S4, 0.0).sum(0)
+        valid_S = (parts_S > 1) & torch.isfinite(big_S)
+        self._sums += torch.where(valid_S[:, None], estimates_S4, 0.0).sum(0)
 
 
-def measure_noise(student: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
+def measure_noise(module: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
     """None with one worker and no accumulation: its batch is one part, and there is nothing to compare."""
-    return GradientNoise(student, group) if group.world_size > 1 or accumulate > 1 else None
+    return GradientNoise(module, group) if group.world_size > 1 or accumulate > 1 else None
 
 
 def num_parts(num_images: int, group: Group, accumulate: int) -> int:
-    """The parts of a step's batch on this rank that `GradientNoise` tells apart; `step.micro_batches` cuts them."""
+    """The parts of a step's batch on this rank that `GradientNoise` compares; `step.micro_batches` cuts them."""
     return min(num_images, 1 if group.world_size > 1 else accumulate)
 
 
+RECENT = "late"
+"""The key of the recent steps' sums, as checkpoints have it."""
 Sums = list[float]
-"""`SUMS` as plain numbers, all of them 0 or weighed alike."""
+"""`SUMS` as plain numbers, all 0 or weighted equally."""
 
 
 def named(sums: Sums) -> dict[str, float]:
@@ -145,37 +147,37 @@ def named(sums: Sums) -> dict[str, float]:
     Either is left out where it is unknown: no step was measured, or the noise hides the gradient.
     """
     trace, square, big, steps = sums
-    found = {"noise_scale": max(trace, 0.0) / square} if square > 0 else {}
-    return found | ({"grad_norm": math.sqrt(big / steps)} if steps > 0 else {})
+    values = {"noise_scale": max(trace, 0.0) / square} if square > 0 else {}
+    return values | ({"grad_norm": math.sqrt(big / steps)} if steps > 0 else {})
 
 
 class NoiseHistory:
-    """The noise scale of late, of the epoch and of the whole job, kept as plain sums in the job's `Progress`."""
+    """The noise scale of the recent steps, of the epoch and of the whole job, as plain sums in the job's `Progress`."""
 
-    def __init__(self, kept: dict[str, Sums]):
-        """Continues from `kept`, and changes it in place."""
-        for name in ("late", "epoch", "whole"):
-            kept.setdefault(name, [0.0] * len(SUMS))
-        self._kept = kept
+    def __init__(self, sums_by_span: dict[str, Sums]):
+        """Continues from `sums_by_span`, and changes it in place."""
+        for name in (RECENT, "epoch", "whole"):
+            sums_by_span.setdefault(name, [0.0] * len(SUMS))
+        self._sums_by_span = sums_by_span
 
     def add(self, window: Sums) -> dict[str, float]:
-        """Take up the steps of a log line. Returns what is known now: moving averages that forget at `KEEP` a step."""
+        """Add the sums of a log line's steps. Returns the moving averages, which decay by `DECAY` a step."""
         steps = window[-1]
         if steps > 0:
-            kept = KEEP**steps
-            late = self._kept["late"]
+            decay = DECAY**steps
+            recent = self._sums_by_span[RECENT]
             # Its last number is the sum of the weights, so that dividing by it corrects the bias of the first steps.
-            late[:] = [kept * old + (1 - kept) * new / steps for old, new in zip(late, window, strict=True)]
+            recent[:] = [decay * old + (1 - decay) * new / steps for old, new in zip(recent, window, strict=True)]
             self._add_to("epoch", window)
-        return named(self._kept["late"])
+        return named(self._sums_by_span[RECENT])
 
     def end_epoch(self) -> dict[str, float]:
-        """The epoch's own values. The whole job's take it up relative to its squared gradient, see `whole`."""
-        epoch = list(self._kept["epoch"])
+        """The epoch's values. They are added to the whole job's relative to the squared gradient, see `whole`."""
+        epoch = list(self._sums_by_span["epoch"])
         _, _, big, steps = epoch
         if big > 0:
             self._add_to("whole", [number * steps / big for number in epoch[:-1]] + [steps])
-        self._kept["epoch"][:] = [0.0] * len(SUMS)
+        self._sums_by_span["epoch"][:] = [0.0] * len(SUMS)
         return named(epoch)
 
     def whole(self) -> dict[str, float]:
@@ -184,13 +186,13 @@ class NoiseHistory:
         A step's progress is 1/(1 + B_noise/B) of a step without noise, and S steps at batch B do the work of
         S_min = ∫ dS/(1 + B_noise/B) such steps, whose mean B_noise is the one in S = S_min·(1 + B_noise/B) (after McCandlish
         et al. 2018, appendix D). As |G|² + tr(Σ)/B is the mean of big, each epoch adds its tr(Σ)/big and its |G|²/big, a step
-        counting one, and their quotient is that mean. Before the first epoch's end: as it is of late.
+        counting one, and their quotient is that mean. Before the first epoch's end: that of the recent steps.
         """
-        whole = self._kept["whole"]
+        whole = self._sums_by_span["whole"]
         trace, square, _, steps = whole
         if not steps:
-            return {name: value for name, value in named(self._kept["late"]).items() if name == "noise_scale"}
+            return {name: value for name, value in named(self._sums_by_span[RECENT]).items() if name == "noise_scale"}
         return {"noise_scale": max(trace, 0.0) / square} if square > 0 else {}
 
     def _add_to(self, name: str, sums: Sums) -> None:
-        self._kept[name][:] = [old + new for old, new in zip(self._kept[name], sums, strict=True)]
+        self._sums_by_span[name][:] = [old + new for old, new in zip(self._sums_by_span[name], sums, strict=True)]

@@ -1,8 +1,8 @@
-"""Where a step's time goes: a chain of marks that costs a microsecond each and never stops the GPU.
+"""The time of each phase of a step, from marks that cost a microsecond each and never stop the GPU.
 
 On a GPU the marks are CUDA events in the stream of the step, read after the GPU has passed them. `data` is then the time
-in which the stream stood still for the loader: 0 where the loader was ahead, however long the Python thread waited. `h2d` is
-what it then waited for the copy, and `augment` is augmentation and normalisation on the device.
+for which the stream waited for the loader: 0 where a batch was ready, however long the Python thread waited. `h2d` is the
+wait for the copy that follows, and `augment` is augmentation and normalisation on the device.
 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """
@@ -21,30 +21,30 @@ import torch
 from trainables.metrics.phases import PHASES
 
 COLUMNS = (*PHASES, "step")
-KEEP_STEPS = 10_000
-"""Steps that quantiles look back on; means, minima and maxima are exact over all steps."""
+MAX_STEPS = 10_000
+"""The latest steps, of which quantiles are; means, minima and maxima are exact over all steps."""
 _MAX_PENDING = 256
-_PLACE = {phase: place for place, phase in enumerate(PHASES)}
-_DATA, _STEP = _PLACE["data"], len(PHASES)
+_COLUMN = {phase: column for column, phase in enumerate(PHASES)}
+_DATA, _STEP = _COLUMN["data"], len(PHASES)
 
 Floats = npt.NDArray[np.float64]
-Token = TypeVar("Token")
+Timestamp = TypeVar("Timestamp")
 
 
-class Clock(Protocol[Token]):
+class Clock(Protocol[Timestamp]):
     """A source of points in time that may become readable only later."""
 
-    def now(self) -> Token:
+    def now(self) -> Timestamp:
         """A point in time; costs about a microsecond."""
 
-    def ready(self, token: Token) -> bool:
-        """Whether `token` can be read; never waits."""
+    def ready(self, timestamp: Timestamp) -> bool:
+        """Whether `timestamp` can be read; never waits."""
 
-    def ms_between(self, earlier: Token, later: Token) -> float:
+    def ms_between(self, earlier: Timestamp, later: Timestamp) -> float:
         """Milliseconds from one point to another; both are ready."""
 
-    def reuse(self, tokens: Iterable[Token]) -> None:
-        """The caller has read `tokens` and will not use them again."""
+    def reuse(self, timestamps: Iterable[Timestamp]) -> None:
+        """The caller has read `timestamps` and will not use them again."""
 
 
 class CpuClock:
@@ -53,13 +53,13 @@ class CpuClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def ready(self, token: float) -> bool:
+    def ready(self, timestamp: float) -> bool:
         return True
 
     def ms_between(self, earlier: float, later: float) -> float:
         return (later - earlier) * 1e3
 
-    def reuse(self, tokens: Iterable[float]) -> None:
+    def reuse(self, timestamps: Iterable[float]) -> None:
         pass
 
 
@@ -75,25 +75,25 @@ class CudaClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def ready(self, token: torch.cuda.Event) -> bool:
-        return bool(token.query())  # type: ignore[no-untyped-call]
+    def ready(self, timestamp: torch.cuda.Event) -> bool:
+        return bool(timestamp.query())  # type: ignore[no-untyped-call]
 
     def ms_between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         return float(earlier.elapsed_time(later))
 
-    def reuse(self, tokens: Iterable[torch.cuda.Event]) -> None:
-        self._free.extend(tokens)
+    def reuse(self, timestamps: Iterable[torch.cuda.Event]) -> None:
+        self._free.extend(timestamps)
 
 
 class _Totals:
-    """Exact sums, minima and maxima of all rows (T,) added, and the latest `KEEP_STEPS` rows for quantiles."""
+    """Exact sums, minima and maxima of all rows (T,) added, and the latest `MAX_STEPS` rows for quantiles."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.sum_T = np.zeros(len(COLUMNS))
         self.min_T = np.full(len(COLUMNS), np.inf)
         self.max_T = np.full(len(COLUMNS), -np.inf)
-        self.latest: deque[Floats] = deque(maxlen=KEEP_STEPS)
+        self.latest: deque[Floats] = deque(maxlen=MAX_STEPS)
 
     def add(self, row_T: Floats) -> None:
         self.num_steps += 1
@@ -108,8 +108,8 @@ class _Totals:
         p50_T, p95_T = np.quantile(np.stack(self.latest), (0.5, 0.95), axis=0)
         columns_ST = (self.sum_T / self.num_steps, self.min_T, self.max_T, p50_T, p95_T)
         named = {
-            f"phase/{column}{suffix}_ms": float(values_T[place])
-            for place, column in enumerate(COLUMNS)
+            f"phase/{name}{suffix}_ms": float(values_T[column])
+            for column, name in enumerate(COLUMNS)
             for suffix, values_T in zip(("", "_min", "_max", "_p50", "_p95"), columns_ST, strict=True)
         }
         whole = float(self.sum_T[_STEP])
@@ -126,23 +126,23 @@ class PhaseTimer:
     Args:
         device: the device whose time counts.
         warmup_steps: first steps that `summary()` leaves out; `take()` has them.
-        clock: another source of time than the device's own.
+        clock: a source of time other than the device's.
     """
 
     def __init__(self, device: torch.device, warmup_steps: int = 0, clock: Clock[Any] | None = None):
         self._clock: Clock[Any] = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
         self._now = self._clock.now
         self._warmup_left = warmup_steps
-        self._tokens: list[Any] = []
-        self._places: list[int] = []
+        self._timestamps: list[Any] = []
+        self._columns: list[int] = []
         self._pending: deque[tuple[list[Any], list[int]]] = deque()
         self._run, self._window = _Totals(), _Totals()
 
     def start(self) -> None:
         """Open a step; `data` runs from here."""
-        if self._tokens:
-            self._clock.reuse(self._tokens)
-        self._tokens, self._places = [self._now()], []
+        if self._timestamps:
+            self._clock.reuse(self._timestamps)
+        self._timestamps, self._columns = [self._now()], []
 
     def mark(self, phase: str) -> None:
         """Close `phase`, which ran since the last mark.
@@ -150,27 +150,27 @@ class PhaseTimer:
         Raises:
             KeyError: no such phase.
         """
-        self._places.append(_PLACE[phase])
-        self._tokens.append(self._now())
+        self._columns.append(_COLUMN[phase])
+        self._timestamps.append(self._now())
 
     def stop(self) -> None:
         """End the step."""
-        self._tokens.append(self._now())
-        self._pending.append((self._tokens, self._places))
-        self._tokens, self._places = [], []
+        self._timestamps.append(self._now())
+        self._pending.append((self._timestamps, self._columns))
+        self._timestamps, self._columns = [], []
         if len(self._pending) >= _MAX_PENDING:
             self.collect()
 
     def collect(self) -> None:
-        """Read the steps that the device has passed; the others stay for the next call. Never waits for the device."""
+        """Read the steps that the device has finished; the others stay for the next call. Never waits for the device."""
         while self._pending:
-            tokens, places = self._pending[0]
+            timestamps, columns = self._pending[0]
             # One stream runs in order: where the last event is past, all are.
-            if not self._clock.ready(tokens[-1]):
+            if not self._clock.ready(timestamps[-1]):
                 return
             self._pending.popleft()
-            self._add(_row(self._clock, tokens, places))
-            self._clock.reuse(tokens)
+            self._add(_row(self._clock, timestamps, columns))
+            self._clock.reuse(timestamps)
 
     def _add(self, row_T: Floats) -> None:
         self._window.add(row_T)
@@ -186,7 +186,7 @@ class PhaseTimer:
         return window.summary()
 
     def steps_s(self) -> list[float]:
-        """Seconds of each step past the warm-up, the latest `KEEP_STEPS` of them."""
+        """Seconds of each step past the warm-up, the latest `MAX_STEPS` of them."""
         self.collect()
         return [float(row_T[_STEP]) / 1e3 for row_T in self._run.latest]
 
@@ -200,10 +200,10 @@ class PhaseTimer:
         return self._run.summary()
 
 
-def _row(clock: Clock[Token], tokens: Sequence[Token], places: Sequence[int]) -> Floats:
+def _row(clock: Clock[Timestamp], timestamps: Sequence[Timestamp], columns: Sequence[int]) -> Floats:
     """One step's times in ms (T,)."""
     row = [0.0] * len(COLUMNS)
-    for place, earlier, later in zip(places, tokens, tokens[1:], strict=False):
-        row[place] += clock.ms_between(earlier, later)
-    row[_STEP] = clock.ms_between(tokens[0], tokens[-1])
+    for column, earlier, later in zip(columns, timestamps, timestamps[1:], strict=False):
+        row[column] += clock.ms_between(earlier, later)
+    row[_STEP] = clock.ms_between(timestamps[0], timestamps[-1])
     return np.array(row)

@@ -1,4 +1,4 @@
-"""What the hardware under a training did: a thread that samples this node's GPUs, CPU, memory and disk.
+"""Telemetry of the hardware during a training: a thread that samples this node's GPUs, CPU, memory and disk.
 
 Run one per node. A number that the hardware, its driver or a container does not give is left out; nothing here raises
 into the training.
@@ -6,6 +6,7 @@ into the training.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ import psutil
 import pynvml
 
 MIB = 2**20
+
+log = logging.getLogger("raydistill")
 
 THROTTLE_REASONS: dict[int, str] = {
     0x001: "gpu_idle",
@@ -31,8 +34,8 @@ THROTTLE_REASONS: dict[int, str] = {
 }
 """Bits of NVML's clocks event (formerly throttle) reasons, in the names of its nvmlClocksEventReasons constants."""
 
-LOWERED = 0x008 | 0x020 | 0x040 | 0x080
-"""Of them those by which heat or power supply lowers a clock. A power cap is none: GPUs under load run at theirs."""
+SLOWING_REASONS = 0x008 | 0x020 | 0x040 | 0x080
+"""Those by which heat or the power supply lowers a clock. A power cap is not one of them: GPUs under load run at theirs."""
 
 Handle = object
 """NVML's opaque pointer to one device."""
@@ -47,13 +50,13 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
     "memory_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
     "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
 }
-_MEANS_ALONE = ("throttled_pct", "sm_clock_limit_mhz")
-"""Fields whose maximum says nothing."""
+_WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz")
+"""Fields whose maximum is no use."""
 
 
 def decode_throttle(bitmask: int) -> list[str]:
     """Names of the reasons set in an NVML bitmask, lowest bit first; a bit without a name is given as `0x…`."""
-    bits = [1 << place for place in range(bitmask.bit_length()) if bitmask >> place & 1]
+    bits = [1 << index for index in range(bitmask.bit_length()) if bitmask >> index & 1]
     return [THROTTLE_REASONS.get(bit, f"{bit:#x}") for bit in bits]
 
 
@@ -90,15 +93,15 @@ def open_gpus() -> list[Handle]:
 
 def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
     """`gpu0/util_pct`, … of each GPU, without the fields that it does not support (as MIG slices and vGPUs do not)."""
-    for place, gpu in enumerate(gpus):
+    for index, gpu in enumerate(gpus):
         for field, read in GPU_FIELDS.items():
             try:
                 value = float(read(gpu))
             except pynvml.NVMLError:
                 continue
-            yield f"gpu{place}/{field}", value
+            yield f"gpu{index}/{field}", value
             if field == "throttle_reasons":
-                yield f"gpu{place}/throttled_pct", 100.0 if int(value) & LOWERED else 0.0
+                yield f"gpu{index}/throttled_pct", 100.0 if int(value) & SLOWING_REASONS else 0.0
 
 
 class _Node:
@@ -112,8 +115,8 @@ class _Node:
     def _counters_mib(self) -> dict[str, float]:
         """MiB read so far: from disks, and from swap space where the node has any."""
         disk = psutil.disk_io_counters()
-        found = {} if disk is None else {"disk_read": disk.read_bytes / MIB}
-        return found | ({"swap_in": psutil.swap_memory().sin / MIB} if self._swaps else {})
+        values = {} if disk is None else {"disk_read": disk.read_bytes / MIB}
+        return values | ({"swap_in": psutil.swap_memory().sin / MIB} if self._swaps else {})
 
     def read(self) -> Iterator[tuple[str, float]]:
         memory = psutil.virtual_memory()
@@ -142,12 +145,12 @@ class _Window:
                 self._sum_count_max[name] = (total + value, count + 1, max(most, value))
 
     def summary(self) -> dict[str, float]:
-        found = {name: float(bits) for name, bits in self._reasons.items()}
+        values = {name: float(bits) for name, bits in self._reasons.items()}
         for name, (total, count, most) in self._sum_count_max.items():
-            found[name] = total / count
-            if not name.endswith(_MEANS_ALONE):
-                found[_max_name(name)] = most
-        return found
+            values[name] = total / count
+            if not name.endswith(_WITHOUT_MAX):
+                values[_max_name(name)] = most
+        return values
 
 
 def _max_name(name: str) -> str:
@@ -161,7 +164,7 @@ def _max_name(name: str) -> str:
 class Telemetry:
     """Samples this node every `every_s` seconds in a daemon thread, from `start()` to `stop()`.
 
-    `gpuN` is `cuda:N` of this process: of a node's GPUs, those that this job was given. CPU, memory and disk are the whole
+    `gpuN` is `cuda:N` of this process: of a node's GPUs, those of this job. CPU, memory and disk are the whole
     node's (local disks; a network file system's reads are not among them), and so is what comes back from swap space.
     """
 
@@ -187,8 +190,8 @@ class Telemetry:
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
         `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s`
         where there is swap space. `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`),
-        `gpu0/throttled_pct` the share of samples with one of `LOWERED`; `gpu0/sm_clock_limit_mhz` is what the GPU may have at
-        most. Only `gpus` where no sample was taken since.
+        `gpu0/throttled_pct` the share of samples with one of `SLOWING_REASONS`; `gpu0/sm_clock_limit_mhz` is the
+        GPU's limit. Only `gpus` where no sample was taken since.
         """
         with self._lock:
             window = self._whole if whole else self._window
@@ -199,11 +202,11 @@ class Telemetry:
         """End the thread after one last sample, so that even the shortest run has one; harmless when called twice."""
         self._stopping.set()
         if self._thread is not None:
-            # A driver that hangs must not hold the training's end: the thread is a daemon.
+            # A driver that hangs must not delay the training's end: the thread is a daemon.
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        # A thread that fails ends alone: the run goes on, without telemetry. psutil raises what the system's files make it.
+        # A thread that fails ends alone: the run goes on, without telemetry. psutil raises errors of many kinds.
         try:
             node = _Node()
             stopping = False
@@ -214,4 +217,4 @@ class Telemetry:
                     self._window.add(sample)
                     self._whole.add(sample)
         except Exception as error:
-            print(f"telemetry stopped: {type(error).__name__}: {error}", flush=True)
+            log.warning("telemetry stopped: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Images per second as a user would count them: real images over wall time, loader waits included, warm-up apart."""
+"""Images per second as a user counts them: real images over wall time, waits for the loader included, the warm-up left out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Throughput:
-    """Adds up windows between moments at which the device was known to be idle.
+    """Adds up windows between points at which the device was idle.
 
     Windows that began before `warmup_until` (steps of this process) count as warm-up: first kernels, compilation, caches.
-    `warm` and `cold` are changed in place, and go on from what an earlier process of the job has left in them.
+    `warm` and `cold` are changed in index, and continue from those of an earlier process of the job.
     """
 
     warmup_until: int
@@ -20,21 +20,21 @@ class Throughput:
     warm: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     cold: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Images, seconds, steps."""
-    _began: float = 0.0
-    _began_step: int = 0
+    _window_start_s: float = 0.0
+    _window_start_step: int = 0
 
     def begin(self, step: int) -> None:
         """A window begins (an epoch starts; evaluation and checkpoints lie outside windows)."""
-        self._began, self._began_step = self.clock(), step
+        self._window_start_s, self._window_start_step = self.clock(), step
 
     def end(self, images: float, step: int) -> float:
         """The window ends with `images` trained on over all ranks; the next begins at once. Returns its images per second."""
         now = self.clock()
-        seconds = now - self._began
-        sums = self.cold if self._began_step < self.warmup_until else self.warm
-        for place, amount in enumerate((images, seconds, step - self._began_step)):
-            sums[place] += amount
-        self._began, self._began_step = now, step
+        seconds = now - self._window_start_s
+        sums = self.cold if self._window_start_step < self.warmup_until else self.warm
+        for index, amount in enumerate((images, seconds, step - self._window_start_step)):
+            sums[index] += amount
+        self._window_start_s, self._window_start_step = now, step
         return images / seconds if seconds > 0 else 0.0
 
     def summary(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where the wall time of a job goes: every second lies in exactly one part, so that the parts add up to what the clock says."""
+"""The wall time of a job by part: every second counts to exactly one part, so that the parts add up to the whole."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PARTS = ("train", "eval", "checkpoint", "other")
 
 
 class WallClock:
-    """Adds up seconds by part; what is in no `part` is `other`.
+    """Adds up seconds by part; time outside of `part` counts as `other`.
 
     Args:
         total: seconds by part of the whole job, changed in place, so that a checkpoint carries them to the next process.
         epoch: the same of the epoch under way.
-        clock: another source of time.
+        clock: a source of time.
     """
 
     def __init__(self, total: dict[str, float], epoch: dict[str, float], clock: Callable[[], float] = time.perf_counter):
@@ -24,15 +24,15 @@ class WallClock:
         for sums in (total, epoch):
             for part in PARTS:
                 sums.setdefault(part, 0.0)
-        self._part, self._since = "other", clock()
+        self._part, self._part_start_s = "other", clock()
 
     def begin(self) -> None:
-        """The job begins: what passed until now was its start, which is not counted here."""
-        self._part, self._since = "other", self._clock()
+        """The job begins: the time until now is not counted."""
+        self._part, self._part_start_s = "other", self._clock()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count what passes inside to the part `name`; one part may lie inside another, and takes its time from it."""
+        """Count the time inside to the part `name`; inside another part it takes its time from that."""
         before = self._part
         self._enter(name)
         try:
@@ -61,8 +61,8 @@ class WallClock:
     def _enter(self, part: str) -> None:
         now = self._clock()
         for sums in (self._total, self._epoch):
-            sums[self._part] += now - self._since
-        self._part, self._since = part, now
+            sums[self._part] += now - self._part_start_s
+        self._part, self._part_start_s = part, now
 
 
 def in_seconds(sums: Mapping[str, float]) -> dict[str, float]:

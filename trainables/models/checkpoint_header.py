@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from trainables.errors import CheckpointError
-from trainables.rundir import RunDir, StageDir, expanded
+from trainables.rundir import RunDir, StageDir, expand_home
 
 META_KEY = "raydistill"
 FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
@@ -36,7 +36,7 @@ def locate(weights: str) -> Path | None:
     Raises:
         CheckpointError: there is no such file, or no checkpoint in the directory.
     """
-    path = expanded(weights)
+    path = expand_home(weights)
     if path.is_dir():
         candidates = (RunDir(path).stage("student").best, StageDir(path).best)
         for candidate in candidates:

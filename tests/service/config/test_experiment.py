@@ -728,7 +728,7 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
         refusal("teacher.service=0"): "teacher.service",
     }
     assert all(part in line and "teacher" in line and "\n" not in line for line, part in said.items()), said
-    assert load("digits", [served]).experiment.stage("student", Path("/"), {}).seed_epochs == 1
+    assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1
 
 
 def test_methods_on_logits_may_read_a_cache() -> None:

@@ -29,7 +29,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.engine.step import train_step
-from trainables.metrics.noise_scale import KEEP, SUMS, GradientNoise, NoiseHistory
+from trainables.metrics.noise_scale import DECAY, SUMS, GradientNoise, NoiseHistory
 from trainables.models.registry import build_model
 
 SHORT = {"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32, "image_size": 8}
@@ -193,7 +193,7 @@ def test_the_moving_average_is_unbiased_from_the_first_line_on() -> None:
     assert history.add([30.0, 2.0, 8.0, 2.0]) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     assert history.add([0.0] * 4) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     later = history.add([90.0, 2.0, 8.0, 2.0])["noise_scale"]
-    assert later == pytest.approx((KEEP**2 * 30 + 90) / (KEEP**2 * 2 + 2))
+    assert later == pytest.approx((DECAY**2 * 30 + 90) / (DECAY**2 * 2 + 2))
 
 
 def test_gradients_that_drown_in_noise_have_no_noise_scale() -> None:

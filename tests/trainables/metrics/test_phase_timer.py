@@ -125,7 +125,7 @@ def test_a_summary_names_five_numbers_for_each_phase_and_the_step_as_numpy_compu
 
 
 def test_quantiles_keep_a_bounded_history_and_means_do_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "KEEP_STEPS", 10)
+    monkeypatch.setattr(timing, "MAX_STEPS", 10)
     clock = Late()
     timer = PhaseTimer(CPU, clock=clock)
     clock.passed_ms = np.inf

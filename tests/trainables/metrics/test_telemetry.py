@@ -103,7 +103,7 @@ def test_a_run_shorter_than_the_interval_still_has_a_sample() -> None:
 
 
 def test_a_failing_sampler_says_so_once_and_leaves_the_run_alone(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> None:
         raise FileNotFoundError("/proc/diskstats")
@@ -113,7 +113,7 @@ def test_a_failing_sampler_says_so_once_and_leaves_the_run_alone(
     sampler.start()
     sampler.stop()
     assert "gpus" in sampler.snapshot()
-    assert capfd.readouterr().out == "telemetry stopped: FileNotFoundError: /proc/diskstats\n"
+    assert caplog.messages == ["telemetry stopped: FileNotFoundError: /proc/diskstats"]
 
 
 def test_a_node_without_disk_counters_gives_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

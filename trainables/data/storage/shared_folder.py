@@ -23,7 +23,7 @@ import psutil
 
 from trainables.data.storage import folder_cleaner as keeper
 from trainables.errors import DataError
-from trainables.rundir import expanded
+from trainables.rundir import expand_home
 
 RAM = "/dev/shm"
 GRACE_S = 60.0
@@ -153,7 +153,7 @@ def human(num_bytes: float) -> str:
 
 def _own_root(base: str) -> Path:
     """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
-    root = expanded(base) / f"raydistill-{os.getuid()}"
+    root = expand_home(base) / f"raydistill-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # removed in this moment, with its last folder
         found = root.lstat()

@@ -30,7 +30,7 @@ from trainables.data.storage.shared_folder import (
 )
 from trainables.data.storage.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
-from trainables.rundir import expanded, write_atomic
+from trainables.rundir import expand_home, write_atomic
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
 _PROGRESS_S = 5.0
@@ -50,7 +50,7 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
     Raises:
         DataError: it does not fit, a file cannot be read or is not the one of its index, or the copy cannot be written.
     """
-    root = expanded(path)
+    root = expand_home(path)
     index = read_index(root)
     content = (root / INDEX).read_bytes()
     with usable("data.stage", base_folder(to), "give another folder"):

@@ -37,7 +37,7 @@ def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loa
     Raises:
         DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
-    num_steps, num_epochs = loader.steps_per_epoch, config.kept_epochs
+    num_steps, num_epochs = loader.steps_per_epoch, config.num_cached_epochs
     sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
     report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
     num_images, num_missing = 0, 0
@@ -62,7 +62,7 @@ def _run_epoch(
     normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
     prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
     precision = autocast(config.precision, group.device)
-    batches = on_device(loader.epoch(epoch, start), group.device, loader.seed_epoch(epoch))
+    batches = on_device(loader.epoch(epoch, start), group.device, loader.augmentation_epoch(epoch))
     first_step = epoch * num_steps + start // data.global_batch_size + 1
     for step, batch in enumerate(batches, start=first_step):
         batch.wait()

@@ -90,7 +90,7 @@ def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top
         "format": FORMAT,
         "teacher": {"model": teacher.model, "sha256": weights, "num_classes": len(classes), "precision": config.precision},
         "data": {"samples": images.num_samples, "fingerprint": images.fingerprint},
-        "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.draws else None},
+        "images": {**pixels, "decoder": images.decoder, "seed": config.seed if data.augments_at_random else None},
         "top_k": top_k,
     }
 

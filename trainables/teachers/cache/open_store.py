@@ -59,7 +59,7 @@ def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> t
         parts = key_parts(config, images, classes, _top_k(config, classes))
         key = cache_key(parts)
         store = _store(config, images, classes, key)
-        missing_bytes = _log_size(store, config.kept_epochs)
+        missing_bytes = _log_size(store, config.num_cached_epochs)
         if missing_bytes and writes_cache(config):
             store.folder.mkdir(parents=True, exist_ok=True)
             store.remove_stale_temporaries()
