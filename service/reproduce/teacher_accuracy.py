@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.experiment import Experiment
-from trainables.models.checkpoint_header import read_header
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json
 
 KEPT = "teacher-given.json"
@@ -27,7 +27,7 @@ class Known:
 def trained(run_dir: RunDir) -> Known | None:
     """The teacher that a sweep has trained: its best epoch, which teaches. None: not yet."""
     stage = run_dir.stage("teacher")
-    header = read_header(stage.best) if stage.result.exists() and stage.best.exists() else None
+    header = read_checkpoint_header(stage.best) if stage.result.exists() and stage.best.exists() else None
     if header is None:
         return None
     from trainables.models.weights import teacher_sha256

@@ -18,7 +18,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
-from trainables.models.taps import classifier
+from trainables.models.tap_names import classifier
 
 Shape = tuple[int, ...]
 

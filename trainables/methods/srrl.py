@@ -26,7 +26,7 @@ from trainables.config import MethodOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
-from trainables.models.taps import classifier
+from trainables.models.tap_names import classifier
 
 
 class SRRLOptions(MethodOptions):

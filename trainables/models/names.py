@@ -1,4 +1,4 @@
-"""Which models there are, without importing torch: a wrong name is refused before anything heavy is loaded."""
+"""The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ MODELS: dict[str, str] = {
     "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:shufflenetv1_cifar",
     "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:shufflenetv2_cifar",
 }
-"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. Hyphens for underscores are understood."""
+"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. A hyphen may stand for an underscore."""
 
 TIMM_PREFIX = "timm/"
 REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
-"""How torchvision and timm both enter a model in their registries."""
+"""The line with which torchvision and timm register a model."""
 
 
 class ModelName(NamedTuple):
-    """Whose model a name means, and what it is called there."""
+    """The library of a model, and its name there."""
 
     library: Literal["ours", "torchvision", "timm", "joined"]
     name: str
 
 
 def check_model_name(name: str) -> ModelName:
-    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone; `A+B` two.
+    """The library of the model `name`: ours first, then torchvision, then timm; `timm/NAME` is timm's; `A+B` is two models.
 
     Imports no torch.
 
@@ -78,7 +78,7 @@ def check_model_name(name: str) -> ModelName:
         return ModelName("timm", name)
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
     lower = name.lower()
-    # What a name of ours begins with is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
+    # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
     begun = [ours for ours in MODELS if lower and lower not in MODELS and ours.startswith(lower)]
     similar = ([lower] if lower in known else []) + begun or near(lower, known)
     instead = (
