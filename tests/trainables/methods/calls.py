@@ -34,9 +34,15 @@ def make(
     labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
     sides = ModelSpec(student or nn.Identity(), student_shapes), ModelSpec(teacher or nn.Identity(), teacher_shapes)
     context = BuildContext(
-        *sides, num_classes=num_classes, labels_M=labels_M, image_size=8, global_batch_size=global_batch_size, seed=seed,
-        epochs=epochs, group=group or Group(),
-    )  # fmt: skip
+        *sides,
+        num_classes=num_classes,
+        labels_M=labels_M,
+        image_size=8,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        epochs=epochs,
+        group=group or Group(),
+    )
     with seeded(f"test/{name}/{seed}"):
         return kind(kind.Options.model_validate(options), context).double().train()
 

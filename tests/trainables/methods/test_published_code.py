@@ -37,10 +37,13 @@ def job_config(folder: Path, student: str, teacher: str, method: str, **options:
     """Noise images in float64 with plain SGD, 5 steps an epoch; a teacher that nobody has trained."""
     optim = {"epochs": 1, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "nesterov": False}
     return config(
-        folder / "job", model=student, teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
-        distill={"method": [method], "task_weight": 1.0, "options": {method: options}}, optim=optim,
+        folder / "job",
+        model=student,
+        teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
+        distill={"method": [method], "task_weight": 1.0, "options": {method: options}},
+        optim=optim,
         data={"path": "synthetic", "synthetic_images": 100, "synthetic_classes": 10, "global_batch_size": 20},
-    )  # fmt: skip
+    )
 
 
 def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:

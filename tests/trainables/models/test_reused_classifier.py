@@ -131,9 +131,12 @@ def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_those_of_all_w
 
 def simkd(output_dir: Path, weights: str, **sections: Any) -> TrainConfig:
     about: dict[str, Any] = {
-        "model": "convnet_small", "precision": "fp32", "teacher": {"model": "convnet_large", "weights": weights},
-        "distill": {"method": "simkd", "task_weight": None, "options": {}}, "optim": {"epochs": 1, "lr": 0.05},
-    }  # fmt: skip
+        "model": "convnet_small",
+        "precision": "fp32",
+        "teacher": {"model": "convnet_large", "weights": weights},
+        "distill": {"method": "simkd", "task_weight": None, "options": {}},
+        "optim": {"epochs": 1, "lr": 0.05},
+    }
     return config(output_dir, **about | sections)
 
 

@@ -72,11 +72,16 @@ def test_a_tap_gives_what_the_layers_up_to_it_give() -> None:
     layers, head = model.get_submodule("features"), model.get_submodule("head")
     assert isinstance(layers, nn.Sequential)
     by_hand = {
-        "stem": layers[:3](images(8)), "stage1": layers[:3](images(8)), "stage2": layers[:7](images(8)),
-        "stage2.preact": layers[:6](images(8)).clone(), "stage3": layers(images(8)),
-        "pooled": layers(images(8)).mean((2, 3)), "features.4": layers[:5](images(8)), "features.4:in": layers[:4](images(8)),
+        "stem": layers[:3](images(8)),
+        "stage1": layers[:3](images(8)),
+        "stage2": layers[:7](images(8)),
+        "stage2.preact": layers[:6](images(8)).clone(),
+        "stage3": layers(images(8)),
+        "pooled": layers(images(8)).mean((2, 3)),
+        "features.4": layers[:5](images(8)),
+        "features.4:in": layers[:4](images(8)),
         "head": head(layers(images(8)).mean((2, 3))),
-    }  # fmt: skip
+    }
     taps = Taps(model, list(by_hand), name="convnet_small", image_size=8)
     with taps.capture():
         model(images(8))
@@ -103,8 +108,10 @@ def test_a_pre_activation_keeps_its_negative_values_though_the_activation_behind
 def test_names_that_count_from_the_end_or_mean_all_stages_are_resolved() -> None:
     model = build("resnet18", 32)
     assert Taps(model, ["stage-1", "stage-2.preact", "layer1"], name="resnet18", image_size=32).names == (
-        "stage4", "stage3.preact", "layer1",
-    )  # fmt: skip
+        "stage4",
+        "stage3.preact",
+        "layer1",
+    )
     taps = Taps(model, ["stages"], name="resnet18", image_size=32)
     assert taps.names == ("stage1", "stage2", "stage3", "stage4")
     assert taps.shapes == ((64, 8, 8), (128, 4, 4), (256, 2, 2), (512, 1, 1))
@@ -336,11 +343,18 @@ def test_a_compiled_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "image_size", "path"),
     [
-        ("resnet8", 32, "fc"), ("convnet_small", 8, "head"), ("mlp_small", 8, "head"), ("vgg11", 32, "classifier.6"),
-        ("mobilenet_v3_small", 32, "classifier.3"), ("googlenet", 32, "fc"), ("inception_v3", 128, "fc"),
-        ("vit_b_32", 32, "heads.head"), ("swin_t", 32, "head"), ("convnext_tiny", 32, "classifier.2"),
+        ("resnet8", 32, "fc"),
+        ("convnet_small", 8, "head"),
+        ("mlp_small", 8, "head"),
+        ("vgg11", 32, "classifier.6"),
+        ("mobilenet_v3_small", 32, "classifier.3"),
+        ("googlenet", 32, "fc"),
+        ("inception_v3", 128, "fc"),
+        ("vit_b_32", 32, "heads.head"),
+        ("swin_t", 32, "head"),
+        ("convnext_tiny", 32, "classifier.2"),
     ],
-)  # fmt: skip
+)
 def test_the_classifier_is_the_final_linear_layer(name: str, image_size: int, path: str) -> None:
     model = build(name, image_size)
     assert classifier(model) is model.get_submodule(path)
