@@ -3,13 +3,17 @@ PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-slow bench lint lock clean
+.PHONY: demo test test-slow bench lint docs lock clean test-quick
 
 demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# What needs neither Ray nor a server.
+test-quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not integration and not slow and not gpu"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
@@ -21,6 +25,15 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in site/; a link or an anchor that leads nowhere is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+.venv/.docs: docs/requirements.lock $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes -r docs/requirements.lock
+	touch $@
 
 # The lock's wheels are verified by hash; the project itself is installed in place, without asking an index.
 $(INSTALLED): requirements.lock pyproject.toml
@@ -35,6 +48,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 lock:
 	uv pip compile pyproject.toml --universal --python-version 3.11 --extra timm --extra turbojpeg --group dev --generate-hashes \
 	  --no-emit-index-url --no-header --quiet --output-file requirements.lock
+	uv pip compile --group docs --constraint requirements.lock --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --quiet --output-file docs/requirements.lock
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

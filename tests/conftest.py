@@ -11,15 +11,15 @@ import pytest
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[RankPool]:
     """Up to three ranks of a job, as processes that live as long as the test session."""
-    pool = Ranks()
+    pool = RankPool()
     yield pool
     pool.close()

@@ -36,8 +36,61 @@ def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
     assert not {name for name in who_imports("service") if name.startswith("trainables")}
 
 
+LAYERS = {
+    "trainables": [
+        "errors",
+        "config",
+        "rules",
+        "rundir",
+        "failures",
+        "distributed",
+        "data",
+        "device",
+        "models",
+        "methods",
+        "metrics",
+        "teachers",
+        "engine",
+        "worker",
+    ],
+    "service": [
+        "recipes",
+        "config",
+        "cluster",
+        "tracking",
+        "runs",
+        "search",
+        "sweeps",
+        "report",
+        "doctor",
+        "reproduce",
+        "commands",
+        "cli",
+    ],
+}
+"""The rooms of each package from the lowest to the highest: each imports lower ones alone."""
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_imports_go_down_the_layers(package: str) -> None:
+    rooms = LAYERS[package]
+    upward = set()
+    for path in (ROOT / package).rglob("*.py"):
+        room = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        assert room in rooms, f"{package}/{room} has no layer: see CONTRIBUTING.md"
+        for name in imports(path):
+            head, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            if head == package and target in rooms and rooms.index(target) > rooms.index(room):
+                upward.add(f"{path.relative_to(ROOT)} imports {name}")
+    assert not upward
+
+
 def test_only_the_worker_knows_ray_train() -> None:
-    assert who_imports("ray.train") == {"trainables/worker/entry_points.py"}
+    rooms = {name for name in who_imports("ray.train") if not name.startswith("trainables/worker/")}
+    assert rooms <= {"service/runs/trial.py"}
 
 
 def test_only_tracking_knows_mlflow() -> None:
@@ -48,8 +101,13 @@ def test_only_trials_and_sweeps_know_ray_tune() -> None:
     assert who_imports("ray.tune") == {"service/runs/trial.py", "service/sweeps/tune.py", "service/search/searcher.py"}
 
 
-def test_the_workers_side_knows_ray_in_one_file_alone() -> None:
-    assert {name for name in who_imports("ray") if name.startswith("trainables")} == {"trainables/worker/entry_points.py"}
+def test_the_workers_side_knows_ray_in_one_package_alone() -> None:
+    rooms = {name.rpartition("/")[0] for name in who_imports("ray") if name.startswith("trainables")}
+    assert rooms == {"trainables/worker"}
+
+
+def test_private_names_of_ray_are_in_one_module() -> None:
+    assert who_imports("ray.train.v2") == {"trainables/worker/ray_internals.py"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

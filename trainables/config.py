@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -30,44 +31,40 @@ ON_DEVICE = ("gpu", "dali")
 """What `data.decoder` may be that decodes on the device, see `trainables.device.decoders`."""
 
 
-_NO_SCHEMAS = ("metadata", "serialization", "default", "config")
+def _refuse_booleans(schema: Any) -> Any:
+    """A pydantic schema whose integers and floats, at any depth, refuse booleans before anything else is checked.
 
-
-def _refuse_boolean_integer(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _refuse_boolean_float(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticKnownError("float_type")
-    return value
-
-
-def _without_booleans(schema: Any) -> Any:
-    """A pydantic schema of a section whose integers and floats, at any depth, refuse booleans. Sections in it have their own."""
+    Python counts true as 1; a user who writes `true` for a number has mistaken the key. Each branch of a union and each element
+    of a list has its own error, which a validator of whole fields could not give. Sections inside have their own schemas.
+    """
     if isinstance(schema, list):
-        return [_without_booleans(part) for part in schema]
+        return [_refuse_booleans(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    for name, refuse in (("int", _refuse_boolean_integer), ("float", _refuse_boolean_float)):
-        if schema.get("type") == name:
-            return core_schema.no_info_before_validator_function(refuse, cast(CoreSchema, schema))
-    return {key: _without_booleans(part) if key not in _NO_SCHEMAS else part for key, part in schema.items()}
+    if schema.get("type") in ("int", "float"):
+        check = partial(_refuse_boolean, f"{schema['type']}_type")
+        return core_schema.no_info_before_validator_function(check, cast(CoreSchema, schema))
+    return {key: part if key in _NO_SCHEMAS else _refuse_booleans(part) for key, part in schema.items()}
+
+
+_NO_SCHEMAS = ("metadata", "serialization", "default", "config")
+"""Keys of a pydantic schema whose values are no schemas."""
+
+
+def _refuse_boolean(error: Any, value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticKnownError(error)
+    return value
 
 
 class Section(BaseModel):
-    """One frozen part of an experiment; unknown keys are refused, and so are booleans, infinities and NaN for any number.
-
-    Python counts true as 1; a user who writes `true` for a number has mistaken the key.
-    """
+    """One frozen part of an experiment; unknown keys are refused, and so are booleans, infinities and NaN for any number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: CoreSchema = _without_booleans(handler(source))
+        schema: CoreSchema = _refuse_booleans(handler(source))
         return schema
 
 
@@ -81,10 +78,10 @@ class RandAugmentConfig(Section):
 class ColorJitterConfig(Section):
     """How far colours may be changed: factors from 1 - value to 1 + value, hue by a part of the colour circle."""
 
-    brightness: NonNegative = 0.0
-    contrast: NonNegative = 0.0
-    saturation: NonNegative = 0.0
-    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    brightness: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    contrast: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    saturation: NonNegative = Field(0.0, description="factors from 1 - value to 1 + value")
+    hue: Annotated[float, Field(ge=0, le=0.5)] = Field(0.0, description="part of the colour circle, to either side")
 
 
 class DeviceAugmentConfig(Section):
@@ -318,15 +315,15 @@ class DistillConfig(Section):
 class LossOptimConfig(Section):
     """An optimizer for one loss, where it differs from the section around it."""
 
-    name: Literal["sgd", "adamw"] | None = None
-    lr: Positive | None = None
-    schedule: Literal["constant", "step", "cosine"] | None = None
-    milestones: tuple[Count, ...] | None = None
-    gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-    warmup_epochs: NonNegative | None = None
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    nesterov: bool | None = None
-    weight_decay: NonNegative | None = None
+    name: Literal["sgd", "adamw"] | None = Field(None, description="as optim.name; absent: the same")
+    lr: Positive | None = Field(None, description="as optim.lr; absent: the same")
+    schedule: Literal["constant", "step", "cosine"] | None = Field(None, description="as optim.schedule; absent: the same")
+    milestones: tuple[Count, ...] | None = Field(None, description="as optim.milestones; absent: the same")
+    gamma: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="as optim.gamma; absent: the same")
+    warmup_epochs: NonNegative | None = Field(None, description="as optim.warmup_epochs; absent: the same")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="as optim.momentum; absent: the same")
+    nesterov: bool | None = Field(None, description="as optim.nesterov; absent: the same")
+    weight_decay: NonNegative | None = Field(None, description="as optim.weight_decay; absent: the same")
 
 
 class OptimConfig(Section):
@@ -341,24 +338,26 @@ class OptimConfig(Section):
     delta: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.075, description="dot: the task's momentum is `momentum` less this, the methods' is `momentum` and this"
     )
-    epochs: Count = 10
+    epochs: Count = Field(10, description="epochs of training")
     lr: Positive = Field(0.1, description="peak learning rate")
     lr_scaling: Literal["none", "linear"] = Field(
         "none", description="linear: lr is multiplied by global_batch_size / lr_base_batch"
     )
-    lr_base_batch: Count = 256
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    lr_base_batch: Count = Field(256, description="lr_scaling linear: the global batch size for which lr is meant")
+    schedule: Literal["constant", "step", "cosine"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up; cosine: to 0 at the end"
+    )
     milestones: tuple[Count, ...] = Field((30, 60, 90), description="epochs at which the step schedule multiplies lr by gamma")
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    warmup_epochs: NonNegative = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    nesterov: bool = False
-    weight_decay: NonNegative = 1e-4
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="schedule step: factor at each milestone")
+    warmup_epochs: NonNegative = Field(0.0, description="epochs over which the learning rate rises linearly to lr")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of sgd and dot")
+    nesterov: bool = Field(False, description="Nesterov momentum, of sgd")
+    weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
     accumulate: Count = Field(
         1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to tell the noise_scale"
     )
-    clip_grad_norm: Positive | None = None
+    clip_grad_norm: Positive | None = Field(None, description="largest L2 norm of all gradients of a step; absent: no clipping")
 
     @model_validator(mode="after")
     def _dot_is_sgd(self) -> Self:
@@ -391,7 +390,7 @@ class ScaleConfig(Section):
 class TrainingConfig(Section):
     """How the loop runs, apart from what it learns."""
 
-    channels_last: bool = False
+    channels_last: bool = Field(False, description="models and images in channels_last memory format")
     compile: bool = Field(False, description="torch.compile the student and the teacher")
     log_every: Count = Field(20, description="steps between log lines and records")
     checkpoint_every: Count = Field(
@@ -410,7 +409,7 @@ class TrainingConfig(Section):
     until_s: Positive | None = Field(
         None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"
     )
-    telemetry_every_s: Positive = 1.0
+    telemetry_every_s: Positive = Field(1.0, description="seconds between two readings of GPU and CPU telemetry")
 
     @model_validator(mode="after")
     def _epochs_for_the_target(self) -> Self:

@@ -64,3 +64,7 @@ class TrainingError(DistillError):
 
 class DeviceError(DistillError):
     """A GPU that was reserved for a worker and that torch cannot use."""
+
+
+class TeacherServiceLostError(Exception):
+    """The teacher actor that a request was sent to is gone or is being restarted; sending the request again is safe."""

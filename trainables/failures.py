@@ -16,16 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from trainables.errors import DeviceError, DistillError
+from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
 from trainables.rundir import write_json
-from trainables.teachers.service.protocol import TeacherServiceLostError
 
 Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
 """`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.
 
 In the order of causes: what comes later may follow from what comes before, on another worker.
 """
-RESTARTED = frozenset({"device", "worker_died", "lost_peer"})
+RETRYABLE = frozenset({"device", "worker_died", "lost_peer"})
 """What beginning again from the last checkpoint may mend."""
 VERSION = 1
 NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"

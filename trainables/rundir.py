@@ -194,8 +194,23 @@ class RunDir:
         return self.root / "ray"
 
     @property
+    def sessions(self) -> Path:
+        """JSON lines, one a driver's session that worked on this trial: {"began_s": unix seconds}."""
+        return self.root / "sessions.jsonl"
+
+    @property
     def trials(self) -> Path:
         return self.root / "trials"
+
+    @property
+    def methods(self) -> Path:
+        """Copies of the method files that the experiment names."""
+        return self.root / "methods"
+
+    @property
+    def methods_index(self) -> Path:
+        """Which file each copy is of, and its hash."""
+        return self.methods / "index.json"
 
     def stage(self, name: str) -> StageDir:
         return StageDir(self.root / name)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from service.config.experiment import load, recipes
-from service.runs.plan import absolute, located
+from service.config.experiment import load
+from service.config.files import recipes
+from service.config.paths import absolute, with_absolute_file
 from trainables.errors import ClusterError, ExperimentError
 from trainables.rundir import expanded
 
@@ -64,7 +65,8 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
             )
         resolved = load(command[1])
-        load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
+        # A wrong experiment is refused here, not minutes later in a log.
+        load(command[1], _overrides(command), method_files="run if present")
         if command[1] not in recipes():
             name = f"{resolved.experiment.name}.yaml"
             teacher = resolved.experiment.teacher
@@ -73,7 +75,7 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
             if teacher is not None and teacher.others:
                 others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
                 resolved = resolved.override({"teacher.others": others}, command[1])
-            if methods := [located(method) for method in resolved.experiment.distill.method]:  # none names no file
+            if methods := [with_absolute_file(method) for method in resolved.experiment.distill.method]:  # none names no file
                 resolved = resolved.override({"distill.method": methods}, command[1])
             paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
             resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])

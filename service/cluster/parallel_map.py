@@ -15,7 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.cluster import resources as clusters
+from service.cluster.connect import connect
+from service.cluster.resources import is_local
 from trainables.errors import DistillError
 
 Result = TypeVar("Result")
@@ -29,8 +30,14 @@ def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
         return
     from rich import progress
 
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-               progress.TextColumn(unit), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())  # fmt: skip
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(unit),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
     # No thread of its own: the processes that do the work are forked while it stands.
     with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
         task = shown.add_task(title, total=total)
@@ -44,7 +51,7 @@ def spread(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], pr
     Where `work` raises, so does this, and the others' work ends; DistillError where a process or a node dies. `shared` is a
     folder that all nodes have to see.
     """
-    if not clusters.is_local():
+    if not is_local():
         yield from _over_cluster(work, arguments, shared)
     elif min(processes, len(arguments)) < 2:
         yield from (work(*each) for each in arguments)
@@ -88,7 +95,7 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _over_cluster(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
-    with clusters.connect(1, shared):
+    with connect(1, shared):
         import ray
 
         task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD")

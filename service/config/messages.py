@@ -1,4 +1,4 @@
-"""What a wrong key or value gets told: one line for each, with where it stands and what to write instead."""
+"""Error messages for wrong keys and values: one line each, with where the value came from and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,19 +15,54 @@ MAX_LINES = 6
 SETTABLE = "write it in the file or --set {key}=…"
 """What to do about a key that an experiment lacks."""
 
-EXPECTED = {
-    "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer", "int_parsing_size": "an integer",
-    "float_type": "a number", "float_parsing": "a number", "finite_number": "a finite number",
-    "bool_type": "true or false", "bool_parsing": "true or false",
-    "string_type": "text", "string_unicode": "text", "string_too_short": "text that is not empty",
+_VALID_VALUES = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "string_unicode": "text",
+    "string_too_short": "text that is not empty",
     "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text that matches {pattern}", "literal_error": "{expected}",
-    "model_type": "a section of keys", "model_attributes_type": "a section of keys", "dict_type": "a section of keys",
-    "tuple_type": "a list", "list_type": "a list", "too_long": "a list of {max_length}",
-    "greater_than": "above {gt}", "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt}", "less_than_equal": "at most {le}",
-}  # fmt: skip
-"""pydantic's kind of error → what would have been right."""
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "literal_error": "{expected}",
+    "model_type": "a section of keys",
+    "model_attributes_type": "a section of keys",
+    "dict_type": "a section of keys",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "too_long": "a list of {max_length}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""pydantic's type of error → which values are valid."""
+
+
+class ConfigProblems(Exception):
+    """What is wrong with a configuration: pairs of a dotted key and a line about it. `text` is for the user."""
+
+    def __init__(self, problems: Sequence[tuple[str, str]]) -> None:
+        super().__init__("; ".join(line for _, line in problems))
+        self.problems = tuple(problems)
+
+    @classmethod
+    def of_message(cls, message: str) -> ConfigProblems:
+        """One problem, whose line begins with its key and a colon."""
+        return cls([(message.partition(":")[0], message)])
+
+    def text(self, where: str, sources: Mapping[str, str] | None = None) -> str:
+        """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`."""
+        lines = [f"{source_of(key, sources or {}, where)}: {line}" for key, line in self.problems]
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
+        return "\n".join(lines)
 
 
 def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -40,7 +75,7 @@ def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _free_keys(section: type[BaseModel]) -> set[str]:
-    """The dotted keys below which a user writes names of his own, such as those of methods."""
+    """The dotted keys below which users write names of their own, such as those of methods."""
     found = set()
     for key in known_keys(section):
         model: Any = section
@@ -69,55 +104,51 @@ def nearest(key: str, keys: Sequence[str]) -> str:
     return ""
 
 
-def explain(
-    error: ValidationError,
-    section: type[BaseModel],
-    where: str,
-    sources: Mapping[str, str] | None = None,
-    *,
-    below: str = "",
-    missing: str = "write it in the file",
-) -> str:
-    """One line a mistake, `MAX_LINES` at most. `sources` says where a dotted key's value came from; the rest is from `where`.
+def problems_of(
+    error: ValidationError, section: type[BaseModel], *, prefix: str = "", missing: str = "write it in the file"
+) -> ConfigProblems:
+    """One problem for each wrong key or value of a `section`, whose own key is `prefix`, which ends with a dot.
 
-    `below`: the key of the section itself, with a dot, where it is a part. `missing`: what to do about a `{key}`, or an option
-    `{name}`, that is not there.
+    `missing`: what to do about a `{key}`, or an option `{name}`, that is not there.
     """
     keys, free = list(known_keys(section)), _free_keys(section)
     grouped: dict[tuple[str, str], list[Any]] = {}
     for detail in error.errors(include_url=False):
         grouped.setdefault(_key(detail, keys, free), []).append(detail)  # a union gives an error for each of its branches
-    lines = [
-        f"{source_of(below + key, sources or {}, where)}: {_line(below + key, plain, details, keys, missing)}"
-        for (key, plain), details in grouped.items()
-    ]
-    if len(lines) > MAX_LINES:
-        lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
-    return "\n".join(lines)
+    return ConfigProblems(
+        [(prefix + key, _line(prefix + key, plain, details, keys, missing)) for (key, plain), details in grouped.items()]
+    )
+
+
+def explain(error: ValidationError, section: type[BaseModel], where: str) -> str:
+    """The problems of a `section` as text, see `problems_of` and `ConfigProblems.text`."""
+    return problems_of(error, section).text(where)
 
 
 def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, str]:
     """The dotted key as the user wrote it, without the names that pydantic gives to a union's branches; and as `keys` has it,
-    without a list's places and the user's own names."""
+    without a list's indices and the user's own names."""
     loc: tuple[Any, ...] = detail["loc"]
     unknown = detail["type"] in ("extra_forbidden", "invalid_key")
     key = plain = named = ""
-    for place, part in enumerate(loc, start=1):
+    for depth, part in enumerate(loc, start=1):
         below = f"{plain}.{part}".lstrip(".")
         if plain in free and plain != named and isinstance(part, str) and not part.startswith("["):
             key, named = f"{key}.{part}", plain
-        elif below in keys or (unknown and place == len(loc)):
+        elif below in keys or (unknown and depth == len(loc)):
             key, plain = f"{key}.{part}".lstrip("."), below
-        elif isinstance(part, int) and (detail["type"] != "missing" or place < len(loc)):
+        elif isinstance(part, int) and (detail["type"] != "missing" or depth < len(loc)):
             key = f"{key}[{part}]"
     return key, plain
 
 
 def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
-    """Where a dotted key's value came from: the nearest of what stands around it that has a source, or else `where`."""
+    """Where a dotted key's value came from: the source of the key or of the nearest section around it, else of a key below it,
+    else `where`."""
     parts = key.partition("[")[0].split(".")
-    around = (sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources)
-    return next(around, where)
+    around = [sources[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources]
+    below = (source for name, source in sources.items() if name.startswith(f"{key}."))
+    return around[0] if around else next(below, where)
 
 
 def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing: str) -> str:
@@ -130,15 +161,15 @@ def _line(key: str, plain: str, details: list[Any], keys: Sequence[str], missing
         return f"{key}: missing: " + ("write it in the list" if "[" in key else missing.format(key=key, name=last[0]))
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}"
-    wanted = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
+    valid = " or ".join(dict.fromkeys(expected(detail) for detail in details if detail["type"] != "missing"))
     if kind == "missing":  # values of a list: the last that is missing says how many there should be
-        wanted = f"a list of {details[-1]['loc'][-1] + 1}"
-    return f"{key}: must be {wanted}, not {shown(first['input'])}"
+        valid = f"a list of {details[-1]['loc'][-1] + 1}"
+    return f"{key}: must be {valid}, not {shown(first['input'])}"
 
 
 def expected(detail: Any) -> str:
-    """What one of pydantic's errors would have had instead."""
-    form = EXPECTED.get(detail["type"])
+    """The values that would have been valid in place of the one that a pydantic error is about."""
+    form = _VALID_VALUES.get(detail["type"])
     if form is None:
         return str(detail["msg"].removeprefix("Input should be "))
     limits = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in detail.get("ctx", {}).items()}

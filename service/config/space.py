@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+SCALE_AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
+"""The axes of every sweep, whether it searches them or not."""
+
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
     "uniform": lambda rng, low, high: float(rng.uniform(low, high)),
     "loguniform": lambda rng, low, high: float(np.exp(rng.uniform(np.log(low), np.log(high)))),

@@ -195,12 +195,17 @@ class Evidence:
             return median_low(of(rank) for rank in self.ranks)
 
         return RankTimes(
-            middle(lambda r: r.data_ms), middle(lambda r: r.h2d_ms), middle(lambda r: r.augment_ms),
-            middle(lambda r: r.teacher_ms), middle(lambda r: r.student_ms), middle(lambda r: r.backward_ms),
-            middle(lambda r: r.optimizer_ms), middle(lambda r: r.step_ms),
+            middle(lambda r: r.data_ms),
+            middle(lambda r: r.h2d_ms),
+            middle(lambda r: r.augment_ms),
+            middle(lambda r: r.teacher_ms),
+            middle(lambda r: r.student_ms),
+            middle(lambda r: r.backward_ms),
+            middle(lambda r: r.optimizer_ms),
+            middle(lambda r: r.step_ms),
             loader_batch_ms=self._middle_known([r.loader_batch_ms for r in self.ranks]),
             loader_wait_ms=self._middle_known([r.loader_wait_ms for r in self.ranks]),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _middle_known(values: list[float | None]) -> float | None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
 
-from service.cluster import resources as clusters
+from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.doctor.read_run import Case, read_run
-from service.runs.plan import Plan
-from service.runs.preflight import check_inputs
+from service.report import reporter
+from service.runs.plan import Plan, most_local_cpus
+from service.runs.preflight import check_train
+from service.runs.result import RunResult
 from service.runs.run_directory import begin, check_places, new_run_dir
-from service.runs.teacher_actors import serving
-from service.runs.train import run_stage, session
+from service.runs.session import session
+from service.runs.stages import run_stage
+from service.runs.teacher_actors import running_teacher_actors
 from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
@@ -31,24 +33,22 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")
     check_places(root, None)
-    check_inputs(short, "train")
+    check_train(short)
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
     begin(short, "train", run_dir, root)
     with contextlib.redirect_stdout(sys.stderr):  # its progress: standard output begins with the main finding
-        result = carry_out(short, run_dir)
+        result = run_probe(short, run_dir)
     return read_run(short, run_dir, result)
 
 
-def carry_out(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
+def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
     """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
-    with session(resolved, run_dir) as now:
-        wanted = Plan.on(resolved.experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
-        with clusters.connect(wanted, run_dir.root) as cluster:
-            plan = Plan.on(resolved.experiment, cluster)
-            plan.check(cluster)
-            now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
-            now.display.say(plan.describe(cluster))
-            weights = untrained_teacher(now)
-            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
-                run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
+    with session(resolved, run_dir, reporter) as now, connect(most_local_cpus(resolved.experiment), run_dir.root) as cluster:
+        plan = Plan.on(resolved.experiment, cluster)
+        plan.check(cluster)
+        now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
+        now.display.say(plan.describe(cluster))
+        weights = untrained_teacher(now)
+        with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+            run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return now.result

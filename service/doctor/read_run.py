@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from service.config.experiment import Experiment, Resolved
 from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
+from service.runs.outcome import Outcome, read_summary
+from service.runs.result import RunResult, TrialRow
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import PHASES
 from trainables.rundir import RunDir, StageDir, read_lines
@@ -28,16 +29,16 @@ class Case:
     evidence: Evidence
 
 
-def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> list[Case]:
+def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Case]:
     """What a run directory tells: a run's last stage, or a sweep's trials, the best one first and the others as they stand.
 
     Raises:
         ExperimentError: no step has been timed yet.
     """
-    if result["kind"] == "sweep":
-        rows = [row for row in result.get("trials", []) if row["status"] == "ok" and "phase/step_ms" in row["metrics"]]
-        best = (result.get("best") or {}).get("id")
-        cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row["id"] != best))]
+    if result.kind == "sweep":
+        rows = [row for row in result.rows if row.status == "ok" and "phase/step_ms" in row.metrics]
+        best = result.best.id if result.best else None
+        cases = [_trial(resolved, run_dir, row) for row in sorted(rows, key=lambda row: bool(row.id != best))]
     else:
         names = ("student", *reversed(resolved.experiment.preparation))
         cases = [case for name in names if (case := _stage(resolved.experiment, run_dir, result, name))][:1]
@@ -46,46 +47,42 @@ def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> 
     return cases
 
 
-def _nothing_timed(run_dir: RunDir, result: Mapping[str, Any]) -> str:
+def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     """Why there is nothing to read: what became of a sweep's trials or a run's stages, or that none has come so far."""
-    parts = result.get("trials" if result["kind"] == "sweep" else "stages", [])
-    over = [part for part in parts if part["status"] not in ("running", "pending", "untested")]
+    parts: Sequence[Outcome] = result.rows if result.kind == "sweep" else result.stages
+    over = [part for part in parts if part.status not in ("running", "pending", "untested")]
     if not over:
         return f"{run_dir.root}: no step has been timed yet: wait for its first, or see distill report {run_dir.root}"
-    counts = Counter(part["status"] for part in over)
+    counts = Counter(part.status for part in over)
     counted = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    what = "trials" if result["kind"] == "sweep" else "stages"
-    reason = next((f"; the first reason: {part['reason']}" for part in over if part.get("reason")), "")
+    what = "trials" if result.kind == "sweep" else "stages"
+    reason = next((f"; the first reason: {part.reason}" for part in over if part.reason), "")
     return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
 
 
-def _trial(resolved: Resolved, run_dir: RunDir, row: Mapping[str, Any]) -> Case:
-    experiment = resolved.override(row["params"], "trial", reading=True).experiment
-    scale = row["scale"]
-    name = (
-        f"trial {row['id']} ({scale['scale.num_workers']} × batch {scale['data.global_batch_size']} × "
-        f"{scale['data.loader_workers']} loader workers)"
-    )
-    lines = read_lines(run_dir.trial(row["id"]).stage("student").metrics)
-    return Case(name, evidence_of(experiment, row["metrics"], lines, scale["data.loader_workers"]))
+def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Case:
+    experiment = resolved.override(row.params, "trial", reading=True).experiment
+    scale = row.scale
+    name = f"trial {row.id} ({scale.num_workers} × batch {scale.global_batch_size} × {scale.loader_workers} loader workers)"
+    lines = read_lines(run_dir.trial(row.id).stage("student").metrics)
+    return Case(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers))
 
 
-def _stage(experiment: Experiment, run_dir: RunDir, result: Mapping[str, Any], name: str) -> Case | None:
+def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Case | None:
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
     lines, metrics = read_lines(stage.metrics), _summary(stage)
     metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
     if "phase/step_ms" not in metrics:
         return None
-    evidence = evidence_of(experiment, metrics, lines, result.get("loader_workers", experiment.data.loader_workers))
+    loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
+    evidence = evidence_of(experiment, metrics, lines, loader_workers)
     return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
 
 
 def _summary(stage: StageDir) -> dict[str, float]:
-    try:
-        return dict(json.loads(stage.result.read_text())["metrics"])
-    except (OSError, ValueError, KeyError):
-        return {}
+    summary = read_summary(stage)
+    return {} if summary is None else summary.metrics
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
@@ -112,7 +109,8 @@ def evidence_of(
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,
         loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
-        if all(f"loader/{name}" in metrics for name in _LOADER) else None,
+        if all(f"loader/{name}" in metrics for name in _LOADER)
+        else None,
         copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
         further_image_ms=metrics.get("further_image_ms"),
@@ -134,7 +132,7 @@ def evidence_of(
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
-    )  # fmt: skip
+    )
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from service.config.space import GLOBAL_BATCH, SCALE_AXES
 from service.report import labels as names
-from service.report.run_records import SCALE, Records, Row, ran, spread
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.run_records import Records, Row, ran
+from service.report.statistics import LEVEL, holm, paired_t_test
+from service.runs.result import TrialRow, TrialScale
 from service.search.rows import probes
-
-LEVEL = 0.05  # chance that any difference at all is called one by mistake, over all common points
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class Pair:
     @property
     def ratio(self) -> float:
         """Speed of B over speed of A."""
-        return float(self.b["metrics"]["images_per_s"] / self.a["metrics"]["images_per_s"])
+        return float(self.b.metrics["images_per_s"] / self.a.metrics["images_per_s"])
 
     @property
     def error(self) -> float | None:
         """Relative standard error of the ratio."""
-        errors = [row.get("error") for row in (self.a, self.b)]
+        errors = [row.error for row in (self.a, self.b)]
         return None if None in errors else math.hypot(*(float(error or 0.0) for error in errors))
 
     @property
-    def chance(self) -> float | None:
-        """Chance of a ratio so far from 1 if both were as fast (two-sided, normal)."""
+    def p_value(self) -> float | None:
+        """Probability of a ratio so far from 1 if both were equally fast (two-sided, normal)."""
         if self.error is None:
             return None
         return math.erfc(abs(math.log(self.ratio)) / max(self.error, 1e-9) / math.sqrt(2))
@@ -59,30 +59,33 @@ class Comparison:
 
 def compare(a: Records, b: Records) -> Comparison:
     """Match the points of two runs: a key that one of them did not search counts with its experiment's own value."""
-    searched = dict.fromkeys([*SCALE, *(key for records in (a, b) for row in records.rows for key in row["params"])])
+    searched = dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)])
     found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
-    common = [Pair(dict(zip(searched, (held for held, _ in point), strict=True)), found_a[point], found_b[point])
-              for point in found_a if point in found_b]  # fmt: skip
-    common = holm(common)
-    both = {key for key in searched if all(any(key in row["params"] for row in records.rows) for records in (a, b))}
+    common = [
+        Pair(dict(zip(searched, (item for item, _ in point), strict=True)), found_a[point], found_b[point])
+        for point in found_a
+        if point in found_b
+    ]
+    common = with_significance(common)
+    both = {key for key in searched if all(any(key in row.params for row in records.rows) for records in (a, b))}
     differences = [
         (key, a.experiment.get(key), b.experiment.get(key))
         for key in dict.fromkeys([*a.experiment, *b.experiment])
         if key != "name" and key not in both and a.experiment.get(key) != b.experiment.get(key)
     ]
-    keys = [key for key in searched if key in SCALE or len({repr(pair.point[key]) for pair in common}) > 1]
+    keys = [key for key in searched if key in SCALE_AXES or len({repr(pair.point[key]) for pair in common}) > 1]
     return Comparison(a, b, keys, common, differences)
 
 
 def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any, str], ...], Row]]:
     """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
     for row in rows_of(records):
-        known = {**records.experiment, **row["params"], **row["scale"]}
-        yield tuple((held, repr(held)) for held in (hashable(known.get(key)) for key in keys)), row
+        known = {**records.experiment, **row.params, **row.scale.by_key}
+        yield tuple((item, repr(item)) for item in (hashable(known.get(key)) for key in keys)), row
 
 
-def hashable(held: Any) -> Any:
-    return held if isinstance(held, str | int | float | bool | None) else repr(held)
+def hashable(item: Any) -> Any:
+    return item if isinstance(item, str | int | float | bool | None) else repr(item)
 
 
 def rows_of(records: Records) -> list[Row]:
@@ -90,15 +93,16 @@ def rows_of(records: Records) -> list[Row]:
     if records.is_sweep:
         return ran(probes(records.rows))
     found: list[Row] = []
-    for stage in records.result.get("stages", []):
-        if stage["stage"] == "student" and stage["metrics"].get("images_per_s"):
+    for stage in records.result.stages:
+        if stage.stage == "student" and stage.metrics.get("images_per_s"):
             history = next((h for h in records.histories if h.label == "student"), None)
-            scale = {
-                NUM_WORKERS: records.result["num_workers"], GLOBAL_BATCH: records.experiment[GLOBAL_BATCH],
-                LOADER_WORKERS: records.result["loader_workers"],
-            }  # fmt: skip
-            found.append({"id": "student", "params": {}, "scale": scale, "status": "ok", "metrics": stage["metrics"],
-                          "error": spread(history.windows_s) if history else None})  # fmt: skip
+            scale = TrialScale.model_construct(
+                num_workers=records.result.num_workers or 1,
+                global_batch_size=records.experiment[GLOBAL_BATCH],
+                loader_workers=records.result.loader_workers,
+            )
+            row = TrialRow(id="student", params={}, scale=scale, status="ok", metrics=stage.metrics)
+            found.append(Row.of(row, history.windows_s if history else ()))
     return found
 
 
@@ -107,17 +111,14 @@ def best_row(records: Records) -> Row | None:
     return records.best if records.is_sweep else next(iter(rows_of(records)), None)
 
 
-def holm(pairs: list[Pair]) -> list[Pair]:
-    """Which differences are beyond noise, many being looked at at once (Holm 1979), in the order of the pairs."""
-    known = sorted(
-        (place for place, pair in enumerate(pairs) if pair.chance is not None), key=lambda place: pairs[place].chance or 0.0
-    )
-    verdicts: dict[int, bool] = {}
-    holds = True
-    for passed, place in enumerate(known):
-        holds = holds and (pairs[place].chance or 0.0) <= LEVEL / (len(known) - passed)
-        verdicts[place] = holds
-    return [Pair(pair.point, pair.a, pair.b, verdicts.get(place)) for place, pair in enumerate(pairs)]
+def with_significance(pairs: list[Pair]) -> list[Pair]:
+    """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
+    p_values = [pair.p_value for pair in pairs]
+    adjusted = iter(holm([p_value for p_value in p_values if p_value is not None]))
+    return [
+        pair if p_value is None else replace(pair, beyond_noise=next(adjusted) <= LEVEL)
+        for pair, p_value in zip(pairs, p_values, strict=True)
+    ]
 
 
 def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
@@ -125,48 +126,45 @@ def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
 
     What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
     """
-    if len(pairs) < 2:
+    test = paired_t_test([math.log(pair.ratio) for pair in pairs])
+    if test is None:
         return None
-    logs_M = [math.log(pair.ratio) for pair in pairs]
-    mean = sum(logs_M) / len(logs_M)
-    from scipy.stats import t
-
-    variance = sum((one - mean) ** 2 for one in logs_M) / (len(logs_M) - 1)
-    half = float(t.ppf(0.975, len(logs_M) - 1)) * math.sqrt(variance / len(logs_M))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    return math.exp(test.mean), math.exp(test.mean - test.half_width), math.exp(test.mean + test.half_width)
 
 
 def lead(comparison: Comparison) -> list[str]:
     """What the comparison says, in sentences."""
-    told = []
+    sentences = []
     for name, records in (("A", comparison.a), ("B", comparison.b)):
         best = best_row(records)
-        where = f"{name}, {records.result['name']}"
-        told.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
+        where = f"{name}, {records.result.name}"
+        sentences.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
     a, b = (best_row(records) for records in (comparison.a, comparison.b))
     if a and b:
-        told.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
+        sentences.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
     if not comparison.pairs:
-        return [*told, "No point was run by both."]
+        return [*sentences, "No point was run by both."]
     counted = names.counted(len(comparison.pairs), "common point")
     if whole := overall(comparison.pairs):
-        told.append(f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f}).")
+        sentences.append(
+            f"Over {counted} B is {times(whole[0])} A (geometric mean; 95% between {whole[1]:.3f} and {whole[2]:.3f})."
+        )
     known = [pair for pair in comparison.pairs if pair.beyond_noise is not None]
     if known:
         faster = sum(bool(pair.beyond_noise) and pair.ratio > 1 for pair in known)
         slower = sum(bool(pair.beyond_noise) and pair.ratio < 1 for pair in known)
-        told += [
+        sentences += [
             f"Beyond the noise of the steps, B is faster at {faster} of {counted} and slower at {slower}; "
             f"{len(known) - faster - slower} differ by no more than noise.",
             "What made the machine slower on one of the days (heat, neighbours) is not in that noise.",
         ]
     if len(known) < len(comparison.pairs):
-        told.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
-    return told
+        sentences.append(f"Of {len(comparison.pairs) - len(known)} of them the spread of the steps is not known.")
+    return sentences
 
 
 def summary(records: Records, best: Row, keys: list[str]) -> str:
-    m = best["metrics"]
+    m = best.metrics
     accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
     where = names.point(with_known(records, best, keys), records.unit, keys)
     return f"{where}, {names.number(m['images_per_s'], 1)} images/s{accuracy}"
@@ -174,7 +172,7 @@ def summary(records: Records, best: Row, keys: list[str]) -> str:
 
 def with_known(records: Records, row: Row, keys: list[str]) -> Row:
     """The row with the values that its experiment has on keys that were not searched."""
-    return {**row, "params": {**{key: records.experiment.get(key) for key in keys}, **row["params"]}}
+    return row.model_copy(update={"params": {**{key: records.experiment.get(key) for key in keys}, **row.params}})
 
 
 def times(ratio: float) -> str:
@@ -191,14 +189,14 @@ def verdict(pair: Pair) -> str:
 def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """The table of common points: columns and rows."""
     unit = comparison.a.unit
-    accurate = any("top1_pct" in row["metrics"] for pair in comparison.pairs for row in (pair.a, pair.b))
+    accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
     columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
     columns += ["A top-1 %", "B top-1 %"] if accurate else []
     rows = []
     for pair in comparison.pairs:
-        speeds = [names.number(row["metrics"]["images_per_s"], 1) for row in (pair.a, pair.b)]
+        speeds = [names.number(row.metrics["images_per_s"], 1) for row in (pair.a, pair.b)]
         error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
-        tops = [names.number(row["metrics"].get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
+        tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
         rows.append(
             [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
         )

@@ -10,7 +10,7 @@ from rich.table import Table as TextTable
 from service.report import labels as names
 from service.report.compare import Comparison, Pair, cells, difference_cells, lead, verdict
 from service.report.document import Page, Section, Table, render
-from service.report.page import kept
+from service.report.page import without_none
 from service.report.plotly_marks import GREY, Figure, dots, hover, line, plain, whiskers
 from trainables.errors import ExperimentError
 from trainables.rundir import write_atomic
@@ -57,15 +57,18 @@ def comparison_page(comparison: Comparison) -> Page:
     columns, rows = cells(comparison)
     differences = Table("What differs in the experiments", ["key", "A", "B"], difference_cells(comparison))
     sections = [
-        Section("Points that both have run", tables=[Table("Common points", columns, rows)] if rows else [],
-                figures=kept(ratios(comparison))),
+        Section(
+            "Points that both have run",
+            tables=[Table("Common points", columns, rows)] if rows else [],
+            figures=without_none(ratios(comparison)),
+        ),
         Section("What differs in the experiments", tables=[differences] if differences.rows else []),
-    ]  # fmt: skip
+    ]
     a, b = comparison.a, comparison.b
-    told = lead(comparison)
-    title, foot = f"{a.result['name']} (A) and {b.result['name']} (B)", f"A: {a.root} · B: {b.root}"
+    sentences = lead(comparison)
+    title, foot = f"{a.result.name} (A) and {b.result.name} (B)", f"A: {a.root} · B: {b.root}"
     shown = [section for section in sections if section.tables or section.figures]
-    return Page("comparison", title, "", told[:2], shown, notes=told[2:], foot=foot)
+    return Page("comparison", title, "", sentences[:2], shown, notes=sentences[2:], foot=foot)
 
 
 def ratios(comparison: Comparison) -> Figure | None:
@@ -74,21 +77,25 @@ def ratios(comparison: Comparison) -> Figure | None:
     if not ordered:
         return None
     unit, keys = comparison.a.unit, comparison.keys
-    rank = {id(pair): place + 1 for place, pair in enumerate(ordered)}
+    rank = {id(pair): index + 1 for index, pair in enumerate(ordered)}
 
     def name(pair: Pair) -> str:
         return ", ".join(names.at(key, pair.point[key], unit) for key in keys)
 
     traces = [line("as fast", 0, [0.5, len(ordered) + 0.5], [1, 1], hoverinfo="skip") | {"line": {"color": GREY, "dash": "dot"}}]
-    for place, kind in enumerate(VERDICTS):
-        mine = [pair for pair in ordered if verdict(pair) == kind]
-        if mine:
-            tips = [hover(name(pair), f"B ÷ A: {pair.ratio:.3f}", kind) for pair in mine]
-            marks = dots(kind, place, [rank[id(pair)] for pair in mine], [pair.ratio for pair in mine], tips)
-            marks["error_y"] = whiskers(marks["marker"]["color"], [1.96 * (pair.error or 0.0) * pair.ratio for pair in mine])
+    for index, kind in enumerate(VERDICTS):
+        pairs = [pair for pair in ordered if verdict(pair) == kind]
+        if pairs:
+            tips = [hover(name(pair), f"B ÷ A: {pair.ratio:.3f}", kind) for pair in pairs]
+            marks = dots(kind, index, [rank[id(pair)] for pair in pairs], [pair.ratio for pair in pairs], tips)
+            marks["error_y"] = whiskers(marks["marker"]["color"], [1.96 * (pair.error or 0.0) * pair.ratio for pair in pairs])
             traces.append(marks)
     return Figure(
-        "ratios", "Speed of B over A", "Above 1, B is faster; bars are 95% bounds from the spread of the steps.", traces,
+        "ratios",
+        "Speed of B over A",
+        "Above 1, B is faster; bars are 95% bounds from the spread of the steps.",
+        traces,
         {"xaxis": {"title": {"text": plain("common points, by ratio")}}, "yaxis": {"title": {"text": "B ÷ A"}}},
-        ["point", "B ÷ A", "verdict"], [[name(pair), f"{pair.ratio:.3f}", verdict(pair)] for pair in ordered],
-    )  # fmt: skip
+        ["point", "B ÷ A", "verdict"],
+        [[name(pair), f"{pair.ratio:.3f}", verdict(pair)] for pair in ordered],
+    )

@@ -47,10 +47,13 @@ def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
         counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
         part = index.splits[split]
         table.add_row(
-            split, f"{len(source):,}", f"{(counts_K > 0).sum():,}",
+            split,
+            f"{len(source):,}",
+            f"{(counts_K > 0).sum():,}",
             *(f"{count:,.0f}" for count in (np.min(counts_K), np.median(counts_K), np.max(counts_K))),
-            str(len(part.shards)), f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
-        )  # fmt: skip
+            str(len(part.shards)),
+            f"{sum(shard.bytes for shard in part.shards) / 2**20:,.1f}",
+        )
     return table
 
 
@@ -111,6 +114,6 @@ def write_sheet(root: Path, path: Path) -> int:
             sheet.paste(resized, (x + (_TILE - width) // 2, y + (_TILE - height) // 2))
             shown += 1
         draw.text((x + 4, y + _TILE), source.classes[source.labels_N[index]][:20], "black")
-    with replacing(path) as beside:
-        sheet.save(beside, "PNG")
+    with replacing(path) as temporary:
+        sheet.save(temporary, "PNG")
     return shown

@@ -80,10 +80,17 @@ def render(page: Page) -> str:
     """The page as one text."""
     figures = [figure for section in page.sections for figure in section.figures]
     drawn = [{"id": figure.id, "traces": figure.traces, "layout": figure.layout} for figure in figures]
-    return str(_template().render(
-        page=page, nonce=secrets.token_urlsafe(16), style=_asset("page.css"), script=_asset("page.js"), numbers=numbers,
-        figures=packed(as_json(drawn)) if drawn else "", library=plotly() if drawn else "",
-    ))  # fmt: skip
+    return str(
+        _template().render(
+            page=page,
+            nonce=secrets.token_urlsafe(16),
+            style=_asset("page.css"),
+            script=_asset("page.js"),
+            numbers=numbers,
+            figures=packed(as_json(drawn)) if drawn else "",
+            library=plotly() if drawn else "",
+        )
+    )
 
 
 def numbers(figure: Figure) -> Table:
@@ -106,8 +113,8 @@ def _finite(value: Any) -> Any:
         # Nobody sees the seventh digit, and a page of many trials is half as large without them.
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
-    return [_finite(held) for held in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache

@@ -11,6 +11,8 @@ from service.report.run_records import History
 from service.report.timeline import clock
 from trainables.rundir import final_names
 
+Sample = tuple[float, str, Mapping[str, float]]
+"""Unix ms, the label of its history, and the metrics by their names."""
 HARDWARE = (
     ("utilisation", "GPU utilisation", "util_pct", "%", True),
     ("temperature", "GPU temperature", "temperature_c", "°C", False),
@@ -21,64 +23,80 @@ HARDWARE = (
 
 def hardware(histories: Sequence[History]) -> list[Figure]:
     """What GPUs and nodes did, a point an epoch or, of a timing trial, a point a trial."""
-    samples = []
+    samples: list[Sample] = []
     for h in histories:
-        told = h.of("epoch") or h.of("summary")
-        samples += [(float(one["time_ms"]), h.label, final_names(one["metrics"])) for one in told]
+        lines = h.of("epoch") or h.of("summary")
+        samples += [(float(one["time_ms"]), h.label, final_names(one["metrics"])) for one in lines]
     samples.sort(key=lambda sample: sample[0])
     if not samples:
         return []
     begin = min(h.start_ms for h in histories if h.lines)
     xs, unit = clock((at - begin) / 1e3 for at, _, _ in samples)
     figures = []
-    for name, title, field, measure, zero in HARDWARE:
-        form = re.compile(r"node\d+/gpu\d+/" + field if name != "cpu" else r"node\d+/" + field)
-        places = sorted({key for _, _, m in samples for key in m if form.fullmatch(key)}, key=names.natural)
-        if places:
-            figures.append(_over_clock(name, title, places, samples, xs, unit, measure, zero))
+    for figure_name, title, field, unit_of_field, from_zero in HARDWARE:
+        form = re.compile(r"node\d+/gpu\d+/" + field if figure_name != "cpu" else r"node\d+/" + field)
+        series = sorted({key for _, _, m in samples for key in m if form.fullmatch(key)}, key=names.natural)
+        if not series:
+            continue
+        table = [_row(name, samples) for name in series]
+        lowest, highest = min(_number(row[1]) for row in table), max(_number(row[3]) for row in table)
+        many = len(series) > MOST_SERIES
+        caption = f"Means of each epoch or trial{', with the band from the lowest to the highest' if many else ''}."
+        figures.append(
+            Figure(
+                figure_name,
+                f"{title} over time",
+                f"{caption} From {lowest:,.0f} to {highest:,.0f} {unit_of_field}.",
+                _mean_and_band(series, samples, xs) if many else _lines(series, samples, xs, unit_of_field),
+                {"xaxis": {"title": {"text": f"{unit} since the start"}}, "yaxis": y_axis(unit_of_field, from_zero)},
+                ["where", "lowest mean", "mean", "highest mean", "peak"],
+                table,
+                height=300,
+            )
+        )
     return figures
 
 
-def _over_clock(
-    name: str, title: str, places: list[str], samples: Sequence[tuple[float, str, Mapping[str, float]]], xs: list[float],
-    unit: str, measure: str, zero: bool,
-) -> Figure:  # fmt: skip
-    """One measure of every GPU or node; of many, their mean between the lowest and the highest."""
-    traces: list[Trace] = []
-    table = []
-    for place in places:
-        held = [m[place] for _, _, m in samples if place in m]
-        most = place.replace(measure_of(place), f"_max{measure_of(place)}")
-        peaks = [m[most] for _, _, m in samples if most in m]
-        table.append([place.rpartition("/")[0], *(names.number(one, 1) for one in (min(held), sum(held) / len(held), max(held))),
-                      names.number(max(peaks, default=None), 1)])  # fmt: skip
-    if len(places) <= MOST_SERIES:
-        for number, place in enumerate(places):
-            told = [(x, m[place], label) for x, (_, label, m) in zip(xs, samples, strict=True) if place in m]
-            where = place.rpartition("/")[0]
-            traces.append(
-                dots(where, number, [x for x, _, _ in told], [y for _, y, _ in told],
-                     [hover(where, label, f"{y:.0f} {measure}") for _, y, label in told])
-                | {"mode": "lines+markers", "line": {"color": PALETTE[number], "dash": DASHES[number], "width": 1.5},
-                   "marker": {"color": PALETTE[number], "symbol": SYMBOLS[number], "size": 6}}
-            )  # fmt: skip
-    else:
-        every = [(x, [m[place] for place in places if place in m]) for x, (_, _, m) in zip(xs, samples, strict=True)]
-        every = [(x, held) for x, held in every if held]
-        at = [x for x, _ in every]
-        traces.append(band(PALETTE[0], at, [min(held) for _, held in every], [max(held) for _, held in every]))
-        traces.append(line(f"mean of {len(places)}", 0, at, [sum(held) / len(held) for _, held in every]))
-    caption = "Means of each epoch or trial" + (
-        ", with the band from the lowest to the highest." if len(places) > MOST_SERIES else "."
-    )
-    lowest, highest = (pick(float(row[place].replace(",", "")) for row in table) for pick, place in ((min, 1), (max, 3)))
-    return Figure(
-        name, f"{title} over time", f"{caption} From {lowest:,.0f} to {highest:,.0f} {measure}.", traces,
-        {"xaxis": {"title": {"text": f"{unit} since the start"}}, "yaxis": y_axis(measure, zero)},
-        ["where", "lowest mean", "mean", "highest mean", "peak"], table, height=300,
-    )  # fmt: skip
+def _row(name: str, samples: Sequence[Sample]) -> list[str]:
+    """Lowest, mean and highest value of a series, and its peak between samples."""
+    values = [m[name] for _, _, m in samples if name in m]
+    suffix = unit_suffix(name)
+    peaks = [m[peak] for _, _, m in samples if (peak := name.replace(suffix, f"_max{suffix}")) in m]
+    numbers = (min(values), sum(values) / len(values), max(values), max(peaks, default=None))
+    return [name.rpartition("/")[0], *(names.number(number, 1) for number in numbers)]
 
 
-def measure_of(place: str) -> str:
+def _number(cell: str) -> float:
+    return float(cell.replace(",", ""))
+
+
+def _lines(series: Sequence[str], samples: Sequence[Sample], xs: Sequence[float], unit: str) -> list[Trace]:
+    """A line for each GPU or node."""
+    traces = []
+    for index, name in enumerate(series):
+        points = [(x, m[name], label) for x, (_, label, m) in zip(xs, samples, strict=True) if name in m]
+        where = name.rpartition("/")[0]
+        tips = [hover(where, label, f"{y:.0f} {unit}") for _, y, label in points]
+        style = {
+            "mode": "lines+markers",
+            "line": {"color": PALETTE[index], "dash": DASHES[index], "width": 1.5},
+            "marker": {"color": PALETTE[index], "symbol": SYMBOLS[index], "size": 6},
+        }
+        traces.append(dots(where, index, [x for x, _, _ in points], [y for _, y, _ in points], tips) | style)
+    return traces
+
+
+def _mean_and_band(series: Sequence[str], samples: Sequence[Sample], xs: Sequence[float]) -> list[Trace]:
+    """The mean of many series, and the band between the lowest and the highest."""
+    per_sample = [(x, [m[name] for name in series if name in m]) for x, (_, _, m) in zip(xs, samples, strict=True)]
+    per_sample = [(x, values) for x, values in per_sample if values]
+    at = [x for x, _ in per_sample]
+    return [
+        band(PALETTE[0], at, [min(values) for _, values in per_sample], [max(values) for _, values in per_sample]),
+        line(f"mean of {len(series)}", 0, at, [sum(values) / len(values) for _, values in per_sample]),
+    ]
+
+
+def unit_suffix(name: str) -> str:
     """The unit that ends a telemetry name: `_pct`, `_c`, `_mhz`."""
-    return "_" + place.rpartition("_")[2]
+    return "_" + name.rpartition("_")[2]

@@ -7,17 +7,23 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from service.report.run_records import SCALE, Row, ended, ran, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.report.run_records import Row, ended, ran, value
 
 AXES = {GLOBAL_BATCH: "global batch", LOADER_WORKERS: "loader workers"}
 METRICS = {
-    "images_per_s": ("images/s", 1), "epoch_s": ("s an epoch", 2), "step_s": ("s a step", 4),
-    "gpu_s_per_epoch": ("GPU-s an epoch", 2), "top1_pct": ("% top-1", 2), "best_top1_pct": ("% best top-1", 2),
-    "top5_pct": ("% top-5", 2), "val_loss": ("validation loss", 4),
+    "images_per_s": ("images/s", 1),
+    "epoch_s": ("s an epoch", 2),
+    "step_s": ("s a step", 4),
+    "gpu_s_per_epoch": ("GPU-s an epoch", 2),
+    "top1_pct": ("% top-1", 2),
+    "best_top1_pct": ("% best top-1", 2),
+    "top5_pct": ("% top-5", 2),
+    "val_loss": ("validation loss", 4),
     "time_to_accuracy_s": ("s of training to the accuracy", 1),
-    "data_pct": ("% of a step waiting for data", 1), "peak_memory_mib": ("MiB peak memory", 0),
-}  # fmt: skip
+    "data_pct": ("% of a step waiting for data", 1),
+    "peak_memory_mib": ("MiB peak memory", 0),
+}
 
 ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"}
 """What a status that does not say it itself means."""
@@ -43,31 +49,31 @@ def counted(count: Any, unit: str) -> str:
     return f"{count} {unit}" + ("s" if count != 1 else "")
 
 
-def at(key: str, held: Any, unit: str) -> str:
+def at(key: str, value: Any, unit: str) -> str:
     """One value of an axis: 2 GPUs, batch 512, 4 loader workers, precision bf16."""
     if key == NUM_WORKERS:
-        return counted(held, unit)
+        return counted(value, unit)
     if key == LOADER_WORKERS:
-        return counted(held, "loader worker")
-    return f"batch {held}" if key == GLOBAL_BATCH else f"{key} {held}"
+        return counted(value, "loader worker")
+    return f"batch {value}" if key == GLOBAL_BATCH else f"{key} {value}"
 
 
 def point(row: Row, unit: str, extras: Sequence[str]) -> str:
     """A trial's point: 2 GPUs × batch 512 × 4 loader workers, precision bf16."""
-    scale = " × ".join(at(key, value(row, key), unit) for key in SCALE)
-    return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE)])
+    scale = " × ".join(at(key, value(row, key), unit) for key in SCALE_AXES)
+    return ", ".join([scale, *(at(key, value(row, key), unit) for key in extras if key not in SCALE_AXES)])
 
 
-def metric(name: str, held: float) -> str:
+def metric(name: str, value: float) -> str:
     """A metric's value with its unit."""
     unit, digits = METRICS.get(name, (name, 3))
-    return f"{number(held, digits)}{'' if unit.startswith('%') else ' '}{unit}"
+    return f"{number(value, digits)}{'' if unit.startswith('%') else ' '}{unit}"
 
 
 def statuses(rows: Sequence[Row]) -> dict[str, int]:
     """How many of the trials have ended in which way, the ways in alphabetical order but what could never run last."""
-    found = sorted({row["status"] for row in rows}, key=lambda status: (status == "infeasible", status))
-    return {status: sum(row["status"] == status for row in rows) for status in found}
+    found = sorted({row.status for row in rows}, key=lambda status: (status == "infeasible", status))
+    return {status: sum(row.status == status for row in rows) for status in found}
 
 
 def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
@@ -75,10 +81,10 @@ def left_out(rows: Sequence[Row], shown: Collection[str], missing: str) -> str:
 
     `shown`: their ids; `missing`: what a trial that has a speed lacks where it is not in the figure.
     """
-    speeds = {row["id"] for row in ran(rows)}
-    left = [row for row in ended(rows) if row["id"] not in shown]
-    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row["id"] not in speeds]).items()]
-    if without := sum(row["id"] in speeds for row in left):
+    speeds = {row.id for row in ran(rows)}
+    left = [row for row in ended(rows) if row.id not in shown]
+    parts = [f"{count} {status}" for status, count in statuses([row for row in left if row.id not in speeds]).items()]
+    if without := sum(row.id in speeds for row in left):
         parts.append(f"{without} without {missing}")
     return f" Not shown: {', '.join(parts)} of {counted(len(ended(rows)), 'trial')}." if parts else ""
 

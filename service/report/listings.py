@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
 from service.report import speed_by_axis as along
 from service.report.document import Section, Shade, Table
-from service.report.run_records import SCALE, Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.run_records import Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
 
 BAD = ("failed", "oom", "infeasible", "stopped")
 NEAR_ACROSS, NEAR_DOWN = 7, 7  # columns and rows that are seen at a glance, the best trial among them
@@ -105,17 +105,17 @@ def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) 
             if found is None:
                 cells.append("–")
                 continue
-            text = names.number(speed(found), 1) if speed(found) else found["status"]
+            text = names.number(speed(found), 1) if speed(found) else found.status
             share = (speed(found) / fastest) ** 2
             if (row, column) == shown.best:
                 cells.append(Shade(f"{text} ★", share, "best"))
             else:
                 cells.append(Shade(text, share, "" if share else "bad"))
         rows.append(cells)
-    extras = [key for key in axes(records.rows) if key not in SCALE]
+    extras = [key for key in axes(records.rows) if key not in SCALE_AXES]
     caption = "Images/s; the stronger the ground, the faster; ★ is the best trial."
     if any("–" in row for row in rows):
-        to_come = any(row["status"] == "pending" for row in records.rows)
+        to_come = any(row.status == "pending" for row in records.rows)
         caption += " – has no result so far." if to_come else " – was not tried."
     caption += f" The fastest over {', '.join(extras)}." if extras else ""
     columns = ["", *(names.at(shown.across_key, column, records.unit) for column in shown.across)]
@@ -129,7 +129,7 @@ def hashable(found: Any) -> int | str:
 
 def speed(row: Row) -> float:
     """Images/s; 0 where a trial has none."""
-    return float(row["metrics"].get("images_per_s") or 0.0)
+    return float(row.metrics.get("images_per_s") or 0.0)
 
 
 def listed(words: Sequence[str]) -> str:
@@ -139,31 +139,42 @@ def listed(words: Sequence[str]) -> str:
 
 def trials(records: Records) -> Table | None:
     """Every trial that was tried: GPUs × batch × loader workers → seconds a step, of it waiting for data, speed, epoch."""
-    tried = [row for row in records.rows if row["status"] != "untested"]
+    tried = [row for row in records.rows if row.status != "untested"]
     if not tried:
         return None
-    extras = [key for key in axes(records.rows) if key not in SCALE]
+    extras = [key for key in axes(records.rows) if key not in SCALE_AXES]
     columns = ["trial", "status", f"{records.unit}s", "batch", "loader workers", *extras, "s/step", "of it data", "least–most"]
     columns += ["data %", "images/s", "±", "s/epoch", f"{records.unit}-s/epoch", "top-1 %", "took s"]
     rows, best = [], records.best
     for row in tried:
-        m = row["metrics"]
+        m = row.metrics
         data_s = [
             names.number(m[f"phase/data{part}_ms"] / 1e3, 4) if f"phase/data{part}_ms" in m else "–"
             for part in ("", "_min", "_max")
         ]
         epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
         cost = gpu_s_per_epoch(row)
-        status = row["status"] + (" oversubscribed" if row.get("oversubscribed") else "")
-        status += f" measured {len(row['measurements'])} times" if row.get("measurements") else ""
-        rows.append([
-            row["id"], status, *(str(value(row, key)) for key in (*SCALE, *extras)),
-            names.number(m.get("step_s"), 4), data_s[0], f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
-            names.number(m.get("data_pct"), 1), names.number(m.get("images_per_s"), 1), along.error_cell(row), epoch,
-            names.number(cost), names.number(m.get("top1_pct")), names.number(row.get("seconds"), 1),
-        ])  # fmt: skip
-    empty = {place for place in range(len(columns)) if all(row[place] == "–" for row in rows)}
-    marked = frozenset(place for place, row in enumerate(tried) if best and row["id"] == best["id"])
+        status = row.status + (" oversubscribed" if row.oversubscribed else "")
+        status += f" measured {len(row.measurements)} times" if row.measurements else ""
+        rows.append(
+            [
+                row.id,
+                status,
+                *(str(value(row, key)) for key in (*SCALE_AXES, *extras)),
+                names.number(m.get("step_s"), 4),
+                data_s[0],
+                f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
+                names.number(m.get("data_pct"), 1),
+                names.number(m.get("images_per_s"), 1),
+                along.error_cell(row),
+                epoch,
+                names.number(cost),
+                names.number(m.get("top1_pct")),
+                names.number(row.seconds, 1),
+            ]
+        )
+    empty = {index for index in range(len(columns)) if all(row[index] == "–" for row in rows)}
+    marked = frozenset(index for index, row in enumerate(tried) if best and row.id == best.id)
     return Table(
         f"All {names.counted(len(tried), 'trial')}",
         [name for index, name in enumerate(columns) if index not in empty],
@@ -175,9 +186,9 @@ def trials(records: Records) -> Table | None:
 
 def bad(records: Records) -> Table | None:
     """Failed, infeasible and stopped trials, with their reasons."""
-    rows = [row for row in records.rows if row["status"] in BAD]
+    rows = [row for row in records.rows if row.status in BAD]
     keys = axes(records.rows)
-    cells = [[row["id"], row["status"], row.get("reason") or "–", names.point(row, records.unit, keys)] for row in rows]
+    cells = [[row.id, row.status, row.reason or "–", names.point(row, records.unit, keys)] for row in rows]
     if not rows:
         return None
     title = f"{names.counted(len(rows), 'trial')} and their reasons"
@@ -192,5 +203,5 @@ def settings(records: Records) -> Section:
         found = (records.sources.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
         return next((one for one in found if one), "default")
 
-    rows = [[key, str(held), source(key)] for key, held in records.experiment.items()]
+    rows = [[key, str(item), source(key)] for key, item in records.experiment.items()]
     return Section("The experiment", tables=[Table(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from service.report.run_records import SCALE, Row, ran
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, Hardware, Point
-from service.search.replay import observation
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.report.run_records import Row, ran
+from service.runs.result import RunResult
+from service.search.points import Point
+from service.search.replay import hardware_of, observation
 from service.search.rows import point_of
 from service.search.step_time_model import StepTime, fit
 
@@ -29,20 +30,21 @@ class Curve:
     high: list[float]
 
 
-def model_of(result: Mapping[str, Any], rows: Sequence[Row]) -> StepTime | None:
+def model_of(result: RunResult, rows: Sequence[Row]) -> StepTime | None:
     """The model fitted to the measured rows, of many to some all over the space.
 
     None where these are too few, or where the hardware is not known (older runs).
     """
-    known = result.get("hardware")
-    measured = [row for row in ran(rows) if row["status"] == "ok" and all(isinstance(row["scale"][key], int) for key in SCALE)]
+    known = result.hardware
+    measured = [
+        row for row in ran(rows) if row.status == "ok" and all(isinstance(row.scale.by_key[key], int) for key in SCALE_AXES)
+    ]
     if not known or len(measured) < FEWEST:
         return None
     if len(measured) > MOST:
         chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
-        measured = [measured[place] for place in sorted(chosen)]
-    hardware = Hardware(int(known["nodes"]), int(known["slots_per_node"]), float(known["cpus_per_node"]))
-    return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware)
+        measured = [measured[index] for index in sorted(chosen)]
+    return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware_of(known))
 
 
 def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:
@@ -53,7 +55,7 @@ def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Cu
         at = np.unique((np.geomspace(low, high, ALONG) / workers).round().clip(1) * workers)
     else:
         at = np.unique(np.linspace(low, high, min(ALONG, round(high - low) + 1)).round())
-    points = [{**base, key: int(place)} for place in at]
+    points = [{**base, key: int(index)} for index in at]
     predicted = model.predict(points)
     batch = np.array([float(point[GLOBAL_BATCH]) for point in points])
     speed, off = batch / predicted.step_s, predicted.step_sd_s / predicted.step_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
@@ -18,19 +18,25 @@ from service.report.document import Page, Section, render
 from service.report.model_curve import model_of
 from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records
+from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_atomic
 
 RELOAD_S = 5
 FACTS = {
-    "images_per_s": "images/s", "epoch_s": "s of steps an epoch", "epoch_wall_s": "s an epoch by the clock",
-    "step_s": "s a step", "data_pct": "% of it waiting for data",
-    "top1_pct": "top-1 %", "best_top1_pct": "best top-1 %", "peak_memory_mib": "MiB of GPU memory, peak",
-}  # fmt: skip
+    "images_per_s": "images/s",
+    "epoch_s": "s of steps an epoch",
+    "epoch_wall_s": "s an epoch by the clock",
+    "step_s": "s a step",
+    "data_pct": "% of it waiting for data",
+    "top1_pct": "top-1 %",
+    "best_top1_pct": "best top-1 %",
+    "peak_memory_mib": "MiB of GPU memory, peak",
+}
 
 
-def write_page(run_dir: RunDir, result: Mapping[str, Any], path: Path | None = None) -> Path:
+def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> Path:
     """Write the page of a run as it stands, atomically. Returns where.
 
     Raises:
@@ -38,20 +44,12 @@ def write_page(run_dir: RunDir, result: Mapping[str, Any], path: Path | None = N
     """
     path = path or run_dir.report
     resolved = read_resolved(run_dir.experiment, reading=True)
-    records = read_records(run_dir, result, resolved.experiment, result.get("sources") or {})
+    records = read_records(run_dir, result, resolved.experiment, result.sources or {})
     try:
         write_atomic(path, render(page_of(records)).encode())
     except OSError as error:
         raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html FILE") from error
     return path
-
-
-def leave_page(run_dir: RunDir, result: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Write the page at a run's end. What goes wrong here is said, and is no reason for a run to fail that has succeeded."""
-    try:
-        write_page(run_dir, result)
-    except Exception as error:
-        say(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")
 
 
 def page_of(records: Records) -> Page:
@@ -70,79 +68,106 @@ def sweep_page(records: Records) -> Page:
     else:
         metric, mode = winner.judged(result)
         lead = [
-            f"{winner.won(best, unit, keys, metric)} (trial {best['id']})",
+            f"{winner.won(best, unit, keys, metric)} (trial {best.id})",
             winner.why(rows, best, metric, mode, unit),
         ]
         lead += seeds.sentence(result)
-        if shares := winner.step_shares(best["metrics"]):
+        if shares := winner.step_shares(best.metrics):
             lead[1] += f" Its step: {shares}."
-        facts, notes = facts_of(best["metrics"]), [*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)]
+        facts, notes = facts_of(best.metrics), [*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)]
     sections = [
-        Section(f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-                tables=[*listings.heat(records), *kept(listings.trials(records))]),
-        Section("Trials without a result", tables=kept(listings.bad(records))),
-        Section("Over seeds", tables=kept(seeds.page_table(result)), figures=kept(seeds.figure(result))),
+        Section(
+            f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
+            tables=[*listings.heat(records), *without_none(listings.trials(records))],
+        ),
+        Section("Trials without a result", tables=without_none(listings.bad(records))),
+        Section("Over seeds", tables=without_none(seeds.page_table(result)), figures=without_none(seeds.figure(result))),
         Section("Speed over each axis", figures=over_axes(records)),
-        Section("Where the time goes", figures=kept(figures.phases(rows, unit), figures.waits(rows, unit))),
-        Section("Scaling and cost", figures=kept(
-            figures.efficiency(points, best, unit) if best else None,
-            figures.pareto(points, unit, (result.get("search") or {}).get("front", ())))),
+        Section("Where the time goes", figures=without_none(figures.phases(rows, unit), figures.waits(rows, unit))),
+        Section(
+            "Scaling and cost",
+            figures=without_none(
+                figures.efficiency(points, best, unit) if best else None,
+                figures.pareto(points, unit, result.search.front if result.search else ()),
+            ),
+        ),
         Section("Over time", figures=over_time(records)),
         listings.settings(records),
-    ]  # fmt: skip
-    return finished(records, Page(
-        "sweep", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures], facts, notes,
-        "Train at that point" if best else "", winner.command(records.root, best) if best else "",
-    ))  # fmt: skip
+    ]
+    return finished(
+        records,
+        Page(
+            "sweep",
+            result.name,
+            result.status,
+            lead,
+            [one for one in sections if one.tables or one.figures],
+            facts,
+            notes,
+            "Train at that point" if best else "",
+            winner.command(records.root, best) if best else "",
+        ),
+    )
 
 
 def run_page(records: Records) -> Page:
     """What a single run reached, and how its time went."""
     result, histories = records.result, records.histories
-    stages = result.get("stages", [])
-    student = next((stage for stage in stages if stage["stage"] == "student" and stage["metrics"]), None)
-    lead = [f"The {stage['stage']} {stage['model']} {reached(stage)}" for stage in reversed(stages)] or [
-        "No stage is complete yet."
-    ]
-    if student and (shares := winner.step_shares(student["metrics"])):
+    stages = result.stages
+    student = next((stage for stage in stages if stage.stage == "student" and stage.metrics), None)
+    lead = [f"The {stage.stage} {stage.model} {reached(stage)}" for stage in reversed(stages)] or ["No stage is complete yet."]
+    if student and (shares := winner.step_shares(student.metrics)):
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [
-        Section("Learning", figures=kept(timeline.losses(histories), timeline.accuracy(histories, labels))),
-        Section("Where the time goes", figures=kept(
-            wall.figure([(stage["stage"], stage) for stage in stages], result),
-            timeline.stage_phases([stage for stage in stages if stage["metrics"]], figures.PHASE_COLOURS),
-            timeline.waits_over_time(histories), timeline.speeds(histories), timeline.drift(histories, labels))),
+        Section("Learning", figures=without_none(timeline.losses(histories), timeline.accuracy(histories, labels))),
+        Section(
+            "Where the time goes",
+            figures=without_none(
+                wall.figure([(stage.stage, stage) for stage in stages], result),
+                timeline.stage_phases([stage for stage in stages if stage.metrics], figures.PHASE_COLOURS),
+                timeline.waits_over_time(histories),
+                timeline.speeds(histories),
+                timeline.drift(histories, labels),
+            ),
+        ),
         Section("Hardware", figures=hardware.hardware(histories)),
         listings.settings(records),
-    ]  # fmt: skip
-    return finished(records, Page(
-        "run", result["name"], result["status"], lead, [one for one in sections if one.tables or one.figures],
-        facts_of(student["metrics"]) if student else (),
-    ))  # fmt: skip
+    ]
+    return finished(
+        records,
+        Page(
+            "run",
+            result.name,
+            result.status,
+            lead,
+            [one for one in sections if one.tables or one.figures],
+            facts_of(student.metrics) if student else (),
+        ),
+    )
 
 
-def reached(stage: Mapping[str, Any]) -> str:
+def reached(stage: StageRow) -> str:
     """What a stage came to, in words."""
-    m = stage["metrics"]
+    m = stage.metrics
     if not m:
-        return f"{stage['status']}: {stage['reason']}"
-    told = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
+        return f"{stage.status}: {stage.reason}"
+    parts = [f"reached top-1 {names.number(m['top1_pct'])}%"] if "top1_pct" in m else ["ran"]
     if "best_top1_pct" in m and m["best_top1_pct"] != m.get("top1_pct"):
-        told.append(f"(best {names.number(m['best_top1_pct'])}%)")
-    told.append(f"in {names.number(m.get('steps'), 0)} steps")
+        parts.append(f"(best {names.number(m['best_top1_pct'])}%)")
+    parts.append(f"in {names.number(m.get('steps'), 0)} steps")
     if "images_per_s" in m:
-        told.append(f"at {names.number(m['images_per_s'], 1)} images/s")
-    return " ".join(told) + "."
+        parts.append(f"at {names.number(m['images_per_s'], 1)} images/s")
+    return " ".join(parts) + "."
 
 
 def finished(records: Records, page: Page) -> Page:
     """The page with what stands on every one: where it comes from, and that it loads itself again while the run goes on."""
     result = records.result
-    notes = [*page.notes, result["reason"]] if result.get("reason") else page.notes
-    when = f"{result.get('started', '')} to {result.get('finished', 'now')}".replace("T", " ")
+    notes = [*page.notes, result.reason] if result.reason else page.notes
+    when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
     foot = f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
-    return replace(page, notes=notes, foot=foot, refresh_s=RELOAD_S if result["status"] == "running" else None)
+    return replace(page, notes=notes, foot=foot, refresh_s=RELOAD_S if result.status == "running" else None)
 
 
 def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -162,7 +187,7 @@ def over_axes(records: Records) -> list[Figure]:
         return []
     measured = probes(records.rows)  # a training to a target has its probe's point, and a speed of other steps
     model = model_of(records.result, measured)
-    return kept(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
+    return without_none(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
 
 
 def over_time(records: Records) -> list[Figure]:
@@ -170,15 +195,15 @@ def over_time(records: Records) -> list[Figure]:
 
     Where accuracies are the same, or there are none, the fastest ones.
     """
-    best = (records.best or {}).get("id")
+    best = records.best.id if records.best else None
     ranked = sorted(
         ran(records.rows),
-        key=lambda row: (row["id"] != best, -row["metrics"].get("top1_pct", 0.0), -row["metrics"]["images_per_s"]),
+        key=lambda row: (row.id != best, -row.metrics.get("top1_pct", 0.0), -row.metrics["images_per_s"]),
     )
-    labels = [f"trial {row['id']}" for row in ranked[:MOST_SERIES]]
+    labels = [f"trial {row.id}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [
-        *kept(
+        *without_none(
             timeline.accuracy(histories, labels, rows),
             timeline.drift(histories, labels, rows),
             wall.of_trials(ranked[:MOST_SERIES], rows),
@@ -187,6 +212,6 @@ def over_time(records: Records) -> list[Figure]:
     ]
 
 
-def kept(*parts: Any) -> list[Any]:
+def without_none(*parts: Any) -> list[Any]:
     """Those that have something to show."""
     return [part for part in parts if part is not None]

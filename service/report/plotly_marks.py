@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = (
-    "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8F98",
-)  # fmt: skip
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8A8F98",
+)
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -52,27 +58,41 @@ def hover(*parts: object) -> str:
 
 def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> Trace:
     """An area between two lines, without a name of its own."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
     return {
-        "type": "scatter", "mode": "lines", "x": [*xs, *reversed(xs)], "y": [*high, *reversed(low)], "fill": "toself",
-        "fillcolor": f"rgba({red},{green},{blue},0.15)", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False,
+        "type": "scatter",
+        "mode": "lines",
+        "x": [*xs, *reversed(xs)],
+        "y": [*high, *reversed(low)],
+        "fill": "toself",
+        "fillcolor": f"rgba({red},{green},{blue},0.15)",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
         "legendgroup": group,
-    }  # fmt: skip
+    }
 
 
-def line(name: str, place: int, xs: Sequence[Any], ys: Sequence[Any], **more: Any) -> Trace:
-    """A series of lines; `place` chooses its colour and dash."""
-    style = {"color": PALETTE[place % MOST_SERIES], "dash": DASHES[place % MOST_SERIES], "width": 2}
+def line(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], **more: Any) -> Trace:
+    """A series of lines; `index` chooses its colour and dash."""
+    style = {"color": PALETTE[index % MOST_SERIES], "dash": DASHES[index % MOST_SERIES], "width": 2}
     return {"type": "scatter", "mode": "lines", "name": plain(name), "x": list(xs), "y": list(ys), "line": style, **more}
 
 
-def dots(name: str, place: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
-    """A series of marks with a tooltip each; `place` chooses their colour and shape."""
-    mark = {"color": PALETTE[place % MOST_SERIES], "symbol": SYMBOLS[place % MOST_SERIES], "size": 9}
+def dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
+    """A series of marks with a tooltip each; `index` chooses their colour and shape."""
+    mark = {"color": PALETTE[index % MOST_SERIES], "symbol": SYMBOLS[index % MOST_SERIES], "size": 9}
     return {
-        "type": "scatter", "mode": "markers", "name": plain(name), "x": list(xs), "y": list(ys), "marker": mark,
-        "hovertext": list(texts), "hoverinfo": "text", **more,
-    }  # fmt: skip
+        "type": "scatter",
+        "mode": "markers",
+        "name": plain(name),
+        "x": list(xs),
+        "y": list(ys),
+        "marker": mark,
+        "hovertext": list(texts),
+        "hoverinfo": "text",
+        **more,
+    }
 
 
 def faint(name: str, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str]) -> Trace:

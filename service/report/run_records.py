@@ -11,18 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from service.config.dotted import flatten
+from service.config.experiment import Experiment
+from service.config.space import SCALE_AXES
 from service.config.uris import without_password
+from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.search.probes import relative_error
 from trainables.rundir import RunDir, StageDir
 
-SCALE = (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)
 UNRUN = ("pending", "untested")  # how a trial stands that has not ended
-Row = Mapping[str, Any]
 _STEP = b'"kind": "step"'
 _WINDOW_MS = re.compile(rb'"train/phase/step_ms": ([0-9.e+-]+)')
 _FEWEST_WINDOWS = 3  # means between log lines: fewer say nothing of their spread
+
+
+class Row(TrialRow):
+    """A trial as the report sees it."""
+
+    error: float | None = None
+    """Relative standard error of its mean step; None where too little is known."""
+
+    @classmethod
+    def of(cls, row: TrialRow, windows_s: Sequence[float] = ()) -> Row:
+        """The row with the error of its steps' times; without these, of the mean step times between its log lines."""
+        return cls.model_construct(_fields_set=row.model_fields_set, **dict(row), error=spread(row.steps_s or windows_s))
 
 
 @dataclass(frozen=True)
@@ -48,26 +60,25 @@ class Records:
     """A run directory as the report sees it."""
 
     root: Path
-    result: Mapping[str, Any]
+    result: RunResult
     experiment: Mapping[str, Any]  # by dotted keys; URIs without passwords
     sources: Mapping[str, str]
-    rows: Sequence[Row] = ()  # of a sweep; each with "error", the relative standard error of its mean step, or None
+    rows: Sequence[Row] = ()  # of a sweep
     histories: Sequence[History] = field(default_factory=tuple)
 
     @property
     def is_sweep(self) -> bool:
-        return bool(self.result["kind"] == "sweep")
+        return self.result.kind == "sweep"
 
     @property
     def best(self) -> Row | None:
         """The winner's row."""
-        chosen = (self.result.get("best") or {}).get("id")
-        return next((row for row in self.rows if row["id"] == chosen), None)
+        return best_of(self.result, self.rows)
 
     @property
     def unit(self) -> str:
         """What one worker runs on."""
-        return "GPU" if self.result.get("use_gpu") else "worker"
+        return self.result.unit
 
 
 def open_records(path: Path) -> Records:
@@ -80,18 +91,18 @@ def open_records(path: Path) -> Records:
     return read_records(run_dir, result, resolved.experiment, resolved.sources)
 
 
-def read_records(run_dir: RunDir, result: Mapping[str, Any], experiment: Any, sources: Mapping[str, str]) -> Records:
+def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sources: Mapping[str, str]) -> Records:
     """Rows and histories of a run directory; files that are not there yet are left out."""
     values = flatten(experiment.model_dump(mode="json"))
-    flat = {key: without_password(held) if isinstance(held, str) else held for key, held in values.items()}
-    if result["kind"] != "sweep":
+    flat = {key: without_password(item) if isinstance(item, str) else item for key, item in values.items()}
+    if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]
         return Records(run_dir.root, result, flat, sources, (), histories)
     rows, histories = [], []
-    for row in result.get("trials", []):
-        history = read_history(f"trial {row['id']}", run_dir.trial(row["id"]).stage("student"), steps=False)
-        rows.append({**row, "error": spread(row.get("steps_s") or history.windows_s)})
+    for row in result.rows:
+        history = read_history(f"trial {row.id}", run_dir.trial(row.id).stage("student"), steps=False)
+        rows.append(Row.of(row, history.windows_s))
         if history.lines:
             histories.append(history)
     return Records(run_dir.root, result, flat, sources, rows, histories)
@@ -123,6 +134,16 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
         return
 
 
+def rows_of(result: RunResult) -> list[Row]:
+    """The rows of `result.json` alone, without the trials' own files."""
+    return [Row.of(row) for row in result.rows]
+
+
+def best_of(result: RunResult, rows: Iterable[Row]) -> Row | None:
+    """The winner among the rows of a result."""
+    return next((row for row in rows if result.best is not None and row.id == result.best.id), None)
+
+
 def spread(times_s: Sequence[float]) -> float | None:
     """Relative standard error of the mean step time (see `relative_error`); None where too little is known."""
     return relative_error(times_s) if len(times_s) >= _FEWEST_WINDOWS else None
@@ -130,7 +151,7 @@ def spread(times_s: Sequence[float]) -> float | None:
 
 def value(row: Row, key: str) -> Any:
     """What a trial has on an axis: `auto` loader workers as the number that they came to."""
-    return row["scale"][key] if key in row["scale"] else row["params"].get(key)
+    return row.scale.by_key.get(key, row.params.get(key))
 
 
 def ordered(values: Iterable[Any]) -> list[Any]:
@@ -138,29 +159,29 @@ def ordered(values: Iterable[Any]) -> list[Any]:
 
     Lists, and the nothing of a point that a sweep lists without this key, stand among the words.
     """
-    found = {repr(held): held for held in values}.values()
-    return sorted(found, key=lambda held: (0, held, "") if isinstance(held, int | float) else (1, 0, str(held)))
+    found = {repr(item): item for item in values}.values()
+    return sorted(found, key=lambda item: (0, item, "") if isinstance(item, int | float) else (1, 0, str(item)))
 
 
 def axes(rows: Sequence[Row]) -> list[str]:
     """The keys in which the trials differ, the three of every sweep first."""
-    keys = dict.fromkeys([*SCALE, *(key for row in rows for key in row["params"])])
+    keys = dict.fromkeys([*SCALE_AXES, *(key for row in rows for key in row.params)])
     return [key for key in keys if len({repr(value(row, key)) for row in rows}) > 1]
 
 
 def ran(rows: Sequence[Row]) -> list[Row]:
     """The trials that have a speed."""
-    return [row for row in rows if row["status"] in ("ok", "stopped") and row["metrics"].get("images_per_s")]
+    return [row for row in rows if row.status in ("ok", "stopped") and row.metrics.get("images_per_s")]
 
 
 def ended(rows: Sequence[Row]) -> list[Row]:
     """The trials that have ended, with a result or without."""
-    return [row for row in rows if row["status"] not in UNRUN]
+    return [row for row in rows if row.status not in UNRUN]
 
 
 def gpu_s_per_epoch(row: Row) -> float | None:
     """What an epoch costs: GPU-seconds (slot-seconds where there is no GPU)."""
-    m = row["metrics"]
+    m = row.metrics
     if "epoch_s" not in m:
         return None
-    return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row["scale"][NUM_WORKERS]))
+    return float(m.get("gpu_s_per_epoch", m["epoch_s"] * row.scale.num_workers))

@@ -8,53 +8,61 @@ from typing import Any
 
 from rich.table import Table
 
+from service.config.space import SCALE_AXES
 from service.report.labels import natural, number
-from service.report.run_records import SCALE, spread
+from service.report.run_records import rows_of
 from service.report.seeds import seed_table, sentence
 from service.report.winner import command
 from service.report.winner import lines as sentences
+from service.runs.result import RunResult
 from service.search.rows import probes
 from trainables.metrics.phases import PHASES
 from trainables.metrics.telemetry import decode_throttle
 from trainables.rundir import RunDir, StageDir, read_lines
 
-__all__ = ["SCALE", "number", "report_of", "sweep_table", "verdict"]
+__all__ = ["number", "report_of", "sweep_table", "verdict"]
 
 
-def sweep_table(result: Mapping[str, Any], only: Collection[str] | None = None) -> Table:
+def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table:
     """One row a trial in the order of the space, the best one marked; what a guided search left out is not shown.
 
     `only`: the trials that there is room for.
 
     Columns as users of distributed training read them: GPUs × batch × loader workers → s/step, of it data, images/s, s/epoch.
     """
-    trials = [trial for trial in result["trials"] if trial["status"] != "untested"]
-    points, tried = probes(result["trials"]), probes(trials)
+    trials = [trial for trial in result.rows if trial.status != "untested"]
+    points, tried = probes(result.rows), probes(trials)
     count = f"{len(tried)} of {len(points)} points" if len(tried) < len(points) else f"{len(trials)} trials"
-    table = Table(title=f"{result['name']}: {count} by {result['metric']} ({result['mode']})", title_justify="left")
-    extra = [key for key in result["space"] if key not in SCALE]
-    left = ("trial", "GPUs" if result.get("use_gpu") else "procs", "batch", "workers", *extra)
+    table = Table(title=f"{result.name}: {count} by {result.metric} ({result.mode})", title_justify="left")
+    extra = [key for key in result.space if key not in SCALE_AXES]
+    left = ("trial", "GPUs" if result.use_gpu else "procs", "batch", "workers", *extra)
     right = ("s/step", "data_s (min–max)", "data %", "images/s", "s/epoch", "top-1 %", "status")
     for name in (*left, *right):
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=name != "status")
-    best = (result.get("best") or {}).get("id")
+    best = result.best.id if result.best else None
     for trial in trials:
-        if only is not None and trial["id"] not in only:
+        if only is not None and trial.id not in only:
             continue
-        m = trial.get("metrics") or {}
+        m = trial.metrics or {}
         notes = [
-            trial["status"],
-            "oversubscribed" if trial.get("oversubscribed") else "",
-            f"measured {len(again)} times" if (again := trial.get("measurements")) else "",
-            "← best" if trial["id"] == best else "",
+            trial.status,
+            "oversubscribed" if trial.oversubscribed else "",
+            f"measured {len(again)} times" if (again := trial.measurements) else "",
+            "← best" if trial.id == best else "",
         ]
         table.add_row(
-            trial["id"], *(str(trial["scale"][key]) for key in SCALE), *(str(trial["params"].get(key)) for key in extra),
-            number(m.get("step_s"), 4), data_seconds(m), number(m.get("data_pct"), 1), number(m.get("images_per_s"), 1),
+            trial.id,
+            *(str(trial.scale.by_key[key]) for key in SCALE_AXES),
+            *(str(trial.params.get(key)) for key in extra),
+            number(m.get("step_s"), 4),
+            data_seconds(m),
+            number(m.get("data_pct"), 1),
+            number(m.get("images_per_s"), 1),
             epoch_seconds(m),
-            number(m.get("top1_pct")), " ".join(filter(None, notes)) + (f": {trial['reason']}" if trial.get("reason") else ""),
-            style="bold green" if trial["id"] == best else None,
-        )  # fmt: skip
+            number(m.get("top1_pct")),
+            " ".join(filter(None, notes)) + (f": {trial.reason}" if trial.reason else ""),
+            style="bold green" if trial.id == best else None,
+        )
     return table
 
 
@@ -87,24 +95,30 @@ def phase_table(metrics: Mapping[str, float], title: str) -> Table:
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     """What the hardware did: a row a node and a row a GPU, means with the most in brackets. None where nothing was sampled."""
-    places = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
-    if not places:
+    names = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
+    if not names:
         return None
     table = Table(title=title, title_justify="left")
-    columns = {"busy %": ("util", "pct"), "memory MiB": ("memory", "mib"), "disk read MiB/s": ("disk_read", "mib_per_s"),
-               "°C": ("temperature", "c"), "W": ("power", "w"), "SM MHz": ("sm_clock", "mhz")}  # fmt: skip
+    columns = {
+        "busy %": ("util", "pct"),
+        "memory MiB": ("memory", "mib"),
+        "disk read MiB/s": ("disk_read", "mib_per_s"),
+        "°C": ("temperature", "c"),
+        "W": ("power", "w"),
+        "SM MHz": ("sm_clock", "mhz"),
+    }
     for name in ("where", *columns, "slowed by"):
         table.add_column(name, justify="left" if name in ("where", "slowed by") else "right")
-    for place in places:
+    for name in names:
         cells = []
         for what, unit in columns.values():
-            field = "cpu" if what == "util" and "/gpu" not in place else what
-            mean, most = (metrics.get(f"{place}/{field}{part}_{unit}") for part in ("", "_max"))
+            field = "cpu" if what == "util" and "/gpu" not in name else what
+            mean, most = (metrics.get(f"{name}/{field}{part}_{unit}") for part in ("", "_max"))
             cells.append(f"{number(mean, 0)} ({number(most, 0)})" if mean is not None else "–")
-        bits = int(metrics.get(f"{place}/throttle_reasons", 0))
+        bits = int(metrics.get(f"{name}/throttle_reasons", 0))
         # A GPU without work and one whose clocks were set by hand were not held back.
         slowed = [name for name in decode_throttle(bits) if name not in ("gpu_idle", "applications_clocks_setting")]
-        table.add_row(place, *cells, ", ".join(slowed) or "–")
+        table.add_row(name, *cells, ", ".join(slowed) or "–")
     return table
 
 
@@ -114,51 +128,53 @@ def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
     return [table for table in tables if table is not None]
 
 
-def stage_table(result: Mapping[str, Any]) -> Table:
+def stage_table(result: RunResult) -> Table:
     """One row a stage of a `train` run."""
-    table = Table(title=result["name"], title_justify="left")
+    table = Table(title=result.name, title_justify="left")
     for name in ("stage", "model", "top-1 %", "top-5 %", "best top-1 %", "images/s", "s/epoch", "steps"):
         table.add_column(name, justify="left" if name in ("stage", "model") else "right")
-    for stage in result["stages"]:
-        m = stage["metrics"]
+    for stage in result.stages:
+        m = stage.metrics
         table.add_row(
-            stage["stage"], stage["model"], *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
-            number(m.get("images_per_s"), 1), epoch_seconds(m), number(m.get("steps"), 0),
-        )  # fmt: skip
+            stage.stage,
+            stage.model,
+            *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
+            number(m.get("images_per_s"), 1),
+            epoch_seconds(m),
+            number(m.get("steps"), 0),
+        )
     return table
 
 
-def verdict(result: Mapping[str, Any]) -> list[str]:
+def verdict(result: RunResult) -> list[str]:
     """Sentences under a sweep's table: which configuration won, why, where its step's time goes, and how sure that is."""
-    return sentences(result, [{**row, "error": spread(row.get("steps_s") or [])} for row in result["trials"]])
+    return sentences(result, rows_of(result))
 
 
-def report_of(result: Mapping[str, Any], run_dir: RunDir) -> list[Any]:
+def report_of(result: RunResult, run_dir: RunDir) -> list[Any]:
     """Everything `distill report` shows of a run directory, finished or not: renderables and lines."""
     parts = overview(result, run_dir)
-    if result["kind"] == "sweep" and result.get("best"):
-        parts += measured(result["best"]["metrics"], f"trial {result['best']['id']}")
-        parts.append(f"train at that point: {command(run_dir.root, result['best'])}")
-    for stage in result.get("stages", []):
-        parts += measured(stage["metrics"], f"the {stage['stage']}") if stage["metrics"] else []
-    if result["status"] != "complete":
+    if result.kind == "sweep" and result.best:
+        parts += measured(result.best.metrics, f"trial {result.best.id}")
+        parts.append(f"train at that point: {command(run_dir.root, result.best)}")
+    for stage in result.stages:
+        parts += measured(stage.metrics, f"the {stage.stage}") if stage.metrics else []
+    if result.status != "complete":
         parts += [*under_way(run_dir), f"continue it with: distill resume {run_dir.root}"]
     return parts
 
 
-def overview(result: Mapping[str, Any], run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
+def overview(result: RunResult, run_dir: RunDir, only: Collection[str] | None = None) -> list[Any]:
     """How a run stands: its trials and what they say, or its stages. `only`: as in `sweep_table`."""
-    parts: list[Any] = [
-        f"{result['kind']} {result['name']} in {run_dir.root}: {result['status']} {result.get('reason') or ''}".rstrip()
-    ]
-    if result["kind"] == "sweep" and "trials" in result:
+    parts: list[Any] = [f"{result.kind} {result.name} in {run_dir.root}: {result.status} {result.reason or ''}".rstrip()]
+    if result.trials is not None:
         parts += compared(result, only)
-    elif result.get("stages"):
+    elif result.stages:
         parts.append(stage_table(result))
     return parts
 
 
-def compared(result: Mapping[str, Any], only: Collection[str] | None = None) -> list[Any]:
+def compared(result: RunResult, only: Collection[str] | None = None) -> list[Any]:
     """A sweep's trials, what its points are over several seeds, and what that says. `only`: as in `sweep_table`."""
     over_seeds = seed_table(result)
     return [sweep_table(result, only), *([over_seeds] if over_seeds else []), *verdict(result), *sentence(result)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 
-def points_table(model: str, image_size: int, num_classes: int, every: bool) -> Table:
-    """Names, other names and shape of one sample's value; `every`: of all modules.
+def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
+    """Names, other names and shape of one sample's value; `show_all`: of all modules.
 
     Raises:
         ModelError: no such model, or it does not take images of this size.
@@ -19,6 +19,6 @@ def points_table(model: str, image_size: int, num_classes: int, every: bool) -> 
     table = Table(title=f"taps of {model} at {image_size}×{image_size}", title_justify="left")
     for column in ("name", "aliases", "shape per sample"):
         table.add_column(column, justify="right" if column.startswith("shape") else "left")
-    for point in list_taps(built, image_size, every=every):
+    for point in list_taps(built, image_size, every=show_all):
         table.add_row(point.name, ", ".join(point.aliases), "×".join(map(str, point.shape)))
     return table

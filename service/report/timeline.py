@@ -9,6 +9,7 @@ from typing import Any
 from service.report import labels as names
 from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, line, plain, y_axis
 from service.report.run_records import History, Row
+from service.runs.result import StageRow
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60
@@ -23,10 +24,10 @@ def thin(lines: Sequence[Any]) -> list[Any]:
 
 def clock(seconds: Iterable[float]) -> tuple[list[float], str]:
     """Times in the unit that suits the longest of them: seconds, minutes or hours."""
-    held = list(seconds)
-    longest = max(held, default=0.0)
+    values_s = list(seconds)
+    longest = max(values_s, default=0.0)
     unit, factor = ("s", 1.0) if longest < 180 else ("min", 60.0) if longest < 10_800 else ("h", 3600.0)
-    return [one / factor for one in held], unit
+    return [one / factor for one in values_s], unit
 
 
 def since(history: History, record: Mapping[str, Any]) -> float:
@@ -83,8 +84,10 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
     for index, h in drawn:
         epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
         xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
-        tips = [hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
-                for one, x, y in zip(epochs, xs, ys, strict=True)]  # fmt: skip
+        tips = [
+            hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
+            for one, x, y in zip(epochs, xs, ys, strict=True)
+        ]
         traces.append(series(index, h.label, xs, ys, tips))
     table = []
     for h in by_rank(evaluated, chosen):
@@ -95,10 +98,14 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
     caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
     caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
-        "accuracy", "Accuracy against wall time", caption, traces,
+        "accuracy",
+        "Accuracy against wall time",
+        caption,
+        traces,
         {"xaxis": {"title": {"text": unit}, "rangemode": "tozero"}, "yaxis": y_axis("top-1 %", zero=False)},
-        ["what", "epochs", "best top-1 %", "last top-1 %", "time"], table,
-    )  # fmt: skip
+        ["what", "epochs", "best top-1 %", "last top-1 %", "time"],
+        table,
+    )
 
 
 def epoch_times(history: History) -> list[tuple[float, float]]:
@@ -125,100 +132,155 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
         words.append(f"{h.label} {names.short(ys[1])} → {names.short(ys[-1])} s ({change:+.0%})")
         table.append([h.label, names.number(ys[0]), names.number(ys[1]), names.number(ys[-1]), f"{change:+.1%}"])
     return Figure(
-        "drift", "Steps of each epoch",
+        "drift",
+        "Steps of each epoch",
         f"Seconds of training, without evaluation and checkpoints. From the second to the last: {'; '.join(words[:3])}.{colours}"
-        + names.left_out(rows, {trial_of(h) for h in timed}, f"{FEWEST_EPOCHS} whole epochs"), traces,
+        + names.left_out(rows, {trial_of(h) for h in timed}, f"{FEWEST_EPOCHS} whole epochs"),
+        traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("s", zero=False)},
-        ["what", "first s", "second s", "last s", "second to last"], table,
-    )  # fmt: skip
+        ["what", "first s", "second s", "last s", "second to last"],
+        table,
+    )
 
 
 def losses(histories: Sequence[History]) -> Figure | None:
     """Training loss at the log lines, validation loss at the epochs' ends."""
     traces, table = [], []
-    for place, h in enumerate(histories):
+    for index, h in enumerate(histories):
         steps, epochs = thin([one for one in h.of("step") if finite(one, "train/loss")]), h.of("epoch")
         if steps:
-            traces.append(line(f"{h.label}, training", place, [one["epoch"] for one in steps],
-                               [one["metrics"]["train/loss"] for one in steps]))  # fmt: skip
-        told = [one for one in epochs if finite(one, "val/loss")]
-        if told:
-            ys = [one["metrics"]["val/loss"] for one in told]
+            traces.append(
+                line(
+                    f"{h.label}, training",
+                    index,
+                    [one["epoch"] for one in steps],
+                    [one["metrics"]["train/loss"] for one in steps],
+                )
+            )
+        validated = [one for one in epochs if finite(one, "val/loss")]
+        if validated:
+            ys = [one["metrics"]["val/loss"] for one in validated]
             tips = [
-                hover(h.label, f"epoch {one['epoch']:g}", f"validation loss {y:.4f}") for one, y in zip(told, ys, strict=True)
+                hover(h.label, f"epoch {one['epoch']:g}", f"validation loss {y:.4f}")
+                for one, y in zip(validated, ys, strict=True)
             ]
-            traces.append(dots(f"{h.label}, validation", place, [one["epoch"] for one in told], ys, tips))
-            table += [[h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("epoch/train/loss"), 4), names.number(y, 4)]
-                      for one, y in zip(told, ys, strict=True)]  # fmt: skip
+            traces.append(dots(f"{h.label}, validation", index, [one["epoch"] for one in validated], ys, tips))
+            table += [
+                [h.label, f"{one['epoch']:g}", names.number(one["metrics"].get("epoch/train/loss"), 4), names.number(y, 4)]
+                for one, y in zip(validated, ys, strict=True)
+            ]
     if not traces:
         return None
     return Figure(
-        "loss", "Loss", "Lines are the training's loss at its log lines, marks the validation's at each epoch's end.", traces,
+        "loss",
+        "Loss",
+        "Lines are the training's loss at its log lines, marks the validation's at each epoch's end.",
+        traces,
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis("loss", zero=False)},
-        ["stage", "epoch", "training", "validation"], table,
-    )  # fmt: skip
+        ["stage", "epoch", "training", "validation"],
+        table,
+    )
 
 
 def finite(record: Mapping[str, Any], name: str) -> bool:
-    held = record["metrics"].get(name)
-    return isinstance(held, int | float) and math.isfinite(held)
+    value = record["metrics"].get(name)
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def speeds(histories: Sequence[History]) -> Figure | None:
     """Images/s at each log line."""
-    return over_steps(histories, "speed", "Speed over time", "train/images_per_s", "images/s",
-                      "Images trained on per second between log lines, over all workers.")  # fmt: skip
+    return over_steps(
+        histories,
+        "speed",
+        "Speed over time",
+        "train/images_per_s",
+        "images/s",
+        "Images trained on per second between log lines, over all workers.",
+    )
 
 
 def waits_over_time(histories: Sequence[History]) -> Figure | None:
     """What a step waits for data, with the least and the most between log lines."""
-    return over_steps(histories, "waits", "The wait for data, least to most", "train/phase/data_ms", "ms a step",
-                      "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
-                      ("train/phase/data_min_ms", "train/phase/data_max_ms"))  # fmt: skip
+    return over_steps(
+        histories,
+        "waits",
+        "The wait for data, least to most",
+        "train/phase/data_ms",
+        "ms a step",
+        "Milliseconds that a step of rank 0 waits for images: the mean, and the span between log lines.",
+        ("train/phase/data_min_ms", "train/phase/data_max_ms"),
+    )
 
 
 def over_steps(
     histories: Sequence[History], name: str, title: str, metric: str, unit: str, caption: str, span: tuple[str, str] | None = None
 ) -> Figure | None:
     traces, table = [], []
-    for place, h in enumerate(histories):
+    for index, h in enumerate(histories):
         steps = thin([one for one in h.of("step") if finite(one, metric)])
         if not steps:
             continue
         xs, ys = [one["epoch"] for one in steps], [one["metrics"][metric] for one in steps]
         if span and all(finite(one, part) for one in steps for part in span):
             low, high = ([one["metrics"][part] for one in steps] for part in span)
-            traces.append(band(PALETTE[place % MOST_SERIES], xs, low, high, h.label))
-        traces.append(line(h.label, place, xs, ys, legendgroup=h.label))
+            traces.append(band(PALETTE[index % MOST_SERIES], xs, low, high, h.label))
+        traces.append(line(h.label, index, xs, ys, legendgroup=h.label))
         ordered = sorted(ys)
         table.append(
-            [h.label, *(names.number(held, 2) for held in (ordered[0], ordered[len(ordered) // 2], ordered[-1], ys[-1]))]
+            [h.label, *(names.number(value_s, 2) for value_s in (ordered[0], ordered[len(ordered) // 2], ordered[-1], ys[-1]))]
         )
     if not traces:
         return None
-    return Figure(name, title, caption, traces, {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
-                  ["stage", "least", "median", "most", "last"], table)  # fmt: skip
+    return Figure(
+        name,
+        title,
+        caption,
+        traces,
+        {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
+        ["stage", "least", "median", "most", "last"],
+        table,
+    )
 
 
-def stage_phases(stages: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Figure | None:
+def stage_phases(stages: Sequence[StageRow], colours: Mapping[str, str]) -> Figure | None:
     """Where a step's time goes in each stage of a run."""
-    told = [stage for stage in stages if stage["metrics"].get("phase/step_ms")]
-    if not told:
+    timed = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
+    if not timed:
         return None
     traces = []
     for phase, colour in colours.items():
-        part = [stage["metrics"].get(f"phase/{phase}_ms", 0.0) for stage in told]
+        part = [stage.metrics.get(f"phase/{phase}_ms", 0.0) for stage in timed]
         if any(part):
-            tips = [hover(stage["stage"], f"{phase}: {names.short(ms)} ms, {ms / stage['metrics']['phase/step_ms']:.0%}")
-                    for ms, stage in zip(part, told, strict=True)]  # fmt: skip
-            stages_named = [plain(stage["stage"]) for stage in told]
-            traces.append({"type": "bar", "orientation": "h", "name": phase, "x": part, "y": stages_named, "hovertext": tips,
-                           "hoverinfo": "text", "marker": {"color": colour}})  # fmt: skip
+            tips = [
+                hover(stage.stage, f"{phase}: {names.short(ms)} ms, {ms / stage.metrics['phase/step_ms']:.0%}")
+                for ms, stage in zip(part, timed, strict=True)
+            ]
+            stages_named = [plain(stage.stage) for stage in timed]
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": phase,
+                    "x": part,
+                    "y": stages_named,
+                    "hovertext": tips,
+                    "hoverinfo": "text",
+                    "marker": {"color": colour},
+                }
+            )
     parts = ("", "_min", "_p50", "_p95", "_max")
-    table = [[stage["stage"], phase, *(names.number(stage["metrics"].get(f"phase/{phase}{part}_ms")) for part in parts)]
-             for stage in told for phase in (*colours, "step")]  # fmt: skip
+    table = [
+        [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
+        for stage in timed
+        for phase in (*colours, "step")
+    ]
     return Figure(
-        "phases", "Where a step's time goes", "Mean milliseconds of a step, by phase.", traces,
+        "phases",
+        "Where a step's time goes",
+        "Mean milliseconds of a step, by phase.",
+        traces,
         {"xaxis": {"title": {"text": "ms a step"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
-        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"], table, height=160 + 60 * len(told),
-    )  # fmt: skip
+        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"],
+        table,
+        height=160 + 60 * len(timed),
+    )

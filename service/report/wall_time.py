@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from service.report import labels as names
 from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
 from service.report.run_records import Row
+from service.runs.outcome import Outcome
+from service.runs.result import RunResult
 from trainables.metrics.wall_clock import PARTS
 
 COLOURS = {
@@ -24,24 +25,24 @@ COLOURS = {
 TOTALS = {*(f"{part}_s" for part in PARTS), "wall_s"}
 
 
-def parts(entry: Mapping[str, Any]) -> dict[str, float]:
+def parts(entry: Outcome) -> dict[str, float]:
     """Seconds of a stage or a trial by part, as `result.json` has it; {} where its clock is not on record.
 
     `start` is until the loop begins, `end` from its last record on. `interruptions` is what the driver waited beyond all
     that: restarts, and work that a death took with it.
     """
-    m = entry["metrics"]
+    m = entry.metrics
     if not m.keys() >= TOTALS:
         return {}
     found = {
-        "start": entry.get("start_s") or 0.0,
+        "start": entry.start_s or 0.0,
         "training": m["train_s"],
         "evaluation": m["eval_s"],
         "checkpoints": m["checkpoint_s"],
         "other": m["other_s"],
-        "end": entry.get("end_s") or 0.0,
+        "end": entry.end_s or 0.0,
     }
-    return found | {"interruptions": max(0.0, entry.get("seconds", 0.0) - sum(found.values()))}
+    return found | {"interruptions": max(0.0, entry.seconds - sum(found.values()))}
 
 
 def sentence(metrics: Mapping[str, float]) -> str:
@@ -54,20 +55,20 @@ def sentence(metrics: Mapping[str, float]) -> str:
 
 def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
     """The parts of some trials, the best one first. `rows`: of all trials."""
-    found = figure([(f"trial {row['id']}", row) for row in shown], {}, main=0)
+    found = figure([(f"trial {row.id}", row) for row in shown], None, main=0)
     if found is None:
         return None
-    timed = {row["id"] for row in shown if parts(row)}
-    highest = "accuracies" if any("top1_pct" in row["metrics"] for row in shown) else "speeds"
+    timed = {row.id for row in shown if parts(row)}
+    highest = "accuracies" if any("top1_pct" in row.metrics for row in shown) else "speeds"
     return replace(found, caption=found.caption + names.left_out(rows, timed, f"one of the highest {highest}"))
 
 
-def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, Any], main: int = -1) -> Figure | None:
+def figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: int = -1) -> Figure | None:
     """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
 
     `main`: the entry on whose epochs the caption has a sentence.
     """
-    known = [(label, entry["metrics"], found) for label, entry in entries if (found := parts(entry))]
+    known = [(label, entry.metrics, found) for label, entry in entries if (found := parts(entry))]
     if not known:
         return None
     labels = [plain(label) for label, _, _ in known]
@@ -91,13 +92,8 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
                     "marker": {"color": colour},
                 }
             )
-    words = list(filter(None, [sentence(known[main][1])]))
-    outside_s = run.get("seconds", 0.0) - sum(sum(found.values()) for _, _, found in known)
-    if run.get("status") != "running" and outside_s >= 0:  # otherwise a session was killed before it could write its time down
-        words.append(
-            f"The run took {names.short(run['seconds'])} s; {names.short(outside_s)} s of them lie outside its stages, "
-            "where Ray starts and records are written."
-        )
+    words = [sentence(known[main][1])]
+    words += [_outside(run, sum(sum(found.values()) for _, _, found in known))] if run is not None else []
     table = [
         [label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]
         for label, _, found in known
@@ -105,10 +101,21 @@ def figure(entries: Sequence[tuple[str, Mapping[str, Any]]], run: Mapping[str, A
     return Figure(
         "wall",
         "Where the wall time goes",
-        " ".join(["Seconds of each stage, from the launch of its workers to its result.", *words]),
+        " ".join(filter(None, ["Seconds of each stage, from the launch of its workers to its result.", *words])),
         traces,
         {"xaxis": {"title": {"text": "s"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
         ["what", *(f"{part} s" for part in COLOURS), "together s"],
         table,
         height=160 + 60 * len(known),
+    )
+
+
+def _outside(run: RunResult, stages_s: float) -> str:
+    """What a run that has ended took beyond its stages; "" where a session was killed before it could write its time down."""
+    outside_s = run.seconds - stages_s
+    if run.status == "running" or outside_s < 0:
+        return ""
+    return (
+        f"The run took {names.short(run.seconds)} s; {names.short(outside_s)} s of them lie outside its stages, "
+        "where Ray starts and records are written."
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,6 +12,7 @@ from rich.text import Text
 from service.report.page import write_page
 from service.report.run_records import UNRUN
 from service.report.tables import overview, under_way
+from service.runs.result import RunResult
 from service.runs.run_directory import abandoned, reopen
 from service.search.rows import probes
 from trainables.rundir import RunDir
@@ -23,7 +22,7 @@ SHARE = 0.1  # of a core that writing the page may take from the run that is wat
 ABOUT_ROWS = 12  # of a screen that is not the table
 
 
-def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir, dict[str, Any]]:
+def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir, RunResult]:
     """Follow a run until it is no longer running. Returns how it stands then, its page written.
 
     A run that nobody carries out any more (its driver was killed and could not say so) counts as interrupted.
@@ -33,15 +32,15 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
         KeyboardInterrupt: the reader has seen enough.
     """
     _, run_dir, result = reopen(directory)
-    seen, due = "", 0.0
+    shown, due = "", 0.0
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while result["status"] == "running":
+        while result.status == "running":
             if console.is_terminal:
                 parts = [*overview(result, run_dir, latest(result, console.height)), *under_way(run_dir)]
                 live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
-            elif (now := progress(result)) != seen:  # in a file: a line for every change
+            elif (now := progress(result)) != shown:  # in a file: a line for every change
                 console.print(now, soft_wrap=True)
-                seen = now
+                shown = now
             began = time.monotonic()
             if began >= due:
                 write_page(run_dir, result, html)
@@ -49,26 +48,26 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
             time.sleep(EVERY_S)
             alone = abandoned(run_dir)  # looked at first: a run that ends now is no longer running in what is read next
             _, run_dir, result = reopen(directory)
-            if alone and result["status"] == "running":
+            if alone and result.status == "running":
                 reason = f"nobody carries this out any more; continue with: distill resume {run_dir.root}"
-                return run_dir, {**result, "status": "interrupted", "reason": reason}
+                return run_dir, result.model_copy(update={"status": "interrupted", "reason": reason})
     return run_dir, result
 
 
-def latest(result: Mapping[str, Any], height: int) -> set[str]:
+def latest(result: RunResult, height: int) -> set[str]:
     """The trials of a sweep that fit on the screen: the best and those that ended last."""
-    ended = [row["id"] for row in result.get("trials", []) if row["status"] not in UNRUN]
+    ended = [row.id for row in result.rows if row.status not in UNRUN]
     room = max(4, height - ABOUT_ROWS)
-    return {*ended[-room:], (result.get("best") or {}).get("id", "")}
+    return {*ended[-room:], *([result.best.id] if result.best else [])}
 
 
-def progress(result: Mapping[str, Any]) -> str:
+def progress(result: RunResult) -> str:
     """One line on how far a run is."""
-    if "trials" not in result:
-        stages = ", ".join(stage["stage"] for stage in result.get("stages", []))
-        return f"{result['name']}: {result['status']}" + (f", {stages} ended" if stages else "")
-    rows = probes(result["trials"])
-    ended = sum(row["status"] not in UNRUN for row in rows)
-    best = result.get("best")
-    told = f", best {best['id']}: {best['metrics'].get('images_per_s', 0.0):,.1f} images/s" if best else ""
-    return f"{result['name']}: {ended} of {len(rows)} trials{told}"
+    if result.trials is None:
+        stages = ", ".join(stage.stage for stage in result.stages)
+        return f"{result.name}: {result.status}" + (f", {stages} ended" if stages else "")
+    rows = probes(result.rows)
+    ended = sum(row.status not in UNRUN for row in rows)
+    best = result.best
+    best_text = f", best {best.id}: {best.metrics.get('images_per_s', 0.0):,.1f} images/s" if best else ""
+    return f"{result.name}: {ended} of {len(rows)} trials{best_text}"

@@ -11,10 +11,11 @@ from typing import Any
 
 from service.config import strict_yaml
 from service.config.experiment import read_resolved
+from service.config.space import LOADER_WORKERS
 from service.config.sweep import FRONT, TIME, TIME_S
 from service.report import labels as names
-from service.report.run_records import UNRUN, Row, axes, ended, ran, value
-from service.search.points import LOADER_WORKERS
+from service.report.run_records import UNRUN, Row, axes, best_of, ended, ran, rows_of, value
+from service.runs.result import RunResult, TrialRow
 from service.search.rows import probes
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import PHASES
@@ -27,16 +28,16 @@ SPEEDS = ("images_per_s", "epoch_s", "step_s", "gpu_s_per_epoch", TIME_S)
 
 def won(best: Row, unit: str, keys: Sequence[str], name: str) -> str:
     """The first line of a report: the winner's point and what it reached."""
-    m = best["metrics"]
-    told = [names.metric(key, m[key]) for key in dict.fromkeys((name, "images_per_s", "epoch_s", "top1_pct")) if key in m]
-    return f"{names.point(best, unit, keys)}: {', '.join(told)}"
+    m = best.metrics
+    sentences = [names.metric(key, m[key]) for key in dict.fromkeys((name, "images_per_s", "epoch_s", "top1_pct")) if key in m]
+    return f"{names.point(best, unit, keys)}: {', '.join(sentences)}"
 
 
 def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> str:
     """The second line: what each of the winner's values is worth beside the next best one, all others left as they are."""
     keys, pick = axes(rows), max if mode == "max" else min
-    compared = [row for row in ran(rows) if row["metrics"].get(metric) is not None]
-    told = []
+    compared = [row for row in ran(rows) if row.metrics.get(metric) is not None]
+    sentences = []
     for key in keys:
         others = [
             row
@@ -44,21 +45,23 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
             if value(row, key) != value(best, key) and all(value(row, k) == value(best, k) for k in keys if k != key)
         ]
         if others:
-            rival = pick(others, key=lambda row: float(row["metrics"][metric]))
-            told.append(f"{names.at(key, value(best, key), unit)}: {against(best, rival, metric, mode)} {value(rival, key)}")
-    if not told:
+            runner_up = pick(others, key=lambda row: float(row.metrics[metric]))
+            sentences.append(
+                f"{names.at(key, value(best, key), unit)}: {against(best, runner_up, metric, mode)} {value(runner_up, key)}"
+            )
+    if not sentences:
         what = names.METRICS.get(metric, (metric, 0))[0].removeprefix("% ")
         return f"It has the {'most' if mode == 'max' else 'least'} {what} of {names.counted(len(compared), 'trial')} that ran."
-    return f"Beside the next best value of each axis, the others left alone: {'; '.join(told)}."
+    return f"Beside the next best value of each axis, the others left alone: {'; '.join(sentences)}."
 
 
-def against(best: Row, rival: Row, metric: str, mode: str) -> str:
+def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
     """How much better than another trial, or that the steps' spread leaves it open."""
-    a, b = float(best["metrics"][metric]), float(rival["metrics"][metric])
+    a, b = float(best.metrics[metric]), float(runner_up.metrics[metric])
     if metric not in SPEEDS or a <= 0 or b <= 0:
         return f"{a - b:+.2f} points over" if metric.endswith("_pct") else f"{a - b:+.4g} over"
     gain = (a / b if mode == "max" else b / a) - 1
-    errors = [row.get("error") for row in (best, rival)]
+    errors = [row.error for row in (best, runner_up)]
     if None not in errors and abs(gain) < BEYOND * math.hypot(*(float(error or 0.0) for error in errors)):
         return f"{gain:+.1%}, within noise, over"
     return f"{1 + gain:.1f} times as fast as" if gain >= 1 else f"{gain:+.1%} over"
@@ -74,114 +77,110 @@ def step_shares(metrics: Mapping[str, float]) -> str | None:
     return ", ".join(f"{phase} {100 * ms / total:.0f}%" for phase, ms in ranked if ms >= LEAST_SHARE * total)
 
 
-def judged(result: Mapping[str, Any]) -> tuple[str, str]:
+def judged(result: RunResult) -> tuple[str, str]:
     """The metric that trials are compared by, and whether the most or the least is best. The front of both is told by speed."""
-    if result["metric"] == FRONT:
+    if result.metric == FRONT:
         return "images_per_s", "max"
-    return (TIME_S if result["metric"] == TIME else result["metric"]), result["mode"]
+    return (TIME_S if result.metric == TIME else result.metric), result.mode
 
 
-def bound(result: Mapping[str, Any]) -> list[str]:
+def bound(result: RunResult) -> list[str]:
     """How much better a point may be that was not tried."""
-    rows, search = probes(result.get("trials", [])), result.get("search") or {}
-    left = sum(row["status"] in UNRUN for row in rows)
-    told = []
-    if search:
-        unit = "GPU" if result.get("use_gpu") else "worker"
-        tried = f"{len(rows) - left} of {len(rows)} points were tried, for {search['spent_gpu_s']:,.0f} {unit}-seconds"
-        sure = search["bound_pct"] is not None
+    rows, search = probes(result.rows), result.search
+    unmeasured = sum(row.status in UNRUN for row in rows)
+    sentences = []
+    if search is not None:
+        tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
+        sure = search.bound_pct is not None
         believed = (
-            f"No untested point is believed to be more than {search['bound_pct']:.1f}% better (95% sure of each); "
-            if sure
-            else ""
+            f"No untested point is believed to be more than {search.bound_pct:.1f}% better (95% sure of each); " if sure else ""
         )
-        told = [f"{believed}{tried}."]
-        told.append(f"Why the search ended: {search['why']}.")
-    elif left:
-        told = [f"{names.counted(left, 'point')} of {len(rows)} not tried yet: one of them may be better."]
-    elif result.get("policy") in ("random", "asha"):
-        told = [f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."]
+        sentences = [f"{believed}{tried}."]
+        sentences.append(f"Why the search ended: {search.why}.")
+    elif unmeasured:
+        sentences = [f"{names.counted(unmeasured, 'point')} of {len(rows)} not tried yet: one of them may be better."]
+    elif result.policy in ("random", "asha"):
+        sentences = [f"{names.counted(len(rows), 'point')} drawn at random: another one may be better."]
     elif rows:
-        told = [f"Nothing is left untried: {names.counted(len(rows), 'point')} decided, the whole space."]
-    return told
+        sentences = [f"Nothing is left untried: {names.counted(len(rows), 'point')} decided, the whole space."]
+    return sentences
 
 
 def without_result(rows: Sequence[Row]) -> list[str]:
     """How many trials have no speed, and how they ended."""
-    tried, speeds = ended(rows), {row["id"] for row in ran(rows)}
-    left = [row for row in tried if row["id"] not in speeds]
-    if not left:
+    tried, speeds = ended(rows), {row.id for row in ran(rows)}
+    unmeasured = [row for row in tried if row.id not in speeds]
+    if not unmeasured:
         return []
-    ends = ", ".join(f"{count} {status}{names.ENDS.get(status, '')}" for status, count in names.statuses(left).items())
-    return [f"{len(left)} of {names.counted(len(tried), 'trial')} have no result: {ends}."]
+    ends = ", ".join(f"{count} {status}{names.ENDS.get(status, '')}" for status, count in names.statuses(unmeasured).items())
+    return [f"{len(unmeasured)} of {names.counted(len(tried), 'trial')} have no result: {ends}."]
 
 
-def on_the_front(result: Mapping[str, Any]) -> list[str]:
+def on_the_front(result: RunResult) -> list[str]:
     """What a search for speed and cost has found: no other trial beats one of these in both."""
-    if result["metric"] != FRONT:
+    if result.metric != FRONT:
         return []
-    rows = {row["id"]: row for row in result["trials"]}
-    unit, keys = "GPU" if result.get("use_gpu") else "worker", axes(result["trials"])
-    told = ["the front of speed and cost:"]
-    for id in (result.get("search") or {}).get("front", []):
-        m = rows[id]["metrics"]
+    rows = {row.id: row for row in rows_of(result)}
+    unit, keys = result.unit, axes(list(rows.values()))
+    sentences = ["the front of speed and cost:"]
+    for id in result.search.front if result.search else ():
+        m = rows[id].metrics
         cost = f"{names.short(m['gpu_s_per_epoch'])} {unit}-seconds an epoch"
-        told.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
-    return told if len(told) > 1 else []
+        sentences.append(f"  {id}: {names.point(rows[id], unit, keys)}: {names.number(m['images_per_s'], 1)} images/s for {cost}")
+    return sentences if len(sentences) > 1 else []
 
 
-def doubts(result: Mapping[str, Any]) -> list[str]:
+def doubts(result: RunResult) -> list[str]:
     """What a reader has to know before believing the numbers."""
-    rows = result.get("trials", [])
-    told = []
-    if any((row.get("metrics") or {}).get("epoch_projected") for row in rows):
-        told.append("* projected from fewer steps than an epoch has")
-    if any(row.get("oversubscribed") for row in rows):
-        told.append(
+    rows = result.rows
+    sentences = []
+    if any(row.metrics.get("epoch_projected") for row in rows):
+        sentences.append("* projected from fewer steps than an epoch has")
+    if any(row.oversubscribed for row in rows):
+        sentences.append(
             "oversubscribed: the trial reserved more CPUs than this machine has; its times say little about a real cluster"
         )
-    return told
+    return sentences
 
 
-def command(root: Path, best: Row) -> str:
+def command(root: Path, best: TrialRow) -> str:
     """`distill train …` that trains at the winner's point, from the run's own experiment.
 
     The teacher, or the last assistant, that the sweep has trained is taken, where there is one.
     """
     run_dir = RunDir(root)
-    values = dict(best["params"])
-    if best["scale"][LOADER_WORKERS] != "auto":
-        values.setdefault(LOADER_WORKERS, best["scale"][LOADER_WORKERS])
+    values = dict(best.params)
+    if best.scale.loader_workers != "auto":
+        values.setdefault(LOADER_WORKERS, best.scale.loader_workers)
     if run_dir.stage("assistant1").best.exists():
         name, last = list(read_resolved(run_dir.experiment, reading=True).experiment.preparation.items())[-1]
         values |= {"teacher.model": last.model, "teacher.weights": str(run_dir.stage(name).best)}
         values |= {"teacher.others": [], "assistants": []}
     elif (teacher := run_dir.stage("teacher").best).exists():
         values["teacher.weights"] = str(teacher)
-    sets = [f"--set {shlex.quote(f'{key}={written(held)}')}" for key, held in values.items()]
+    sets = [f"--set {shlex.quote(f'{key}={written(item)}')}" for key, item in values.items()]
     return " ".join(["distill train", shlex.quote(str(run_dir.experiment)), *sets])
 
 
-def written(held: Any) -> str:
+def written(item: Any) -> str:
     """A value as `--set` reads it back: JSON is YAML, and a text that YAML takes for text needs no quotes."""
-    if isinstance(held, str):
+    if isinstance(item, str):
         try:
-            if strict_yaml.parse(held, "") == held:
-                return held
+            if strict_yaml.parse(item, "") == item:
+                return item
         except ExperimentError:
             pass
-    return json.dumps(held)
+    return json.dumps(item)
 
 
-def lines(result: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    """The lines under a sweep's table. `rows`: its trials, with "error" where the spread of their steps is known."""
-    chosen = (result.get("best") or {}).get("id")
-    best = next((row for row in rows if row["id"] == chosen), None)
+def lines(result: RunResult, rows: Sequence[Row]) -> list[str]:
+    """The lines under a sweep's table. `rows`: its trials."""
+    best = best_of(result, rows)
     if best is None:
         return ["no trial is complete: nothing to compare yet", *without_result(rows)]
-    unit, (metric, mode) = "GPU" if result.get("use_gpu") else "worker", judged(result)
-    told = [f"best: trial {best['id']} with {won(best, unit, axes(rows), metric)}"]
-    told.append(why(rows, best, metric, mode, unit))
-    if shares := step_shares(best["metrics"]):
-        told.append(f"its step: {shares}")
-    return [*told, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]
+    unit, (metric, mode) = result.unit, judged(result)
+    sentences = [f"best: trial {best.id} with {won(best, unit, axes(rows), metric)}"]
+    sentences.append(why(rows, best, metric, mode, unit))
+    if shares := step_shares(best.metrics):
+        sentences.append(f"its step: {shares}")
+    return [*sentences, *on_the_front(result), *without_result(rows), *bound(result), *doubts(result)]

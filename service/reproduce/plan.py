@@ -9,17 +9,30 @@ from typing import Any
 
 from service.config.dotted import flatten, merge, put
 from service.config.experiment import Resolved, load, parse_override, validate
+from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
-from service.runs.plan import absolute
 from trainables.errors import ExperimentError, near
 
 OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
 """What the table decides, but for how many trials run at a time."""
 HARMLESS = (
-    "data.path", "data.loader_workers", "data.prefetch_batches", "data.stage", "data.cache", "data.cache_mib", "scale.use_gpu",
-    "scale.cpus_per_worker", "scale.max_failures", "sweep.max_concurrent", "tracking", "train.log_every",
-    "train.checkpoint_every", "train.channels_last", "train.compile", "train.telemetry_every_s",
-)  # fmt: skip
+    "data.path",
+    "data.loader_workers",
+    "data.prefetch_batches",
+    "data.stage",
+    "data.cache",
+    "data.cache_mib",
+    "scale.use_gpu",
+    "scale.cpus_per_worker",
+    "scale.max_failures",
+    "sweep.max_concurrent",
+    "tracking",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.channels_last",
+    "train.compile",
+    "train.telemetry_every_s",
+)
 """What may be set without another training coming of it: how fast it runs and what is recorded."""
 
 
@@ -192,10 +205,17 @@ def _overridden(key: str, set_keys: Sequence[str]) -> bool:
 
 def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:
     """What all points of a sweep share."""
-    common = _with(tree, {
-        "name": name, "sweep.space": {}, "sweep.policy": "grid", "sweep.metric": "top1_pct", "sweep.steps": None,
-        "sweep.target_pct": None,
-    })  # fmt: skip
+    common = _with(
+        tree,
+        {
+            "name": name,
+            "sweep.space": {},
+            "sweep.policy": "grid",
+            "sweep.metric": "top1_pct",
+            "sweep.steps": None,
+            "sweep.target_pct": None,
+        },
+    )
     if teacher is None:
         return common | {"teacher": None, "distill": {}}
     return common | {"teacher": {**(tree["teacher"] or {}), "model": teacher, "weights": _weights(table, teacher, teachers)}}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from service.report import reporter
 from service.reproduce.plan import Part, Request
 from service.reproduce.table import Table
 from service.reproduce.teacher_accuracy import Known, known_of, measured
 from service.reproduce.verdict import Verdict, judge
-from service.runs.preflight import check_checkpoints, check_inputs
+from service.runs.preflight import check_checkpoints
+from service.runs.result import TrialRow, read_result
 from service.runs.run_directory import begin, reopen
+from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
 from trainables.data.source import open_source
 from trainables.errors import ExperimentError, TrainingError
@@ -73,7 +74,7 @@ def prepare(job: Reproduction) -> None:
         if run_dir.result.exists():
             check_checkpoints(run_dir)
         else:
-            check_inputs(part.resolved, "sweep")
+            check_sweep(part.resolved)
 
 
 def size_differences(job: Reproduction) -> list[str]:
@@ -84,7 +85,7 @@ def size_differences(job: Reproduction) -> list[str]:
     return [f"{key} {found[key]} for {wanted}" for key, wanted in job.table.data.model_dump().items() if found[key] != wanted]
 
 
-def carry_out(job: Reproduction, say: Callable[[str], None]) -> list[str]:
+def run_parts(job: Reproduction, say: Callable[[str], None]) -> list[str]:
     """Run what is left. Returns one line for each sweep that ended without an accuracy; the others go on all the same.
 
     Raises:
@@ -99,14 +100,14 @@ def carry_out(job: Reproduction, say: Callable[[str], None]) -> list[str]:
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin(part.resolved, "sweep", run_dir, job.root)
         _, _, result = reopen(run_dir.root, to_continue=True)
-        if result["status"] == "complete":
+        if result.status == "complete":
             say(f"{part.name}: complete")
             continue
         if experiment.teacher is not None and experiment.teacher.weights is not None:
             known = measured(experiment, run_dir, job.root)
             say(f"{part.name}: the teacher given has {known.top1_pct:.2f}%, published {published_teacher(job.table, part):.2f}%")
         try:
-            sweep(part.resolved, run_dir)
+            sweep(part.resolved, run_dir, reporter)
         except TrainingError as error:
             failed.append(f"{part.name}: {error}")
     return failed
@@ -127,28 +128,34 @@ def cells(job: Reproduction) -> list[Cell]:
         part = next(
             part for part in job.parts if (student, column) in part.rows and part.teacher in (None, job.table.pairs[pair].teacher)
         )
-        trials = [rows[part.name].get(trial, {}) for trial in part.rows[student, column]]
-        done = [trial["metrics"] for trial in trials if trial.get("status") == "ok"]
+        trials = [rows[part.name][trial] for trial in part.rows[student, column] if trial in rows[part.name]]
+        done = [trial.metrics for trial in trials if trial.status == "ok"]
         source = job.table.source_of(column)
         published = job.table.published(pair, column)
         assert published is not None
         verdict = judge(
-            published, source.epoch, job.table.num_runs(pair, column), job.table.tolerance_pct, [m["top1_pct"] for m in done],
-            [m["best_top1_pct"] for m in done], num_wanted=len(job.request.seeds), comparable=not job.changed,
-        )  # fmt: skip
-        reasons = [trial["reason"] for trial in trials if trial.get("status") in ("failed", "oom", "infeasible")]
+            published,
+            source.epoch,
+            job.table.num_runs(pair, column),
+            job.table.tolerance_pct,
+            [m["top1_pct"] for m in done],
+            [m["best_top1_pct"] for m in done],
+            num_wanted=len(job.request.seeds),
+            comparable=not job.changed,
+        )
+        reasons = [trial.reason for trial in trials if trial.status in ("failed", "oom", "infeasible")]
         found.append(Cell(pair, column, verdict, reasons[0] if reasons else ""))
     return found
 
 
-def _rows(run_dir: RunDir) -> dict[str, dict[str, Any]]:
+def _rows(run_dir: RunDir) -> dict[str, TrialRow]:
     """The trials of a sweep by their ids, as far as they are written."""
     if not run_dir.result.exists():
         return {}
-    return {row["id"]: row for row in json.loads(run_dir.result.read_text()).get("trials", ())}
+    return {row.id: row for row in read_result(run_dir.result, run_dir.experiment).rows}
 
 
-def teachers(job: Reproduction) -> dict[str, Known | None]:
+def teachers_of(job: Reproduction) -> dict[str, Known | None]:
     """What is known of each teacher so far."""
     return {part.teacher: known_of(part.resolved.experiment, job.run_dir(part)) for part in job.parts if part.teacher is not None}
 
@@ -156,16 +163,22 @@ def teachers(job: Reproduction) -> dict[str, Known | None]:
 def write_result(job: Reproduction, name: str) -> Path:
     """`reproduce.json`: every cell and teacher, with what was changed."""
     path = job.out / "reproduce.json"
-    write_json(path, {
-        "table": name, "title": job.table.title, "seeds": list(job.request.seeds), "changed": list(job.changed),
-        "tolerance_pct": job.table.tolerance_pct,
-        "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
-        "teachers": {
-            key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(known) if known else {})}
-            for key, known in teachers(job).items()
+    write_json(
+        path,
+        {
+            "table": name,
+            "title": job.table.title,
+            "seeds": list(job.request.seeds),
+            "changed": list(job.changed),
+            "tolerance_pct": job.table.tolerance_pct,
+            "sources": {key: source.model_dump() for key, source in job.table.sources.items()},
+            "teachers": {
+                key: {"published_pct": job.table.teachers.models[key].top1_pct, **(asdict(known) if known else {})}
+                for key, known in teachers_of(job).items()
+            },
+            "cells": [asdict(cell) for cell in cells(job)],
         },
-        "cells": [asdict(cell) for cell in cells(job)],
-    })  # fmt: skip
+    )
     return path
 
 
@@ -179,8 +192,8 @@ def seconds_left(job: Reproduction, images_per_s: float | None) -> float | None:
         points = part.resolved.experiment.sweep.points
         all_epochs += part.num_epochs
         for trial, row in _rows(job.run_dir(part)).items():
-            if row["status"] == "ok":
-                took_s += row["seconds"]
+            if row.status == "ok":
+                took_s += row.seconds
                 took_epochs += part.epochs_of(points[int(trial)])
     if images_per_s is not None:
         return (all_epochs - took_epochs) * job.table.data.train_images / images_per_s

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
-from service.config.experiment import recipes
+from service.config.files import recipes
 from service.config.messages import explain
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, near
@@ -113,7 +113,7 @@ class Table(Section):
             *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
             *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
             *((f"pairs.{key}.num_runs", name, self.sources) for key, pair in self.pairs.items() for name in pair.num_runs),
-        ]  # fmt: skip
+        ]
         for where, name, known in named:
             if name not in known:
                 raise ValueError(f"{where}: there is no {name!r} in this table; it has {', '.join(known)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.experiment import Experiment
+from service.runs.outcome import read_summary
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json
 
@@ -27,15 +28,15 @@ class Known:
 def trained(run_dir: RunDir) -> Known | None:
     """The teacher that a sweep has trained: its best epoch, which teaches. None: not yet."""
     stage = run_dir.stage("teacher")
-    header = read_checkpoint_header(stage.best) if stage.result.exists() and stage.best.exists() else None
-    if header is None:
+    summary = read_summary(stage)
+    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
+    if header is None or summary is None:
         return None
     from trainables.models.weights import teacher_sha256
 
     about: dict[str, Any] = {"num_classes": header.num_classes, "image_size": header.image_size, "classes": header.classes}
-    metrics = json.loads(stage.result.read_text())["metrics"]
     sha256 = teacher_sha256(header.model, str(stage.best), **about, seed=0)
-    return Known(metrics["best_top1_pct"], sha256, str(stage.best))
+    return Known(summary.metrics["best_top1_pct"], sha256, str(stage.best))
 
 
 def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
@@ -59,10 +60,15 @@ def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
     told: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
     model = load_teacher(teacher.model, teacher.weights, **told)
     about = {
-        "model": teacher.model, "num_classes": len(classes), "classes": list(classes), "image_size": size,
-        "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
+        "model": teacher.model,
+        "num_classes": len(classes),
+        "classes": list(classes),
+        "image_size": size,
+        "val_resize": data.val_resize,
+        "mean": list(data.mean),
+        "std": list(data.std),
         "transform_input": bool(getattr(model, "transform_input", False)),
-    }  # fmt: skip
+    }
     ours = run_dir.root / "given-teacher.safetensors"
     write_tensors(ours, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
     settings = [f"data.loader_workers={data.loader_workers}", f"scale.use_gpu={str(experiment.scale.use_gpu).lower()}"]

@@ -30,9 +30,11 @@ def plan_grid(job: Reproduction) -> Grid:
 def plan_line(job: Reproduction, seconds: float | None) -> str:
     """The sum of it."""
     runs, epochs = sum(part.num_runs for part in job.parts), sum(part.num_epochs for part in job.parts)
-    hours = f"{seconds / 3600:,.1f} hours left, one run after the other" if seconds is not None else (
-        "hours: not known before a run has ended; --images-per-s gives them for a speed"
-    )  # fmt: skip
+    hours = (
+        f"{seconds / 3600:,.1f} hours left, one run after the other"
+        if seconds is not None
+        else ("hours: not known before a run has ended; --images-per-s gives them for a speed")
+    )
     return f"{runs} runs, {epochs:,} epochs of {job.table.data.train_images:,} images; {hours}"
 
 
@@ -49,13 +51,18 @@ def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> G
         ours = verdict.last
         said = "reduced: not comparable" if verdict.outcome == "not comparable" else verdict.outcome
         grid.add_row(
-            cell.pair if cell.pair != before else "", "labels alone" if cell.column == ALONE else cell.column,
-            number(verdict.published), verdict.epoch, _mean(verdict.last), _mean(verdict.best), str(ours.num) if ours else "-",
+            cell.pair if cell.pair != before else "",
+            "labels alone" if cell.column == ALONE else cell.column,
+            number(verdict.published),
+            verdict.epoch,
+            _mean(verdict.last),
+            _mean(verdict.best),
+            str(ours.num) if ours else "-",
             f"{verdict.difference:+.2f}" if verdict.difference is not None else "-",
             number(verdict.tolerance) if verdict.tolerance is not None else "-",
             said + (f": {cell.failed}" if cell.failed else ""),
             style={"pass": "green", "fail": "red"}.get(verdict.outcome),
-        )  # fmt: skip
+        )
         before = cell.pair
     if changed:
         grid.caption = f"changed, so that nothing is comparable: {', '.join(changed)}"

@@ -60,9 +60,16 @@ def tolerance(ours: Mean, num_published: int, least: float) -> float:
 
 
 def judge(
-    published: float, epoch: Literal["last", "best"], num_published: int, least: float, last: Sequence[float],
-    best: Sequence[float], *, num_wanted: int, comparable: bool,
-) -> Verdict:  # fmt: skip
+    published: float,
+    epoch: Literal["last", "best"],
+    num_published: int,
+    least: float,
+    last: Sequence[float],
+    best: Sequence[float],
+    *,
+    num_wanted: int,
+    comparable: bool,
+) -> Verdict:
     """Compare. `last` and `best`: percent of each finished seed; of `num_wanted` seeds all must have finished.
 
     It passes where |mean − published| ≤ `tolerance`: what is far above was not reproduced either.

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from service.cluster import ray_thread as work_thread
-from service.cluster.resources import check_ray
+from service.cluster import ray_thread
+from service.cluster.local_ray import check_ray
 from trainables.rundir import StageDir
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
         except BaseException as error:  # re-raised below, in the main thread
             failure.append(error)
 
-    thread = work_thread.begin(target)
+    thread = ray_thread.begin(target)
     while thread.is_alive():
         thread.join(0.25)
         check_ray()
@@ -107,9 +107,15 @@ class Display:
     def __enter__(self) -> Display:
         if self.console.is_terminal:
             self._bars = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
-                TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=self.console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[info]}"),
+                console=self.console,
+                transient=True,
+            )
             self._bars.start()
         return self
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from service.cluster import resources as clusters
+from service.cluster.connect import check_ray_address, connect
+from service.cluster.resources import Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
 from service.config.messages import explain
+from service.config.paths import absolute
 from service.runs.display import Display, wait_for
-from service.runs.plan import absolute
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_places
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.failures import WorkersFailedError
 from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
+from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
 
 CHANGEABLE = ("data", "scale", "precision")
@@ -62,6 +63,8 @@ def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
     trained = {name: about[name] for name in ("image_size", "val_resize", "mean", "std") if about.get(name) is not None}
     tree = {**tree, "checkpoint": str(checkpoint.absolute()), "data": {**trained, **tree["data"]}}
     config = checked(tree)
+    if problem := resize_covers_crop(config.data):
+        raise ExperimentError(problem)
     classes = check_source(config.data, "val").classes
     size = config.data.image_size
     load_teacher(about["model"], str(checkpoint), num_classes=len(classes), image_size=size, classes=classes, seed=0)
@@ -84,33 +87,31 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
     """
     check_places(root, None)
     config = resolve(checkpoint, data_path, overrides)
-    if not clusters.is_local():
-        clusters.knock(os.environ["RAY_ADDRESS"])
-    capacity = clusters.local_capacity()
+    check_ray_address()
     workers = config.data.loader_workers
     cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)
     storage = RunDir(root.absolute() / ".evaluate")
-    if clusters.is_local() and (refusal := capacity.refusal(clusters.Need(config.scale.num_workers, cpus))):
+    if is_local() and (refusal := local_capacity().refusal(Reservation(config.scale.num_workers, cpus))):
         raise ClusterError(f"{refusal}: lower scale.num_workers")
     storage.root.mkdir(parents=True, exist_ok=True)
-    with Display() as display, clusters.connect(config.scale.num_workers * cpus, storage.root) as cluster:
-        from trainables.worker import entry_points as worker
+    with Display() as display, connect(config.scale.num_workers * cpus, storage.root) as cluster:
+        from trainables.worker import trainer
 
         if workers == "auto":
-            workers = clusters.auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
-        gpu = clusters.use_gpu(config.scale.use_gpu, cluster)
-        need = clusters.Need(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
-        if refusal := cluster.refusal(need):
+            workers = auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
+        gpu = use_gpu(config.scale.use_gpu, cluster)
+        reservation = Reservation(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
+        if refusal := cluster.refusal(reservation):
             raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
         display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{checkpoint.stem}-{id(config):x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
         try:
             job = config.model_copy(update={"data": data, "output": str(output)})
-            fit = partial(worker.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
+            fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
-        except (WorkersFailedError, worker.NoRoomError) as error:
+        except (WorkersFailedError, trainer.ClusterFullError) as error:
             raise CheckpointError(f"evaluation failed: {error}") from error
         finally:
             output.unlink(missing_ok=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Any
 
-from service.runs.trial import Outcome
+from service.runs.outcome import Outcome
 
-SUMS = ("steps", "steady_steps", "warmup_s", "train_s", "eval_s", "checkpoint_s", "other_s", "wall_s")
+SUMMED = ("steps", "steady_steps", "warmup_s", "train_s", "eval_s", "checkpoint_s", "other_s", "wall_s")
 LARGEST, SMALLEST = ("peak_memory_mib", "reserved_memory_mib"), ("free_memory_mib",)
 
 
@@ -33,7 +31,7 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
         start_s=sum(starts_s) if starts_s else None,
         end_s=sum(ends_s) if ends_s else None,
         ended_s=last.ended_s,
-        measurements=[{key: value for key, value in asdict(one).items() if key != "measurements"} for one in measurements],
+        measurements=list(measurements),
     )
 
 
@@ -47,7 +45,7 @@ def pooled(measured: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
     found = {}
     for name in dict.fromkeys(name for metrics, _ in measured for name in metrics):
         values = [(metrics[name], max(steps, 1), metrics.get("step_s", 1.0)) for metrics, steps in measured if name in metrics]
-        if name in SUMS:
+        if name in SUMMED:
             found[name] = sum(value for value, _, _ in values)
         elif name.endswith("_min_ms") or name in SMALLEST:
             found[name] = min(value for value, _, _ in values)
@@ -57,13 +55,3 @@ def pooled(measured: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
             weighted = [(value, steps * (step_s if name == "images_per_s" else 1.0)) for value, steps, step_s in values]
             found[name] = sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
     return found
-
-
-def recorded(outcome: Outcome) -> list[Outcome]:
-    """The measurements that an outcome is made of."""
-    return [Outcome(**one) for one in outcome.measurements] or [outcome]
-
-
-def outcome_of(row: Mapping[str, Any]) -> Outcome:
-    """The outcome that a row of `result.json` shows."""
-    return Outcome(**{part.name: row[part.name] for part in fields(Outcome) if part.name in row})

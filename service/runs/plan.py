@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.cluster import resources as clusters
-from service.cluster.resources import Cluster
+from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.experiment import Experiment
-from service.runs.trial import Assignment, need
+from service.config.paths import absolute, with_absolute_file
+from service.runs.assignment import Assignment, reservation_of
 from trainables.config import TeacherConfig
 from trainables.errors import ClusterError
-from trainables.methods import file_of, option_key
 from trainables.rundir import RunDir, expanded
 
 
@@ -26,46 +25,46 @@ class Plan:
     @classmethod
     def on(cls, experiment: Experiment, cluster: Cluster) -> Plan:
         """Resolve every `auto`."""
-        scale, wanted = experiment.scale, experiment.data.loader_workers
-        if wanted == "auto":
-            wanted = clusters.auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
-        return cls(experiment, clusters.use_gpu(scale.use_gpu, cluster), wanted)
+        scale, loader_workers = experiment.scale, experiment.data.loader_workers
+        if loader_workers == "auto":
+            loader_workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
+        return cls(experiment, use_gpu(scale.use_gpu, cluster), loader_workers)
 
     def assign(
         self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None, teachers: tuple[str, ...] = ()
     ) -> Assignment:
-        """One stage's order to the workers. `teachers` are the names of the actors that answer for its teacher."""
+        """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits."""
         config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
+        distill = config.distill
+        if distill is not None:
+            distill = distill.model_copy(update={"method": tuple(map(with_absolute_file, distill.method))})
         data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
-        auto = self.experiment.data.loader_workers == "auto"
-        distill = config.distill and config.distill.model_copy(update={"method": tuple(map(located, config.distill.method))})
-        changed = {"data": data, "teacher": _found(config.teacher), "distill": distill, "loader_auto": auto, "teachers": teachers}
-        return Assignment(
-            config.model_copy(update=changed),
-            self.use_gpu,
-            self.loader_workers,
-            run_dir.tune,
-        )
+        changes = {
+            "data": data,
+            "teacher": _with_absolute_paths(config.teacher),
+            "distill": distill,
+            "loader_auto": self.experiment.data.loader_workers == "auto",
+            "teachers": teachers,
+        }
+        return Assignment(config.model_copy(update=changes), self.use_gpu, self.loader_workers, run_dir.tune)
 
-    def need(self) -> clusters.Need:
+    def reservation(self) -> Reservation:
         """What one stage reserves."""
-        return need(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
+        return reservation_of(self.experiment.stage("student", Path("/"), {}), self.loader_workers, self.use_gpu)
 
     def refusal(self, cluster: Cluster) -> str | None:
-        """Why the empty cluster could never carry this out, and what to change; None where it can."""
+        """Why this could not even run on the empty cluster, and what to change; None where it can."""
         if self.experiment.data.decodes_on_device and not self.use_gpu:
             return f"data.decoder: {self.experiment.data.decoder} works on GPUs only, and there are none: write auto"
-        if refusal := cluster.refusal(self.need()):
-            instead = (
-                "set scale.use_gpu to false"
-                if self.use_gpu and not cluster.gpus
-                else "lower scale.num_workers or data.loader_workers" + (", or teacher.service" if self.need().service else "")
-            )
-            return f"{refusal}: {instead}"
+        if refusal := cluster.refusal(self.reservation()):
+            if self.use_gpu and not cluster.gpus:
+                return f"{refusal}: set scale.use_gpu to false"
+            service = ", or teacher.service" if self.reservation().service else ""
+            return f"{refusal}: lower scale.num_workers or data.loader_workers{service}"
         return None
 
     def check(self, cluster: Cluster) -> None:
-        """Refuse what the cluster could never hold: it would wait for ever, silently.
+        """Refuse what does not fit on the cluster: it would wait for ever, silently.
 
         Raises:
             ClusterError: see `refusal`.
@@ -83,31 +82,27 @@ class Plan:
             f"{self.loader_workers} loader workers{auto}, global batch {self.experiment.data.global_batch_size}, "
             f"on {len(cluster.nodes)} node{'s' if len(cluster.nodes) > 1 else ''}"
         )
-        if actors := self.need().service:
+        if actors := self.reservation().service:
             line += f", and {actors.num_workers} for the teacher"
         if self.loader_workers == 0:
             line += "; 0 loader workers: every step waits for its images to be decoded"
-        if cluster.oversubscribed(self.need()):
-            line += f"; oversubscribed: {self.need().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
+        if cluster.oversubscribed(self.reservation()):
+            line += f"; oversubscribed: {self.reservation().total_cpus} CPUs reserved on {cluster.real_cpus} cores"
         return line
 
 
-def _found(teacher: TeacherConfig | None) -> TeacherConfig | None:
-    """A teacher whose cache and further teachers are named as workers find them."""
+def most_local_cpus(*experiments: Experiment) -> int:
+    """The CPUs that a Ray of our own has to offer for the largest of these experiments; 0 where RAY_ADDRESS names a cluster."""
+    if not is_local():
+        return 0
+    capacity = local_capacity()
+    return max(Plan.on(experiment, capacity).reservation().total_cpus for experiment in experiments)
+
+
+def _with_absolute_paths(teacher: TeacherConfig | None) -> TeacherConfig | None:
+    """A teacher whose cache and further teachers are named by absolute paths."""
     if teacher is None:
         return None
     others = tuple(other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others)
     cache = teacher.cache and str(expanded(teacher.cache).absolute())
     return teacher.model_copy(update={"others": others, "cache": cache})
-
-
-def absolute(data_path: str) -> str:
-    """A data path that workers, which run elsewhere, understand; the names of built-in sources stay."""
-    path = expanded(data_path)
-    return str(path.absolute()) if path.exists() else data_path
-
-
-def located(method: str) -> str:
-    """A method's name; where it is a file's, by the file's absolute path."""
-    file = file_of(method)
-    return method if file is None else f"{file.absolute()}:{option_key(method)}"

@@ -1,19 +1,20 @@
-"""What can be refused before Ray starts: data, places, weights and their fit, in seconds instead of a worker's start.
+"""What can be refused before Ray starts: data, folders, weights, and whether they fit together.
 
-Names, values and their fit among each other are refused earlier, when the experiment is read. The cheapest check comes first;
-only the last ones import torch.
+That takes seconds instead of a worker's start. Names, values and their combinations are refused earlier, when the experiment is
+read. The cheapest check comes first; only the last ones import torch.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection
+from typing import Literal
 
-from service.cluster import resources as clusters
+from service.cluster.connect import check_ray_address
+from service.cluster.resources import is_local, local_capacity
 from service.config.experiment import Experiment, Resolved, read_resolved
-from service.runs.dry_run import check_fits, refuse_misfits
+from service.runs.dry_run import check_fits
 from service.runs.plan import Plan
+from service.runs.result import Kind
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
@@ -21,87 +22,59 @@ from trainables.data.source import Source, check_placement, open_source
 from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header
+from trainables.rules import enough_images
 from trainables.rundir import RunDir, StageDir, unwritable
-
-if TYPE_CHECKING:
-    from service.sweeps.trials import Trial
 
 PROBED_IMAGES = 8
 
 
-def check_inputs(resolved: Resolved, kind: Literal["train", "sweep"]) -> None:
-    """Refuse what the workers would refuse later.
+def check_train(resolved: Resolved) -> None:
+    """Refuse a run that its workers would refuse later.
 
     Raises:
         DistillError: one line.
     """
     experiment = resolved.experiment
-    if not clusters.is_local():
-        clusters.knock(os.environ["RAY_ADDRESS"])
+    check_services(experiment, "train")
+    if is_local():  # a cluster's size is known once we are connected
+        capacity = local_capacity()
+        Plan.on(experiment, capacity).check(capacity)
+    num_classes = check_data(experiment)
+    check_fits(experiment, num_classes, ["student"])
+
+
+def check_services(experiment: Experiment, kind: Kind) -> None:
+    """Refuse a Ray that does not answer, an MLflow store and a `teacher.cache` that cannot be written.
+
+    Raises:
+        ClusterError, ExperimentError: one line.
+    """
+    check_ray_address()
     if experiment.tracking.enabled and experiment.tracking.uri:
         check_store(experiment.tracking.uri)
     check_cache(experiment, kind)
-    trials = check_points(resolved) if kind == "sweep" else []
-    searched = frozenset(experiment.sweep.axes) if kind == "sweep" else frozenset()
-    teacher = experiment.teacher
-    trains_base = kind == "train" or bool(experiment.assistants) or (teacher is not None and teacher.weights is None)
-    if kind == "train":  # a point of a sweep that does not fit is a row, not an error
-        check_room(experiment)
-    if "data.path" in searched:
-        return
-    if not {"data.stage", "data.cache"} & searched:
+
+
+def check_data(experiment: Experiment, searched: Collection[str] = (), *, trains_base: bool = True) -> int:
+    """Refuse data that cannot be read, and models that do not fit it. Returns how many classes it has.
+
+    `searched`: the keys of a sweep, whose values are not the experiment's; `trains_base`: its own batch size is trained with.
+
+    Raises:
+        DistillError: one line.
+    """
+    if not {"data.stage", "data.cache"} & set(searched):
         check_placement(experiment.data)
     train, val = (check_source(experiment.data, split) for split in ("train", "val"))
-    batch = experiment.data.global_batch_size
-    if trains_base and experiment.data.last_batch == "drop" and len(train) < batch:
-        raise DataError(
-            f"data.global_batch_size: {batch} is more than the {len(train)} training images of {experiment.data.path}; "
-            f"write at most {len(train)}, or data.last_batch=short"
-        )
+    if trains_base and (problem := enough_images(experiment.data, len(train))):
+        raise DataError(problem)
     if "data.image_size" not in searched:
         check_models(experiment, val.classes)
         check_fits(experiment, len(val.classes), [name for name in experiment.preparation if name != "teacher"])
-    if kind == "train":
-        check_fits(experiment, len(val.classes), ["student"])
-    else:
-        refuse_misfits(trials)
-        check_any_runs(trials)
+    return len(val.classes)
 
 
-def check_points(resolved: Resolved) -> list[Trial]:
-    """Refuse a sweep without a single point that could run. Returns all of its points.
-
-    Raises:
-        ExperimentError: nothing to search, or the reason why the first point cannot run.
-    """
-    from service.sweeps.trials import plan_trials, refuse
-
-    trials = plan_trials(resolved)
-    if clusters.is_local():
-        refuse(trials, clusters.local_capacity())
-    check_any_runs(trials)
-    return trials
-
-
-def check_any_runs(trials: Sequence[Trial]) -> None:
-    """Refuse trials of which none is left to run. Raises ExperimentError with the first one's reason."""
-    if all(trial.outcome is not None for trial in trials):
-        reason = trials[0].outcome.reason if trials[0].outcome else ""
-        raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
-
-
-def check_room(experiment: Experiment) -> None:
-    """Refuse what a Ray of our own could not hold; a cluster's size is known once we are connected.
-
-    Raises:
-        ClusterError: see `Plan.check`.
-    """
-    if clusters.is_local():
-        capacity = clusters.local_capacity()
-        Plan.on(experiment, capacity).check(capacity)
-
-
-def check_cache(experiment: Experiment, kind: Literal["train", "sweep"]) -> None:
+def check_cache(experiment: Experiment, kind: Kind) -> None:
     """Refuse a `teacher.cache` that will have to be written and cannot be: its teacher would be trained for nothing.
 
     One that is full already may be read-only; a teacher that is still to be trained cannot have filled it.

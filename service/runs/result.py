@@ -1,128 +1,155 @@
-"""What `result.json` of a run directory holds, as far as it is read again: checked once, by `run_directory.reopen`."""
+"""What `result.json` of a run or sweep holds, typed: all that report, search, doctor and reproduce know of a run but its logs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.config.messages import expected, shown
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.runs.outcome import VERSION, Outcome, ResultPart, check_version, to_json
 from trainables.errors import ExperimentError
+from trainables.rundir import write_json
+
+Kind = Literal["train", "sweep"]
 
 
-class Part(BaseModel):
-    """A part of a result. Types are not converted, since readers see what the file has; keys that nobody reads may be there."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class WrittenScale(Part):
+class WrittenScale(ResultPart):
     """The scale of a trial that cannot run: whatever the space has."""
 
     num_workers: Any = Field(alias=NUM_WORKERS)
     global_batch_size: Any = Field(alias=GLOBAL_BATCH)
     loader_workers: Any = Field(alias=LOADER_WORKERS)
 
+    @property
+    def by_key(self) -> dict[str, Any]:
+        """Axis → value."""
+        return {NUM_WORKERS: self.num_workers, GLOBAL_BATCH: self.global_batch_size, LOADER_WORKERS: self.loader_workers}
 
-class Scale(WrittenScale):
-    """What a trial runs on."""
+
+class TrialScale(WrittenScale):
+    """What a trial runs on. Loader workers are a number, or `auto`."""
 
     num_workers: int = Field(alias=NUM_WORKERS)
     global_batch_size: int = Field(alias=GLOBAL_BATCH)
-    loader_workers: Any = Field(alias=LOADER_WORKERS)
-    """A number, or `auto`."""
 
 
-class Trial(Part):
-    """A row of a sweep."""
+class TrialRow(Outcome):
+    """A row of a sweep: a point, what it runs on and how it ended."""
 
     id: str
     params: dict[str, Any]
-    status: str
-    reason: str = ""
-    scale: Scale
-    metrics: dict[str, float]
-    steps_s: list[float] = []
-    seconds: float = 0.0
-    start_s: float | None = None
-    end_s: float | None = None
-    ended_s: float = 0.0
+    kind: str = ""
+    """`timing` or `accuracy`."""
+    oversubscribed: bool = False
+    """Whether the trial reserved more CPUs than the machine has cores."""
+    scale: TrialScale
     probe: str | None = None
+    """Of a training to the target: the trial that had measured the point's speed."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the trial ended, without what it is."""
+        return Outcome.model_validate({name: getattr(self, name) for name in Outcome.model_fields})
+
+    @property
+    def each_measurement(self) -> list[Outcome]:
+        """The measurements of the row's point, in order."""
+        return self.measurements or [self.outcome]
 
     @field_validator("scale", mode="wrap")
     @classmethod
     def _scale_of_an_infeasible_trial_is_as_written(
         cls, scale: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
-        return WrittenScale.model_validate(scale) if info.data.get("status") == "infeasible" else check(scale)
+        if info.data.get("status") != "infeasible":
+            return check(scale)
+        written = WrittenScale.model_validate(scale)
+        return TrialScale.model_construct(_fields_set=written.model_fields_set, **dict(written))
 
 
-class Stage(Part):
+class StageRow(Outcome):
     """A stage of a run that has ended."""
 
     stage: str
     model: str
-    status: str
-    reason: str = ""
-    metrics: dict[str, float]
-    seconds: float = 0.0
-    start_s: float | None = None
-    end_s: float | None = None
+    checkpoint: str | None = None
+    """Of its best epoch."""
 
 
-class StageTimes(Part):
+class StageTimes(ResultPart):
     """What a stage took in all sessions of its run that ended by themselves."""
 
     seconds: float
     start_s: float | None
 
 
-class Search(Part):
+class MlflowTarget(ResultPart):
+    """Where the records go."""
+
+    uri: str
+    experiment: str
+
+
+class ClusterHardware(ResultPart):
+    """The nodes that workers run on; see `service.cluster.resources.Cluster.hardware`."""
+
+    nodes: int
+    slots_per_node: int
+    cpus_per_node: float
+
+
+class SearchSummary(ResultPart):
     """How a guided search ended."""
 
     why: str = ""
-    front: list[str] = []
+    front: list[str] = Field(default_factory=list)
+    """The trials that no other one beats in speed and cost, the fewest workers first."""
+    bound_pct: float | None = None
+    """How much better a point that was not tried may be; None where nothing bounds that."""
+    spent_gpu_s: float = 0.0
+    b_noise: float | None = None
+    s_min: float | None = None
+    predicted_s: dict[str, float] = Field(default_factory=dict)
+    """Trial → seconds to the target, of a search for time."""
 
 
-class Result(Part):
+class RunResult(ResultPart):
     """A run or a sweep, however far it has come."""
 
-    kind: Literal["train", "sweep"]
+    version: int = 0
+    kind: Kind
     name: str
     status: str
-    runs_root: str
     started: str = ""
+    runs_root: str
+    sources: dict[str, str] = Field(default_factory=dict)
     finished: str = ""
     seconds: float = 0.0
     reason: str | None = None
-    sources: dict[str, str] = {}
+    mlflow: MlflowTarget | None = None
     use_gpu: bool | None = None
     num_workers: int | None = None
-    stages: list[Stage] = []
-    stage_times: dict[str, StageTimes] = {}
-    trials: list[Trial] | None = None
-    best: Trial | None = None
-    space: dict[str, Any] = {}
+    loader_workers: int | str | None = None
+    stages: list[StageRow] = Field(default_factory=list)
+    stage_times: dict[str, StageTimes] = Field(default_factory=dict)
+    trials: list[TrialRow] | None = None
+    best: TrialRow | None = None
+    space: dict[str, Any] = Field(default_factory=dict)
     """Lists, ranges and distributions, as `service.config.space` has them."""
     metric: str = ""
     mode: str = ""
-    tolerance: float = 0.0
+    policy: str = ""
+    tolerance: float = 0.03
     timing_steps: int | None = None
-    noise_scales: list[float] = []
-    search: Search | None = None
+    warmup_steps: int = 5
+    hardware: ClusterHardware | None = None
+    """None: of an older version."""
+    noise_scales: list[float] = Field(default_factory=list)
+    search: SearchSummary | None = None
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
@@ -131,25 +158,35 @@ class Result(Part):
                 raise PydanticCustomError("without", "{name}: missing", {"name": name})
         return self
 
+    @property
+    def rows(self) -> list[TrialRow]:
+        """The trials of a sweep, as far as there are any."""
+        return self.trials or []
 
-def read_result(path: Path, experiment: Path) -> dict[str, Any]:
-    """The `result.json` of a run directory, as it stands in the file. `experiment` is the run's `experiment.yaml`.
+    @property
+    def unit(self) -> str:
+        """What one worker runs on."""
+        return "GPU" if self.use_gpu else "worker"
+
+
+def write_result(path: Path, result: RunResult) -> None:
+    """Write `result.json`, atomically."""
+    write_json(path, to_json(result) | {"version": VERSION})
+
+
+def read_result(path: Path, experiment: Path) -> RunResult:
+    """The `result.json` of a run directory. `experiment` is the run's `experiment.yaml`.
 
     Raises:
-        ExperimentError: it is damaged; one line that names the field.
+        ExperimentError: it is damaged, in one line that names the field; or a newer version wrote it.
     """
+    check_version(path)
     try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        result = None
-    damage = "it is no JSON object"
-    if isinstance(result, dict):
-        try:
-            Result.model_validate(result)
-        except ValidationError as error:
-            damage = _first(error)
-        else:
-            return result
+        return RunResult.model_validate_json(path.read_bytes())
+    except OSError:
+        damage = "it is no JSON object"
+    except ValidationError as error:
+        damage = _first(error)
     raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin again from {experiment}")
 
 
@@ -159,6 +196,8 @@ def _first(error: ValidationError) -> str:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).removeprefix(".")
     if detail["type"] == "without":
         return detail["msg"]
+    if not field:
+        return "it is no JSON object"
     if detail["type"] == "missing":
         return f"{field}: missing"
     return f"{field}: must be {expected(detail)}, not {shown(detail['input'])}"

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
 
 from service.config.experiment import Resolved, read_resolved
-from service.runs.result import read_result
+from service.runs.method_copies import copy_methods, use_copies_of
+from service.runs.result import Kind, RunResult, read_result, write_result
 from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, unwritable, write_atomic, write_json
-
-Kind = Literal["train", "sweep"]
+from trainables.rundir import RunDir, unwritable, write_atomic
 
 
 def check_places(root: Path, out: Path | None) -> None:
@@ -58,19 +56,24 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
 def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
     """Write down what is going to be carried out: from here on `distill resume` can continue it."""
     try:
+        copy_methods(resolved.experiment, run_dir)
         write_atomic(run_dir.experiment, resolved.to_yaml().encode())
-        write_json(run_dir.result, {
-            "kind": kind, "name": resolved.experiment.name, "status": "running",
-            "started": datetime.now().isoformat(timespec="seconds"),
-            "runs_root": str(root.absolute()), "sources": resolved.sources,
-        })  # fmt: skip
+        result = RunResult(
+            kind=kind,
+            name=resolved.experiment.name,
+            status="running",
+            started=datetime.now().isoformat(timespec="seconds"),
+            runs_root=str(root.absolute()),
+            sources=resolved.sources,
+        )
+        write_result(run_dir.result, result)
     except OSError as error:
         raise ExperimentError(
             f"{run_dir.root} cannot be written: {error.strerror}; free space or choose another --out"
         ) from error
 
 
-def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, dict[str, Any]]:
+def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, RunResult]:
     """A run directory as it stands.
 
     Keys of its experiment that this version does not know are left out, unless the run is `to_continue`.
@@ -81,9 +84,11 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     run_dir = RunDir(path.absolute())
     if not (run_dir.result.is_file() and run_dir.experiment.is_file()):
         raise ExperimentError(f"{path} holds no run: give a directory that `distill train` or `distill sweep` wrote")
+    if to_continue:
+        use_copies_of(run_dir)
     resolved = read_resolved(run_dir.experiment, reading=not to_continue)
     result = read_result(run_dir.result, run_dir.experiment)
-    return replace(resolved, sources=result.get("sources", {})), run_dir, result
+    return replace(resolved, sources=result.sources), run_dir, result
 
 
 @contextlib.contextmanager

@@ -3,97 +3,113 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from service.cluster.resources import Cluster, Need, RayLostError, beside, check_ray
+from service.cluster.local_ray import RayLostError, check_ray
+from service.cluster.resources import Cluster, Reservation, nodes_for_actors
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan
 from trainables.errors import ClusterError
 
-WORD_S = 60.0
-"""Between two words about actors that find no room."""
+WAIT_MESSAGE_S = 60.0
+"""Between two messages about actors that wait for free resources."""
 
 
 @contextlib.contextmanager
-def serving(run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None) -> Iterator[tuple[str, ...]]:
-    """The names of the actors that answer for the teacher with these weights; none where workers run it, or where none is asked.
+def running_teacher_actors(
+    run: str, display: Display, plan: Plan, cluster: Cluster, weights: str | None
+) -> Iterator[tuple[str, ...]]:
+    """Start the actors that serve the teacher with these weights; yields their names, which begin with that of the `run`.
 
-    An actor that dies Ray starts again, on another node where its own is gone; what it remembered is computed again when it is
-    asked for. Actors that other jobs leave no room for wait, and say so. Their names begin with that of the `run`.
+    None are started where the workers run the teacher themselves, or where no method reads one. Ray restarts an actor that dies,
+    on another node where its own is gone; the logits that it had in memory are computed again on request. Actors for which there
+    are no free resources wait, and the display says so.
 
     Raises:
         ClusterError: one cannot start.
     """
-    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.need()
+    teacher, need = plan.experiment.stage("student", Path("/"), {}).teacher, plan.reservation()
     if teacher is None or weights is None or need.service is None:
         yield ()
         return
-    import ray
-
     each, actors = need.service, dict[str, Any]()
-    nodes = beside(cluster.nodes, need)
+    nodes = nodes_for_actors(cluster.nodes, need)
     try:
         for number in range(each.num_workers):
             name = f"{run}-{time.time_ns():x}-teacher-{number}"
             actors[name] = start(name, each, nodes[number].node_id if nodes else None)
         kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
         display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
-        wait_for(lambda: _stand(display, actors), display)
+        wait_for(lambda: _wait_until_started(display, actors), display)
         yield tuple(actors)
-        with contextlib.suppress(ray.exceptions.RayError):  # it is only told
-            counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
-            computed, answered = (sum(count[name] for count in counts) for name in ("computed", "answered"))
-            display.say(
-                f"teacher.service: since its actors were last started {teacher.model} ran for {computed:,} images, "
-                f"and {answered:,} were answered"
-            )
+        _show_counts(display, teacher.model, actors)
     finally:
-        with contextlib.suppress(RayLostError):  # the actors end with their Ray, which would be waited for
-            check_ray()
-            for actor in actors.values():
-                with contextlib.suppress(Exception):  # its node may be gone
-                    ray.kill(actor)
+        _end(actors)
 
 
-def start(name: str, each: Need, node_id: str | None = None) -> Any:
-    """The handle of a new actor of a teacher's service, which `trainables.worker.entry_points.ActorLine` finds by its name.
+def start(name: str, each: Reservation, node_id: str | None = None) -> Any:
+    """The handle of a new actor of a teacher service, which a worker's `ActorConnection` finds by its name.
 
-    `node_id`: where it stands, as long as that node does.
+    `node_id`: the node on which it runs as long as that node is alive.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from trainables.teachers.service.actor import TeacherActor
-    from trainables.worker.entry_points import CPU_MALLOC, TEACHERS
+    from trainables.worker.actor_connection import ACTOR_NAMESPACE
+    from trainables.worker.trainer import runtime_env
 
-    environment = {} if each.gpus else {"env_vars": {k: v for k, v in CPU_MALLOC.items() if k not in os.environ}}
-    return (
-        ray.remote(TeacherActor)
-        .options(
-            name=name, namespace=TEACHERS, max_restarts=-1, num_cpus=each.cpus, num_gpus=each.gpus, runtime_env=environment,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT",
-        )
-        .remote("cuda" if each.gpus else "cpu", each.cpus)
-    )  # fmt: skip
+    actor_class = ray.remote(TeacherActor).options(
+        name=name,
+        namespace=ACTOR_NAMESPACE,
+        max_restarts=-1,
+        num_cpus=each.cpus,
+        num_gpus=each.gpus,
+        runtime_env=runtime_env(bool(each.gpus)),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else "DEFAULT",
+    )
+    return actor_class.remote("cuda" if each.gpus else "cpu", each.cpus)
 
 
-def _stand(display: Display, actors: dict[str, Any]) -> None:
+def _wait_until_started(display: Display, actors: dict[str, Any]) -> None:
     """Return once all actors have been started. Raises ClusterError where one cannot."""
     import ray
 
-    waiting = [actor.counts.remote() for actor in actors.values()]
+    starting = [actor.counts.remote() for actor in actors.values()]
     while True:
-        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=WORD_S)
+        started, starting = ray.wait(starting, num_returns=len(starting), timeout=WAIT_MESSAGE_S)
         try:
-            ray.get(ready)
-        except ray.exceptions.ActorUnavailableError:  # it died and is being started again; whoever asks it first waits for that
+            ray.get(started)
+        except ray.exceptions.ActorUnavailableError:  # it died and is being restarted: its first request waits for that
             display.say("teacher.service: an actor died while it started: Ray starts it again")
         except ray.exceptions.RayError as error:
             raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
-        if not waiting:
+        if not starting:
             return
         display.say("teacher.service: the cluster has no room for its actors yet: still waiting")
+
+
+def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
+    """Show for how many images the teacher ran, where the actors still answer."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):  # for information alone
+        counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
+        computed, returned = (sum(count[name] for count in counts) for name in ("computed", "returned"))
+        display.say(
+            f"teacher.service: since its actors were last started {model} ran for {computed:,} images, "
+            f"and logits of {returned:,} were returned"
+        )
+
+
+def _end(actors: dict[str, Any]) -> None:
+    import ray
+
+    with contextlib.suppress(RayLostError):  # the actors end with their Ray, which would be waited for
+        check_ray()
+        for actor in actors.values():
+            with contextlib.suppress(Exception):  # its node may be gone
+                ray.kill(actor)

@@ -7,13 +7,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from service.cluster import resources as clusters
+from service.cluster.connect import connect
 from service.config.experiment import Resolved
+from service.config.paths import absolute
 from service.runs.display import Display, wait_for
-from service.runs.plan import Plan, absolute
-from service.runs.preflight import check_inputs
+from service.runs.plan import Plan, most_local_cpus
+from service.runs.preflight import check_train
 from service.runs.run_directory import check_places
-from service.runs.trial import carry_out
+from service.runs.trial import run_to_end
 from trainables.config import FillConfig
 from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, StageDir
@@ -34,20 +35,20 @@ def fill(resolved: Resolved, root: Path) -> str:
             "teacher.cache while it distils"
         )
     check_places(root, None)
-    check_inputs(resolved, "train")
+    check_train(resolved)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
-    wanted = Plan.on(experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0
-    with Display() as display, clusters.connect(wanted, run_dir.root, experiment.written_cache("train")) as cluster:
+    with Display() as display, connect(most_local_cpus(experiment), run_dir.root, experiment.written_cache("train")) as cluster:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]
         display.say(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
-        work = plan.assign(next(iter(after_teacher), "student"), run_dir, {"run": run_dir.root.name}, absolute(teacher.weights))
+        first, labels = next(iter(after_teacher), "student"), {"run": run_dir.root.name}
+        assignment = plan.assign(first, run_dir, labels, absolute(teacher.weights))
         stage = StageDir(run_dir.stage("cache").root)
-        told = {**work.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
-        work = replace(work, config=FillConfig.model_validate(told))
+        values = {**assignment.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
+        assignment = replace(assignment, config=FillConfig.model_validate(values))
         display.follow("cache", stage)
-        outcome = wait_for(lambda: carry_out(work), display)
+        outcome = wait_for(lambda: run_to_end(assignment), display)
         display.unfollow("cache")
     if outcome.status != "ok":
         raise TrainingError(f"{outcome.reason}; the log is {stage.log}")

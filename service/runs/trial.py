@@ -1,123 +1,108 @@
-"""One trial = one `TorchTrainer.fit`, begun again after a death, with an outcome that never is a stack trace."""
+"""One trial = one `TorchTrainer.fit`, restarted after a death, with an outcome that never is a stack trace."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from service.cluster.resources import Need, observe
-from service.config.method_rules import asks_teacher
-from trainables.config import TrainConfig
+from service.cluster.resources import living_nodes
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome, StageSummary, read_outcome, read_summary, write_outcome
 from trainables.errors import DistillError
-from trainables.failures import RESTARTED, Failure, WorkersFailedError, first_cause, read_failure
-from trainables.rundir import RunDir, StageDir, read_lines, write_json
+from trainables.failures import RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.rundir import RunDir, StageDir, append_line, read_lines
 
 if TYPE_CHECKING:
-    from trainables.worker.entry_points import Visit
-
-Status = Literal["ok", "oom", "failed", "infeasible", "stopped"]
+    from trainables.worker.trainer import Visit
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a stage ended. `metrics` is its summary where it is complete."""
-
-    status: Status
-    reason: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    restarts: int = 0
-    steps_s: list[float] = field(default_factory=list)
-    """Seconds of each measured step of a timing run."""
-    seconds: float = 0.0
-    """Wall time that it took, its workers' start included where it had one of its own."""
-    start_s: float | None = None
-    """That start; 0 where it shared another's, None where it is not known."""
-    end_s: float | None = None
-    """From the loop's last record to the outcome; None where it is not known."""
-    ended_s: float = 0.0
-    """Unix time."""
-    measurements: list[dict[str, Any]] = field(default_factory=list)
-    """Of a point that was measured several times: the outcome of each, in order; see `service.runs.measurements`."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A stage and what it runs on."""
-
-    config: TrainConfig
-    use_gpu: bool
-    loader_workers: int
-    storage: Path
-    """Ray's own files; ours are under `config.output_dir`."""
-
-
-def carry_out(work: Assignment, callbacks: list[Any] | None = None, visit: Visit | None = None) -> Outcome:
+def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit: Visit | None = None) -> Outcome:
     """Train a stage to its end, from its last checkpoint where there is one.
 
     With `visit` the same workers go on to what its guide has next; the outcome is that of the stage which they were at.
 
-    A worker or node that dies is no reason to stop: the stage is begun again up to `scale.max_failures` times. What the
+    A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
-    come back the same way every time, and end it at once. Workers that others' jobs leave no room for wait; those that the
-    cluster could no longer hold even if it were empty do not.
+    come back the same way every time, and end it at once. Workers for which other jobs leave no resources wait; those that
+    would not even fit on the empty cluster do not.
     """
     import ray
 
-    from trainables.worker import entry_points as worker
+    from trainables.worker import trainer
 
     restarts = 0
     while True:
-        stage, limit = StageDir(Path(work.config.output_dir)), work.config.scale.max_failures
-        if done := finished(stage, restarts):
-            return done
-        stage.root.mkdir(parents=True, exist_ok=True)
-        stage.error.unlink(missing_ok=True)
-        for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
-            leftover.unlink(missing_ok=True)
-        name = f"{work.config.labels.get('trial', work.config.stage)}-{time.time_ns():x}"
+        stage = assignment.stage_dir
+        if outcome := finished(stage, restarts):
+            return outcome
         try:
-            worker.fit(
-                work.config,
-                use_gpu=work.use_gpu,
-                loader_workers=work.loader_workers,
-                storage=work.storage,
-                name=name,
-                callbacks=callbacks,
-                visit=visit,
-            )
-        except worker.NoRoomError:
-            if refusal := wait_for_room(work):
-                return Outcome("failed", refusal, restarts=restarts)
-            tell(stage, "the cluster has no room for the workers yet: still waiting")
+            fit(assignment, callbacks, visit)
+        except trainer.ClusterFullError:
+            if refusal := wait_for_resources(assignment):
+                return Outcome(status="failed", reason=refusal, restarts=restarts)
+            log(stage, "the cluster has no room for the workers yet: still waiting")
         except DistillError as error:
-            return Outcome("failed", str(error), restarts=restarts)
+            return Outcome(status="failed", reason=str(error), restarts=restarts)
         except WorkersFailedError as error:
             if not ray.is_initialized():  # the driver is ending: nobody waits for this trial any more
                 raise
             if visit is not None:
-                there = ray.get(visit.guide.current.remote(visit.name))
-                if there is None:  # its last point was measured; the workers died on their way out
-                    return Outcome("failed", "the workers died when they had nothing left to do")
-                if there != work:
-                    work, stage, restarts = there, StageDir(Path(there.config.output_dir)), 0
-            cause = cause_of(stage, error)
-            outcome = Outcome("oom" if cause.kind == "out_of_memory" else "failed", str(cause), restarts=restarts)
-            if cause.kind not in RESTARTED or restarts == limit:
+                current = ray.get(visit.guide.current.remote(visit.name))
+                if current is None:  # its last point was measured; the workers died on their way out
+                    return Outcome(status="failed", reason="the workers died when they had nothing left to do")
+                if current != assignment:
+                    assignment, restarts = current, 0
+            if outcome := unless_restarted(assignment, error, restarts):
                 return outcome
-            if refusal := wait_for_room(work):
-                return Outcome("failed", f"{outcome.reason}; and now {refusal}", restarts=restarts)
             restarts += 1
-            tell(stage, f"{outcome.reason}: going on from the last checkpoint (restart {restarts} of at most {limit})")
         else:
-            return finished(stage, restarts) or Outcome("failed", "the stage ended without a result", restarts=restarts)
+            without_result = Outcome(status="failed", reason="the stage ended without a result", restarts=restarts)
+            return finished(stage, restarts) or without_result
 
 
-def tell(stage: StageDir, line: str) -> None:
-    """A line in the stage's log, where whoever watches sees it."""
+def fit(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None) -> None:
+    """One `TorchTrainer.fit` of the stage, under a name of its own; what a kill has left of an earlier one is removed.
+
+    Raises:
+        DistillError, WorkersFailedError, ClusterFullError: see `trainables.worker.trainer.fit`.
+    """
+    from trainables.worker import trainer
+
+    stage, config = assignment.stage_dir, assignment.config
+    stage.root.mkdir(parents=True, exist_ok=True)
+    stage.error.unlink(missing_ok=True)
+    for leftover in stage.last.parent.glob(".*.tmp"):  # of a checkpoint that a kill cut short
+        leftover.unlink(missing_ok=True)
+    trainer.fit(
+        config,
+        use_gpu=assignment.use_gpu,
+        loader_workers=assignment.loader_workers,
+        storage=assignment.storage,
+        name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
+        callbacks=callbacks,
+        visit=visit,
+    )
+
+
+def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts: int) -> Outcome | None:
+    """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again."""
+    stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
+    cause = cause_of(stage, error)
+    status: Literal["oom", "failed"] = "oom" if cause.kind == "out_of_memory" else "failed"
+    if cause.kind not in RETRYABLE or restarts == limit:
+        return Outcome(status=status, reason=str(cause), restarts=restarts)
+    if refusal := wait_for_resources(assignment):
+        return Outcome(status="failed", reason=f"{cause}; and now {refusal}", restarts=restarts)
+    log(stage, f"{cause}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
+    return None
+
+
+def log(stage: StageDir, line: str) -> None:
+    """Append a line to the stage's log, which the display shows."""
     stage.log.parent.mkdir(parents=True, exist_ok=True)
     with open(stage.log, "a") as file:
         file.write(f"{datetime.now():%H:%M:%S} {line}\n")
@@ -125,50 +110,67 @@ def tell(stage: StageDir, line: str) -> None:
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
     """The outcome of a complete stage, or None."""
-    if not stage.result.exists():
-        return None
-    return complete(json.loads(stage.result.read_text()), restarts)
+    summary = read_summary(stage)
+    return None if summary is None else complete(summary, restarts)
 
 
-def complete(result: dict[str, Any], restarts: int = 0) -> Outcome:
-    """The outcome of a stage, from what its `stage.json` holds."""
-    return Outcome("ok", metrics=result["metrics"], restarts=restarts, steps_s=result.get("steps_s", []))
+def complete(summary: StageSummary, restarts: int = 0) -> Outcome:
+    """The outcome of a complete stage."""
+    return Outcome(status="ok", metrics=summary.metrics, restarts=restarts, steps_s=summary.steps_s)
 
 
 def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
     """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start and end."""
     now_s = time.time()
-    lines = [(line["kind"], line["time_ms"] / 1e3) for line in read_lines(stage.metrics) if line["time_ms"] / 1e3 >= began_s]
-    own_s = next((at_s - began_s for kind, at_s in lines if kind in ("start", "resume")), None)
-    end_s = next((now_s - at_s for kind, at_s in reversed(lines) if kind == "summary"), None)
-    start_s = 0.0 if shares_start else own_s
-    return replace(outcome, seconds=now_s - began_s, start_s=start_s, end_s=end_s, ended_s=now_s)
+    records = records_since(stage, began_s)
+    end_s = next((now_s - at_s for kind, at_s in reversed(records) if kind == "summary"), None)
+    start_s = 0.0 if shares_start else start_of(records, began_s)
+    times = {"seconds": now_s - began_s, "start_s": start_s, "end_s": end_s, "ended_s": now_s}
+    return outcome.model_copy(update=times)
+
+
+def accounted_over_sessions(outcome: Outcome, stage: StageDir, began_s: Sequence[float]) -> Outcome:
+    """The outcome with the times of all drivers' sessions that worked on it; they began at `began_s` (unix), in order.
+
+    A session that was killed counts from its beginning to its last record: what it did after that is lost.
+    """
+    outcome = accounted(outcome, stage, began_s[-1])
+    seconds, starts_s = outcome.seconds, [outcome.start_s]
+    for began, next_began in itertools.pairwise(began_s):
+        records = [(kind, at_s) for kind, at_s in records_since(stage, began) if at_s < next_began]
+        if records:
+            seconds += records[-1][1] - began
+            starts_s.append(start_of(records, began))
+    known_s = [start_s for start_s in starts_s if start_s is not None]
+    return outcome.model_copy(update={"seconds": seconds, "start_s": sum(known_s) if known_s else None})
+
+
+def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
+    """Kind and unix time of the stage's records that are not older."""
+    records = [(record["kind"], record["time_ms"] / 1e3) for record in read_lines(stage.metrics)]
+    return [(kind, at_s) for kind, at_s in records if at_s >= began_s]
+
+
+def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | None:
+    """Seconds until the workers' loop began; None where it never did."""
+    return next((at_s - began_s for kind, at_s in records if kind in ("start", "resume")), None)
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What a worker wrote down. Where that is the loss of another, or where none could write: the first cause that Ray knows."""
-    noted = read_failure(stage.error)
-    if noted is not None and noted.kind != "lost_peer":
-        return noted
-    return first_cause([*error.failures, *([noted] if noted is not None else [])])
+    """What a worker wrote to `error.json`; the first cause that Ray knows where none could write, or where that is a lost peer."""
+    written = read_failure(stage.error)
+    if written is not None and written.kind != "lost_peer":
+        return written
+    return first_cause([*error.failures, *([written] if written is not None else [])])
 
 
-def need(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Need:
-    """What a stage reserves, and beside it the actors that answer for its teacher."""
-    asked = config.distill is not None and asks_teacher(config.distill, ())
-    count = config.teacher.service if config.teacher is not None and asked else None
-    actors = Need(count, config.scale.cpus_per_worker, int(use_gpu)) if count is not None else None
-    return Need(config.scale.num_workers, config.scale.cpus_per_worker + loader_workers, int(use_gpu), actors)
+def wait_for_resources(assignment: Assignment, patience_s: float = 120.0) -> str | None:
+    """After a node's death: wait until the job would fit on the cluster again, since a new node may be on its way.
 
-
-def wait_for_room(work: Assignment, patience_s: float = 120.0) -> str | None:
-    """After a node's death: wait until the cluster could hold the job again, since a new node may be on its way.
-
-    Returns why it still cannot, or None: a trainer that asks for more than there is would wait for ever, silently.
+    Returns why it still does not, or None: a trainer that reserves more than there is would wait for ever, silently.
     """
-    wanted = need(work.config, work.loader_workers, work.use_gpu)
     until = time.monotonic() + patience_s
-    while (refusal := observe().refusal(wanted)) and time.monotonic() < until:
+    while (refusal := living_nodes().refusal(assignment.reservation)) and time.monotonic() < until:
         time.sleep(2)
     return refusal
 
@@ -184,24 +186,25 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     trial_id = settings["trial"]
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
-        began_s, work = time.time(), assignments[trial_id]
-        outcome = carry_out(work, [TuneReportCallback()])
-        write_json(run_dir.result, asdict(accounted(outcome, StageDir(Path(work.config.output_dir)), began_s)))
-    outcome_metrics = json.loads(run_dir.result.read_text())["metrics"]
-    tune.report({"done": True, **outcome_metrics})
+        assignment = assignments[trial_id]
+        append_line(run_dir.sessions, {"began_s": time.time()})
+        outcome = run_to_end(assignment, [TuneReportCallback()])
+        began_s = [session["began_s"] for session in read_lines(run_dir.sessions)]
+        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir, began_s))
+    tune.report({"done": True, **read_outcome(run_dir.result).metrics})
 
 
 def run_visit(settings: dict[str, Any], guide: Any) -> None:
     """The function that Ray Tune calls in a guided sweep: one start of workers, as many points as the guide has for them.
 
-    `guide` is the actor that holds the sweep's `service.search.visits.Visits`, which also writes the points' results.
+    `guide` is the actor with the sweep's `service.search.visits.Visits`, which also writes the points' results.
     """
     import ray
     from ray import tune
 
-    from trainables.worker.entry_points import Visit
+    from trainables.worker.trainer import Visit
 
     visit = Visit(guide, settings["visit"])
-    outcome = carry_out(ray.get(guide.enter.remote(visit.name)), visit=visit)
+    outcome = run_to_end(ray.get(guide.enter.remote(visit.name)), visit=visit)
     ray.get(guide.leave.remote(visit.name, outcome))
     tune.report({"done": True})

@@ -19,7 +19,8 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import ndtr
 
-from service.search.points import GLOBAL_BATCH, Array, Point
+from service.config.space import GLOBAL_BATCH
+from service.search.points import Array, Point
 
 FORM = 1.0  # standard deviation of log(B_noise) around a measured B_simple: they agree to an order of magnitude
 UNMEASURED = (500.0, 3.0)  # B_noise in images where nothing measured it, and the standard deviation of its logarithm

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.search.points import AXES, Flags, Layout, Observation, Point
+from service.config.space import SCALE_AXES
+from service.search.points import Flags, Layout, Observation, Point
 
 FAILURES = 2  # of a point until it is given up; of different points with one value, nothing having run with it
 RAN = ("ok", "oom")  # an OOM too had its room, and its code ran
@@ -23,7 +24,7 @@ def values(points: Sequence[Point]) -> list[Flags]:
     having: dict[tuple[str, str], Flags] = {}
     for row, point in enumerate(points):
         for key, value in point.items():
-            if key not in AXES:
+            if key not in SCALE_AXES:
                 having.setdefault((key, repr(value)), np.zeros(len(points), dtype=bool))[row] = True
     return [having_M for having_M in having.values() if not having_M.all()]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from service.config.space import GLOBAL_BATCH
 from service.search.disturbance import second_look
 from service.search.first_probes import information
 from service.search.fit_data import Measured
@@ -23,17 +24,7 @@ from service.search.infeasible import RAN, failing, lost, unschedulable, values
 from service.search.memory_model import MemoryModel
 from service.search.neighbours import unchecked
 from service.search.pareto_front import behind, front
-from service.search.points import (
-    GLOBAL_BATCH,
-    Array,
-    Flags,
-    Hardware,
-    Observation,
-    Point,
-    categories,
-    identity,
-    named,
-)
+from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity, named
 from service.search.posterior import Belief, believe
 from service.search.prediction_rows import Forecast, forecasts
 from service.search.probe_cost import Costs
@@ -226,10 +217,22 @@ class Guided:
             told = [(turn, row) for turn, (row, seen) in enumerate(self.told) if seen.status == "ok"]
             rows, ages = [row for _, row in told], [len(self.told) - turn for turn, _ in told]
             gone_M = lost(self.layout, self.told)
-            self._believed = key, believe(
-                self.prior, self.model, self.measured, rows, ages, self.pending, self.layout, self.offset_M,
-                (self.seed, len(self.told), len(self.pending)), self.along_front, gone_M,
-            )  # fmt: skip
+            self._believed = (
+                key,
+                believe(
+                    self.prior,
+                    self.model,
+                    self.measured,
+                    rows,
+                    ages,
+                    self.pending,
+                    self.layout,
+                    self.offset_M,
+                    (self.seed, len(self.told), len(self.pending)),
+                    self.along_front,
+                    gone_M,
+                ),
+            )
         return self._believed[1]
 
     def chances(self) -> Array:
@@ -324,9 +327,15 @@ class Guided:
         """A point that was not measured yet, and is worth it."""
         if not open_M.any():
             left = self._open(chance_M).any()
-            self._why = "the search has cost as much as measuring every point briefly" if left else (
-                "every point was measured" if not self._untested().any() else "every point that is believed to run was measured"
-            )  # fmt: skip
+            self._why = (
+                "the search has cost as much as measuring every point briefly"
+                if left
+                else (
+                    "every point was measured"
+                    if not self._untested().any()
+                    else "every point that is believed to run was measured"
+                )
+            )
             return None
         gain_M, beats_M = chance_M * belief.gain_M(), chance_M * belief.beats_M(self.tolerance)
         free_M = self.spent_gpu_s + cost_M < FREE_SHARE * grid + self.costs.starts(self.layout)

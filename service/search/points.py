@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Point = Mapping[str, Any]
 Category = tuple[str, str]  # an extra key, and one of its values as `repr` writes it
-
-AXES = NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def identity(point: Point) -> tuple[tuple[str, str], ...]:
 def named(point: Point) -> str:
     """A point in words."""
     axes = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
-    return ", ".join([axes, *(f"{key} {value}" for key, value in point.items() if key not in AXES)])
+    return ", ".join([axes, *(f"{key} {value}" for key, value in point.items() if key not in SCALE_AXES)])
 
 
 def categories(points: Sequence[Point]) -> tuple[Category, ...]:
@@ -62,7 +62,7 @@ def categories(points: Sequence[Point]) -> tuple[Category, ...]:
     values: dict[str, dict[str, None]] = {}
     for point in points:
         for key, value in point.items():
-            if key not in AXES:
+            if key not in SCALE_AXES:
                 values.setdefault(key, {})[repr(value)] = None
     return tuple((key, value) for key, seen in values.items() for value in list(seen)[1:])
 

@@ -6,39 +6,40 @@ So a search goes on after a kill, and a finished one can be asked what it believ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from service.config.space import GLOBAL_BATCH
 from service.config.sweep import TIME
+from service.runs.outcome import Outcome
+from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
 from service.search.accuracy import Learning
 from service.search.accuracy_race import Race
 from service.search.planner import METRICS, Guided
-from service.search.points import GLOBAL_BATCH, NUM_WORKERS, Hardware, Observation, identity
+from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.metrics.phases import PHASES
 
-WARMUP_STEPS = 5
-"""Of records that do not say."""
 TOLD = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
 
 
-def observation(row: Mapping[str, Any]) -> Observation:
-    """What a row, or a trial's own result, says of its point.
+def observation(outcome: Outcome) -> Observation:
+    """What a measurement says of its point.
 
     Of a trial without the times of its steps its mean counts as one step: little is known of how far that is off.
     """
-    m, start_s, seconds = row["metrics"], row.get("start_s"), row.get("seconds")
-    if row["status"] == "oom" and row["reason"] != NODE_OUT_OF_MEMORY:  # a node's memory has more users than a batch
+    m, start_s, seconds = outcome.metrics, outcome.start_s, outcome.seconds or None
+    if outcome.status == "oom" and outcome.reason != NODE_OUT_OF_MEMORY:  # a node's memory has more users than a batch
         return Observation("oom", start_s=start_s, seconds=seconds)
-    if row["status"] != "ok" or "step_s" not in m:
+    if outcome.status != "ok" or "step_s" not in m:
         return Observation("failed", start_s=start_s, seconds=seconds)
     return Observation(
         "ok",
-        steps_s=row.get("steps_s") or [m["step_s"]],
+        steps_s=outcome.steps_s or [m["step_s"]],
         phases_s={phase: m[f"phase/{phase}_ms"] / 1e3 for phase in PHASES if f"phase/{phase}_ms" in m},
         peak_memory_mib=m.get("peak_memory_mib"),
         gpu_memory_mib=m.get("gpu_memory_mib"),
@@ -47,102 +48,106 @@ def observation(row: Mapping[str, Any]) -> Observation:
     )
 
 
-def replay(result: Mapping[str, Any]) -> Guided:
+def hardware_of(hardware: ClusterHardware) -> Hardware:
+    """The cluster of a sweep as the model of a step's time has it."""
+    return Hardware(hardware.nodes, hardware.slots_per_node, hardware.cpus_per_node)
+
+
+def replay(result: RunResult) -> Guided:
     """The planner of a sweep as its `result.json` tells it, guided or not.
 
     Raises:
         ValueError: no point could be searched, or the records lack the cluster's `hardware` (an older sweep's do).
     """
-    if "hardware" not in result:
-        raise ValueError(f"the records of {result['name']} do not say what cluster it ran on")
-    hardware = result["hardware"]
-    points = searched(result["trials"])
+    if result.hardware is None:
+        raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
+    points = searched(result.rows)
     planner = Guided(
         list(points.values()),
-        Hardware(hardware["nodes"], hardware["slots_per_node"], hardware["cpus_per_node"]),
-        metric=result["metric"] if result["metric"] in METRICS else "images_per_s",
-        tolerance=result.get("tolerance", 0.03),
-        max_steps=result.get("timing_steps") or 60,
-        warmup_steps=result.get("warmup_steps", WARMUP_STEPS),
-        factor=Learning.of(result.get("noise_scales", ())).factor if result["metric"] == TIME else lambda point: 1.0,
+        hardware_of(result.hardware),
+        metric=result.metric if result.metric in METRICS else "images_per_s",
+        tolerance=result.tolerance,
+        max_steps=result.timing_steps or 60,
+        warmup_steps=result.warmup_steps,
+        factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
     )
-    ended = [(points[row["id"]], one) for row in probes(result["trials"]) if row["id"] in points for one in measurements(row)]
-    for point, one in sorted(ended, key=lambda pair: pair[1].get("ended_s", 0.0)):
-        if one["status"] in TOLD:
+    ended = [(points[row.id], one) for row in probes(result.rows) if row.id in points for one in measurements(row)]
+    for point, one in sorted(ended, key=lambda pair: pair[1].ended_s):
+        if one.status in TOLD:
             planner.tell(point, observation(one))
     return planner
 
 
-def conclusion(result: Mapping[str, Any]) -> dict[str, Any]:
+def conclusion(result: RunResult) -> dict[str, Any]:
     """What a guided search says at its end, for `result.json`: the best point in the light of all probes, and why it ended.
 
     `search.front` are the ids of the trials that no other one beats in speed and cost, the fewest workers first.
     """
-    rows = [{**row, "status": "untested"} if row["status"] == "pending" else row for row in result["trials"]]
-    ran = [row for row in probes(rows) if row["status"] == "ok"]
+    rows = [row.model_copy(update={"status": "untested"}) if row.status == "pending" else row for row in result.rows]
+    ran = [row for row in probes(rows) if row.status == "ok"]
     if not ran:
         return {"trials": rows}
     planner = replay(result)
-    if result["metric"] == TIME:
+    if result.metric == TIME:
         return {"trials": rows, **outcome_of_race(result, planner)}
     planner.ask()
     rows_at = {identity(point_of(row)): row for row in reversed(ran)}
-    search = {
-        "why": planner.why(),
-        "bound_pct": percent(planner.bound()),
-        "spent_gpu_s": spent_gpu_s(rows),
-        "front": [rows_at[identity(point)]["id"] for point in planner.front()],
-    }
+    search = SearchSummary(
+        why=planner.why(),
+        bound_pct=percent(planner.bound()),
+        spent_gpu_s=spent_gpu_s(rows),
+        front=[rows_at[identity(point)].id for point in planner.front()],
+    )
     best = planner.best()
     return {"trials": rows, "best": rows_at[identity(best)] if best else None, "search": search}
 
 
-def race(result: Mapping[str, Any], planner: Guided) -> tuple[Race, list[str]]:
+def race(result: RunResult, planner: Guided) -> tuple[Race, list[str]]:
     """The race to the target among the points that can run, told all trainings so far; and the trials of its rows.
 
     `planner` is the result's own, see `replay`.
     """
-    rows = result["trials"]
+    rows = result.rows
     ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
-    broken = {row["id"] for row in probes(rows) if row["status"] in ("oom", "failed")}
+    broken = {row.id for row in probes(rows) if row.status in ("oom", "failed")}
     fits_M = planner.chances() > 0.5
     known = [
         (ids[identity(seen.point)], seen)
         for seen, fits in zip(planner.forecasts(), fits_M, strict=True)
         if (fits or seen.measured) and ids[identity(seen.point)] not in broken
     ]
-    samples = max((m["epoch_s"] / m["step_s"] * row["scale"][GLOBAL_BATCH] for row in rows if "epoch_s" in (m := row["metrics"])),
-                  default=1.0)  # fmt: skip
+    timed = [(row.metrics, row.scale.global_batch_size) for row in rows if "epoch_s" in row.metrics]
+    samples = max((m["epoch_s"] / m["step_s"] * batch for m, batch in timed), default=1.0)
     batch_M = np.array([float(seen.point[GLOBAL_BATCH]) for _, seen in known])
     found = Race(
         batch_M,
         np.array([seen.step_s for _, seen in known]),
         np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
         np.array([seen.sd for _, seen in known]),
-        tolerance=result.get("tolerance", 0.03),
-        noise_scales=result.get("noise_scales", ()),
+        tolerance=result.tolerance,
+        noise_scales=result.noise_scales,
     )
     place = {trial: row for row, (trial, _) in enumerate(known)}
-    for row in sorted(rows, key=lambda row: row.get("ended_s", 0.0)):
-        if "probe" in row and row["status"] in (*TOLD, "stopped") and row["probe"] in place:
-            found.tell(place[row["probe"]], row["metrics"])
+    for row in sorted(rows, key=lambda row: row.ended_s):
+        if row.probe is not None and row.probe in place and row.status in (*TOLD, "stopped"):
+            found.tell(place[row.probe], row.metrics)
     return found, [trial for trial, _ in known]
 
 
-def outcome_of_race(result: Mapping[str, Any], planner: Guided) -> dict[str, Any]:
+def outcome_of_race(result: RunResult, planner: Guided) -> dict[str, Any]:
     """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
     found, ids = race(result, planner)
     found.ask()
     learning, predicted = found.learning(), found.predict()
-    best = next((row for row in result["trials"] if found.best is not None and row.get("probe") == ids[found.best]), None)
-    search = {
-        "why": found.why(),
-        "bound_pct": percent(found.bound()),
-        "spent_gpu_s": spent_gpu_s(result["trials"]),
-        "b_noise": learning.b_noise,
-        "s_min": learning.s_min,
-        "predicted_s": dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
-    }
+    best = next((row for row in result.rows if found.best is not None and row.probe == ids[found.best]), None)
+    search = SearchSummary(
+        why=found.why(),
+        bound_pct=percent(found.bound()),
+        spent_gpu_s=spent_gpu_s(result.rows),
+        b_noise=learning.b_noise,
+        s_min=learning.s_min,
+        predicted_s=dict(zip(ids, predicted.seconds_M.tolist(), strict=True)),
+    )
     return {"best": best, "search": search}
 
 
@@ -151,6 +156,6 @@ def percent(bound: float) -> float | None:
     return 100 * bound if math.isfinite(bound) else None
 
 
-def spent_gpu_s(rows: Sequence[Mapping[str, Any]]) -> float:
+def spent_gpu_s(rows: Sequence[TrialRow]) -> float:
     """GPU-seconds (where there is no GPU: seconds of a worker's place) of all trials, starts included."""
-    return float(sum(row["scale"][NUM_WORKERS] * row["seconds"] for row in rows))
+    return float(sum(row.scale.num_workers * row.seconds for row in rows))

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.tune.search import Searcher
 
-from service.runs.trial import Outcome
+from service.runs.outcome import Outcome
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]
@@ -28,7 +28,7 @@ class GuidedSearcher(Searcher):  # type: ignore[misc]
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         # Of a trial whose function ended by itself the guide knows already.
-        ray.get(self._guide.leave.remote(trial_id, Outcome("failed", "the process that led its workers died")))
+        ray.get(self._guide.leave.remote(trial_id, Outcome(status="failed", reason="the process that led its workers died")))
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         pass

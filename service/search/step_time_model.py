@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from service.config.space import GLOBAL_BATCH
 from service.search.fit_data import Measured
 from service.search.formulas import PARAMETERS, PLACE, Times, times
-from service.search.points import GLOBAL_BATCH, Array, Category, Hardware, Layout, Observation, Point, categories
+from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
 
 EXTRA_SPREAD = 0.5  # of the two multipliers (decode speed, GPU speed) that each further value of an extra key gets
 NUDGE = 1e-5  # of a parameter for its difference, in standard deviations of the prior

@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from service.runs.measurements import combined, outcome_of
-from service.runs.trial import Assignment, Outcome, accounted, complete
-from service.search.points import NUM_WORKERS, identity
+from service.config.space import NUM_WORKERS
+from service.runs.assignment import Assignment
+from service.runs.measurements import combined
+from service.runs.outcome import Outcome, StageSummary, write_outcome
+from service.runs.result import RunResult
+from service.runs.trial import accounted, complete
+from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched
-from trainables.rundir import RunDir, write_json
+from trainables.rundir import RunDir
 
 
 class Visits:
     """The points of a sweep that are left, and the groups of workers that are under way."""
 
-    def __init__(self, result: Mapping[str, Any], assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
+    def __init__(self, result: RunResult, assignments: Mapping[str, Assignment], sweep_dir: str) -> None:
         """`result` is the sweep's `result.json` as it stands; `assignments` are those of its points, by trial."""
         self._planner = replay(result)
-        self._points = searched(result["trials"])
+        self._points = searched(result.rows)
         self._ids = {identity(point): trial for trial, point in reversed(self._points.items())}
         self._assignments = dict(assignments)
-        self._measured = {row["id"]: [outcome_of(one) for one in measurements(row)] for row in result["trials"]}
+        self._measured = {row.id: measurements(row) for row in result.rows}
         self._under_way: dict[str, Assignment] = {}  # by trial
         self._run_dir = RunDir(Path(sweep_dir))
         self._at: dict[str, str] = {}  # visit → the trial that it is at
@@ -64,7 +68,7 @@ class Visits:
     def following(self, visit: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """The point under way is measured, `result` is its `stage.json`: what the same workers do next; None: they may go."""
         workers = float(self._points[self._at[visit]][NUM_WORKERS])
-        self._end(self._at[visit], complete(dict(result)))
+        self._end(self._at[visit], complete(StageSummary.model_validate(result)))
         del self._at[visit]
         trial = self._ask(workers)
         if trial is None:
@@ -101,5 +105,5 @@ class Visits:
         self._measured[trial].append(one)
         self._under_way.pop(trial, None)
         self._shares.discard(trial)
-        write_json(self._run_dir.trial(trial).result, asdict(combined(self._measured[trial])))
-        self._planner.tell(self._points[trial], observation(asdict(one)))
+        write_outcome(self._run_dir.trial(trial).result, combined(self._measured[trial]))
+        self._planner.tell(self._points[trial], observation(one))

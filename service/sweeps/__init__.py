@@ -1,1 +1,1 @@
-"""A sweep carried out: its trials in the hands of Ray Tune."""
+"""Sweeps: trials of an experiment at the points of a space, run by Ray Tune."""

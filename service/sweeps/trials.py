@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from service.cluster.resources import Cluster
 from service.config.dotted import flatten
 from service.config.experiment import Resolved, read_resolved
-from service.config.space import SpaceError, points
-from service.report.run_records import SCALE
-from service.runs.plan import Plan
-from service.runs.trial import Outcome
+from service.config.space import LOADER_WORKERS, SCALE_AXES, SpaceError, points
+from service.runs.outcome import Outcome, read_outcome
+from service.runs.result import TrialRow
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir
 
@@ -32,24 +29,31 @@ class Trial:
     probe: str | None = None
     """Of a training to the target: the trial that had measured the point's speed."""
 
-    def row(self, base: Resolved, timing: bool) -> dict[str, Any]:
+    def kind(self, timing: bool) -> str:
+        """What the trial's row is about, in a sweep that is a `timing` one or not."""
+        return "timing" if timing and not self.probe else "accuracy"
+
+    def row(self, base: Resolved, timing: bool) -> TrialRow:
         """The trial in `result.json`."""
-        values = flatten(base.experiment.model_dump(mode="json")) | self.params | {"data.loader_workers": self.loader_workers}
-        outcome = self.outcome or Outcome("stopped", "not finished")
-        return {
-            "id": self.id, "params": self.params, "kind": "timing" if timing and not self.probe else "accuracy",
-            "status": outcome.status if self.outcome else "pending", "reason": outcome.reason if self.outcome else "",
-            "oversubscribed": self.oversubscribed, "restarts": outcome.restarts, "scale": {key: values[key] for key in SCALE},
-            "metrics": outcome.metrics, "steps_s": outcome.steps_s, "seconds": outcome.seconds, "start_s": outcome.start_s,
-            "end_s": outcome.end_s, "ended_s": outcome.ended_s,
-            **({"measurements": outcome.measurements} if outcome.measurements else {}),
-            **({"probe": self.probe} if self.probe else {}),
-        }  # fmt: skip
+        values = flatten(base.experiment.model_dump(mode="json")) | self.params | {LOADER_WORKERS: self.loader_workers}
+        outcome = self.outcome or Outcome(status="pending")
+        fields = dict(outcome) if outcome.measurements else {k: v for k, v in dict(outcome).items() if k != "measurements"}
+        return TrialRow.model_validate(
+            {
+                **fields,
+                "id": self.id,
+                "params": self.params,
+                "kind": self.kind(timing),
+                "oversubscribed": self.oversubscribed,
+                "scale": {key: values[key] for key in SCALE_AXES},
+                **({"probe": self.probe} if self.probe else {}),
+            }
+        )
 
     @property
     def num_measurements(self) -> int:
         """How often the point was measured."""
-        return 0 if self.outcome is None else len(self.outcome.measurements) or 1
+        return 0 if self.outcome is None else len(self.outcome.each_measurement)
 
     def judged(self, outcome: Outcome) -> Outcome:
         """A training that ended without the accuracy that it was to reach is no complete one."""
@@ -57,9 +61,8 @@ class Trial:
         if target is None or outcome.status != "ok" or "time_to_accuracy_s" in outcome.metrics:
             return outcome
         m = outcome.metrics
-        return replace(
-            outcome, status="stopped", reason=f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target:g}%"
-        )
+        reason = f"top-1 {m['top1_pct']:.2f}% after {m['train_s']:.1f} s, not {target:g}%"
+        return outcome.model_copy(update={"status": "stopped", "reason": reason})
 
 
 def plan_trials(resolved: Resolved) -> list[Trial]:
@@ -85,56 +88,49 @@ def plan_trials(resolved: Resolved) -> list[Trial]:
             f"{number:0{width}d}",
             point,
             None,
-            loader_workers=point.get("data.loader_workers", resolved.experiment.data.loader_workers),
+            loader_workers=point.get(LOADER_WORKERS, resolved.experiment.data.loader_workers),
         )
         try:
             trial.resolved = resolved.override({**point, **timing}, "trial")
         except ExperimentError as error:
-            trial.outcome = Outcome("infeasible", str(error).splitlines()[0].removeprefix("trial: "))
+            trial.outcome = Outcome(status="infeasible", reason=str(error).splitlines()[0].removeprefix("trial: "))
         trials.append(trial)
     return trials
 
 
-def refuse(trials: list[Trial], cluster: Cluster) -> None:
-    """Mark as `infeasible` what the cluster can never hold, as `oversubscribed` what has fewer real cores than it reserves."""
-    for trial in trials:
-        if trial.resolved is None:
-            continue
-        plan = Plan.on(trial.resolved.experiment, cluster)
-        trial.loader_workers = plan.loader_workers
-        trial.oversubscribed = cluster.oversubscribed(plan.need())
-        if trial.outcome is None and (refusal := plan.refusal(cluster)):
-            trial.outcome = Outcome("infeasible", refusal)
+def load_outcomes(trials: list[Trial], run_dir: RunDir) -> None:
+    """Take the outcomes that trials have written, in this sweep or an earlier, interrupted session of it.
 
-
-def recall(trials: list[Trial], run_dir: RunDir) -> None:
-    """Take up the outcomes that an earlier, interrupted sweep has left."""
+    Raises:
+        ExperimentError: a trial's result is damaged.
+    """
     for trial in trials:
         path = run_dir.trial(trial.id).result
         if path.exists():
-            trial.outcome = trial.judged(Outcome(**json.loads(path.read_text())))
+            trial.outcome = trial.judged(read_outcome(path))
 
 
 def training_of(base: Resolved, probe: Trial, until_s: float | None) -> Trial:
     """The training to the target of a point whose speed is known."""
     goal = {"train.until_top1_pct": base.experiment.sweep.target_pct, "train.until_s": until_s}
-    return following(probe, base.override({**probe.params, "data.loader_workers": probe.loader_workers, **goal}, "trial"))
+    resolved = base.override({**probe.params, LOADER_WORKERS: probe.loader_workers, **goal}, "trial")
+    return _training(probe, resolved)
 
 
-def following(probe: Trial, resolved: Resolved) -> Trial:
-    """The training of a probe's point, as `resolved` has it."""
+def _training(probe: Trial, resolved: Resolved) -> Trial:
+    """The training of a probe's point, with the experiment `resolved`."""
     workers = resolved.experiment.data.loader_workers
-    return Trial(trained_id(probe), probe.params, resolved, None, probe.oversubscribed, workers, probe.id)
+    return Trial(training_id(probe), probe.params, resolved, None, probe.oversubscribed, workers, probe.id)
 
 
-def trained_id(probe: Trial) -> str:
+def training_id(probe: Trial) -> str:
     return f"{probe.id}-trained"
 
 
 def finished_trainings(probes: list[Trial], run_dir: RunDir) -> list[Trial]:
-    """The trainings to the target that an earlier, interrupted sweep has finished."""
-    places = {probe.id: run_dir.trial(trained_id(probe)) for probe in probes}
-    done = [probe for probe in probes if places[probe.id].result.exists()]
-    found = [following(probe, read_resolved(places[probe.id].experiment)) for probe in done]
-    recall(found, run_dir)
-    return found
+    """The trainings to the target that an earlier, interrupted session of the sweep has finished."""
+    run_dirs = {probe.id: run_dir.trial(training_id(probe)) for probe in probes}
+    done = [probe for probe in probes if run_dirs[probe.id].result.exists()]
+    trainings = [_training(probe, read_resolved(run_dirs[probe.id].experiment)) for probe in done]
+    load_outcomes(trainings, run_dir)
+    return trainings

@@ -1,4 +1,4 @@
-"""Trials in the hands of Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they visit."""
+"""Trials run by Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they visit."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from service.config.sweep import SweepConfig
-from service.runs.trial import Assignment, run_trial, run_visit
+from service.runs.assignment import Assignment
+from service.runs.result import RunResult
+from service.runs.trial import run_trial, run_visit
 from trainables.config import TrainConfig
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import ASHAScheduler
 
-LEADER = {"node:__internal_head__": 0.001}
+TRIAL_RESOURCES = {"node:__internal_head__": 0.001}
 """What the function of a trial reserves. It only waits for its workers, which reserve what they use, and Tune wants it to
 reserve something: a grain of the head node costs no CPU that a trial may need."""
 
 
-def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
+def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
     """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
     # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
@@ -30,10 +32,13 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     from ray import tune
 
     if sweep.policy == "asha":
-        assignments = {trial: replace(work, config=reporting_each_epoch(work.config)) for trial, work in assignments.items()}
+        assignments = {
+            trial: replace(assignment, config=reporting_each_epoch(assignment.config))
+            for trial, assignment in assignments.items()
+        }
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
-    trainable = tune.with_resources(function, LEADER)
-    # Which trials are done is known from their results. Only asha has more to remember: what it has seen of each epoch.
+    trainable = tune.with_resources(function, TRIAL_RESOURCES)
+    # Which trials are done is known from their results. Only asha has more to remember: the metric of each epoch.
     path = run_dir.tune / "tune"
     if path.exists() and sweep.policy != "asha":
         path = path.with_name(f"tune-{time.time_ns():x}")
@@ -44,8 +49,8 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
             trainable,
             param_space={"trial": tune.grid_search(sorted(assignments))},
             tune_config=tune.TuneConfig(
-                max_concurrent_trials=at_once,
-                scheduler=stopper(sweep) if sweep.policy == "asha" else None,
+                max_concurrent_trials=max_concurrent,
+                scheduler=asha_scheduler(sweep) if sweep.policy == "asha" else None,
                 trial_dirname_creator=lambda trial: trial.config["trial"],
             ),
             run_config=tune.RunConfig(name=path.name, storage_path=str(run_dir.tune), verbose=0),
@@ -53,14 +58,18 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     tuner.fit()
 
 
-def stopper(sweep: SweepConfig) -> ASHAScheduler:
+def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
     """What ends the worse trials early. Epochs of a method's init stage do not count: no label is learned in them."""
     from ray.tune.schedulers import ASHAScheduler
 
     return ASHAScheduler(
-        time_attr="training_epoch", metric=sweep.metric, mode=sweep.mode, grace_period=sweep.grace_epochs,
-        reduction_factor=sweep.reduction_factor, max_t=10**6,
-    )  # fmt: skip
+        time_attr="training_epoch",
+        metric=sweep.metric,
+        mode=sweep.mode,
+        grace_period=sweep.grace_epochs,
+        reduction_factor=sweep.reduction_factor,
+        max_t=10**6,
+    )
 
 
 def reporting_each_epoch(config: TrainConfig) -> TrainConfig:
@@ -68,16 +77,19 @@ def reporting_each_epoch(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"report_each_epoch": True})
 
 
-def sharing_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
+def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
     """The same work for workers that visit several points: they reserve loader workers for the hungriest with their number."""
     most: dict[int, int] = {}
-    for work in assignments.values():
-        count = work.config.scale.num_workers
-        most[count] = max(work.loader_workers, most.get(count, 0))
-    return {trial: replace(work, loader_workers=most[work.config.scale.num_workers]) for trial, work in assignments.items()}
+    for assignment in assignments.values():
+        num_workers = assignment.config.scale.num_workers
+        most[num_workers] = max(assignment.loader_workers, most.get(num_workers, 0))
+    return {
+        trial: replace(assignment, loader_workers=most[assignment.config.scale.num_workers])
+        for trial, assignment in assignments.items()
+    }
 
 
-def guide_trials(result: Mapping[str, Any], assignments: Mapping[str, Assignment], run_dir: RunDir, at_once: int) -> None:
+def guide_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
     """Let the planner choose trials, and Ray Tune run groups of workers that visit them; returns when no probe is worth it."""
     import ray
     from ray import tune
@@ -86,16 +98,18 @@ def guide_trials(result: Mapping[str, Any], assignments: Mapping[str, Assignment
     from service.search.searcher import GuidedSearcher
     from service.search.visits import Visits
 
-    # A visit for as long as the guide has one: points may be measured again, so that nobody knows how many these are.
-    # Beside the driver: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
+    # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     guide = ray.remote(Visits).options(num_cpus=0, scheduling_strategy=here).remote(result, assignments, str(run_dir.root))
-    trainable = tune.with_resources(partial(run_visit, guide=guide), LEADER)
+    trainable = tune.with_resources(partial(run_visit, guide=guide), TRIAL_RESOURCES)
+    # As many visits as the guide has: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(guide), num_samples=-1, max_concurrent_trials=at_once,
+            search_alg=GuidedSearcher(guide),
+            num_samples=-1,
+            max_concurrent_trials=max_concurrent,
             trial_dirname_creator=lambda trial: f"visit-{trial.config['visit']}",
         ),
         run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=str(run_dir.tune), verbose=0),
-    ).fit()  # fmt: skip
+    ).fit()

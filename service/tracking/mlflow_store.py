@@ -34,7 +34,7 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALRE
 REFUSED_STATUS = {400, 411, 413, 414, 415, 422}
 MAX_NAME, MAX_PARAM, MAX_TAG = 250, 6000, 5000
 MODEL_PACKAGES = ("mlflow", "numpy", "pydantic", "safetensors", "torch", "torchvision")
-ABOUT = ("model", "num_classes", "image_size", "classes", "mean", "std")
+METADATA_KEYS = ("model", "num_classes", "image_size", "classes", "mean", "std")
 
 # MLflow prints the stack trace of every error that it raises too; ours is the one line that the user sees.
 for _name in ("mlflow", "alembic"):
@@ -133,19 +133,23 @@ class Store:
             raise RefusedError(f"{checkpoint} is gone")
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix="model-") as folder, refusals():
             weights = Path(folder) / "student.safetensors"
-            about = copy_weights(checkpoint, weights)
+            metadata = copy_weights(checkpoint, weights)
             with open(weights, "rb") as file:
                 tag = f"{tag}/{hashlib.file_digest(file, 'sha256').hexdigest()}"
             found = self._client.search_logged_models([self.experiment_id], f"tags.`{KEY_TAG}` = '{tag}'")
             if any(model.status == LoggedModelStatus.READY for model in found):
                 return
-            model = found[0] if found else self._client.create_logged_model(
-                self.experiment_id, name="student", source_run_id=run_id, tags={KEY_TAG: tag}, model_type="student"
-            )  # fmt: skip
+            model = (
+                found[0]
+                if found
+                else self._client.create_logged_model(
+                    self.experiment_id, name="student", source_run_id=run_id, tags={KEY_TAG: tag}, model_type="student"
+                )
+            )
             about_model = Model(
                 artifact_path=model.artifact_location, model_uuid=model.model_id, run_id=run_id, model_id=model.model_id
             )
-            save_model(Path(folder) / "model", weights, about, about_model)
+            save_model(Path(folder) / "model", weights, metadata, about_model)
             self._client.log_model_artifacts(model.model_id, str(Path(folder) / "model"))
             outputs = self._client.get_run(run_id).outputs
             if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
@@ -183,10 +187,10 @@ def create_database(path: Path, artifacts: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists() and path.stat().st_size:
             return
-        beside = path.with_name(f".{path.name}.new")
-        beside.unlink(missing_ok=True)
-        SqlAlchemyStore(f"sqlite:///{beside}", artifacts).engine.dispose()  # type: ignore[no-untyped-call]
-        os.replace(beside, path)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.unlink(missing_ok=True)
+        SqlAlchemyStore(f"sqlite:///{temporary}", artifacts).engine.dispose()  # type: ignore[no-untyped-call]
+        os.replace(temporary, path)
 
 
 def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
@@ -201,29 +205,29 @@ def copy_weights(checkpoint: Path, out: Path) -> dict[str, Any]:
         try:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             written = json.loads(header["__metadata__"]["raydistill"])
-            about = {name: written[name] for name in ABOUT}
+            metadata = {name: written[name] for name in METADATA_KEYS}
         except (KeyError, TypeError, ValueError, MemoryError, OverflowError) as error:
             raise RefusedError(f"{checkpoint} is not a checkpoint of ours") from error
         data_start = file.tell()
-        kept = {name: entry for name, entry in header.items() if name.startswith("model.")}
-        new_header: dict[str, Any] = {"__metadata__": {"raydistill": json.dumps(about)}}
+        entries = {name: entry for name, entry in header.items() if name.startswith("model.")}
+        new_header: dict[str, Any] = {"__metadata__": {"raydistill": json.dumps(metadata)}}
         end = 0
-        for name, entry in kept.items():
+        for name, entry in entries.items():
             start, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
             new_header[name] = {**entry, "data_offsets": [start, end]}
         text = json.dumps(new_header).encode()
         text += b" " * (-len(text) % 8)
         with open(out, "wb") as copy:
             copy.write(len(text).to_bytes(8, "little") + text)
-            for entry in kept.values():
+            for entry in entries.values():
                 file.seek(data_start + entry["data_offsets"][0])
                 copy.write(file.read(entry["data_offsets"][1] - entry["data_offsets"][0]))
-    return about
+    return metadata
 
 
-def save_model(folder: Path, weights: Path, about: dict[str, Any], model: Model) -> None:
+def save_model(folder: Path, weights: Path, metadata: dict[str, Any], model: Model) -> None:
     """Write a model directory that loads without this project: weights, code, signature, requirements; no pickle."""
-    size = about["image_size"]
+    size = metadata["image_size"]
     mlflow.pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(__file__).with_name("student_model.py")),
@@ -232,11 +236,11 @@ def save_model(folder: Path, weights: Path, about: dict[str, Any], model: Model)
         mlflow_model=model,
         signature=ModelSignature(
             inputs=Schema([TensorSpec(np.dtype("uint8"), (-1, 3, size, size))]),
-            outputs=Schema([TensorSpec(np.dtype("float32"), (-1, about["num_classes"]))]),
+            outputs=Schema([TensorSpec(np.dtype("float32"), (-1, metadata["num_classes"]))]),
         ),
         input_example=np.zeros((1, 3, size, size), np.uint8),
-        pip_requirements=requirements(about["model"]),
-        metadata={"classes": about["classes"], "student": about["model"]},
+        pip_requirements=requirements(metadata["model"]),
+        metadata={"classes": metadata["classes"], "student": metadata["model"]},
     )
 
 

@@ -28,15 +28,15 @@ class StudentModel(PythonModel):  # type: ignore[misc]
         from trainables.models.registry import build_model
 
         with safe_open(context.artifacts["checkpoint"], framework="pt") as file:
-            about = json.loads(file.metadata()["raydistill"])
+            metadata = json.loads(file.metadata()["raydistill"])
             names = [name for name in file.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no mapping
             parameters = {name.removeprefix("model."): file.get_tensor(name) for name in names}
-        model = build_model(about["model"], num_classes=about["num_classes"], image_size=about["image_size"], seed=0)
+        model = build_model(metadata["model"], num_classes=metadata["num_classes"], image_size=metadata["image_size"], seed=0)
         model.load_state_dict(parameters)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.to(device=self._device, dtype=torch.float32).eval()
-        self._mean = torch.tensor(about["mean"], device=self._device).view(-1, 1, 1)
-        self._std = torch.tensor(about["std"], device=self._device).view(-1, 1, 1)
+        self._mean = torch.tensor(metadata["mean"], device=self._device).view(-1, 1, 1)
+        self._std = torch.tensor(metadata["std"], device=self._device).view(-1, 1, 1)
 
     def predict(self, context: PythonModelContext, model_input: np.ndarray, params: dict[str, Any] | None = None) -> np.ndarray:
         """Class probabilities_BK (float32) of uint8 images_BCHW."""

@@ -209,8 +209,8 @@ class Tracker:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self._abandoned.is_set():
-            with self._spool.sender_lock() as mine:
-                if mine:
+            with self._spool.sender_lock() as acquired:
+                if acquired:
                     self._deliver_mine()
                     return
             self._abandoned.wait(1.0)
@@ -241,8 +241,8 @@ def sync(run_dir: RunDir, uri: str | None = None, max_failures: int = 3) -> Deli
     if target is None:
         return Delivery(0, 0, f"{run_dir.root} holds nothing for MLflow")
     sender = Sender(spool, target._replace(uri=checked_uri(uri or target.uri)))
-    with spool.sender_lock() as mine:
-        if not mine:
+    with spool.sender_lock() as acquired:
+        if not acquired:
             return Delivery(
                 0, spool.num_pending(sender.uri), f"another process is sending the records of {run_dir.root} just now"
             )
@@ -260,13 +260,13 @@ def sync_neighbours(runs_root: Path, finished: RunDir) -> list[Path]:
     Only spools meant for the same store are tried, once each; one that cannot be read holds up nobody. Returns the directories
     that are delivered.
     """
-    mine = Spool(finished).target()
+    acquired = Spool(finished).target()
     delivered = []
     for folder in sorted(path.parent for path in runs_root.glob("*/spool")):
         spool = Spool(RunDir(folder))
         try:
             target = spool.target()
-            if mine is None or target is None or target.uri != mine.uri or folder == finished.root:
+            if acquired is None or target is None or target.uri != acquired.uri or folder == finished.root:
                 continue
             if spool.num_pending(target.uri) and not sync(RunDir(folder), max_failures=1).num_pending:
                 delivered.append(folder)

@@ -13,9 +13,21 @@ from pathlib import Path
 from typing import Any
 
 NAMES = (
-    "loop", "startup", "overhead", "memory", "cli", "input", "pack", "feeding", "noise", "search", "taps", "methods",
-    "teacher_cache", "teacher_service",
-)  # fmt: skip
+    "loop",
+    "startup",
+    "overhead",
+    "memory",
+    "cli",
+    "input",
+    "pack",
+    "feeding",
+    "noise",
+    "search",
+    "taps",
+    "methods",
+    "teacher_cache",
+    "teacher_service",
+)
 ROUNDS = {
     "loop": 5,
     "startup": 5,

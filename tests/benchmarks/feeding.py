@@ -32,7 +32,7 @@ from trainables.data.index import read_index
 from trainables.data.loader import Batch, Loader
 from trainables.distributed.group import Group
 from trainables.engine.job import build
-from trainables.worker.entry_points import CPU_MALLOC
+from trainables.worker.trainer import CPU_MALLOC
 
 SIDES = ("records", "1 worker", "2 workers")
 
@@ -51,10 +51,16 @@ def comparisons(short: bool, cifar: Path | None = None) -> Iterator[list[Compari
             "images/s in the loop: records at auto / DataLoader over ImageFolder",
         )
         yield [
-            Comparison(f"data's share of a step, records at auto (peer: DataLoader, {SIDES[1]})", "%", share, Bar("≤", 2.0),
-                       lambda ours, peer: ours, "ours"),
+            Comparison(
+                f"data's share of a step, records at auto (peer: DataLoader, {SIDES[1]})",
+                "%",
+                share,
+                Bar("≤", 2.0),
+                lambda ours, peer: ours,
+                "ours",
+            ),
             *(Comparison(f"{fed}, {peer}", "images/s", sides.pair(SIDES[0], peer, "images_per_s"), None) for peer in SIDES[1:]),
-        ]  # fmt: skip
+        ]
 
 
 class ImageFolderLoader(Loader):
@@ -62,9 +68,7 @@ class ImageFolderLoader(Loader):
 
     def __init__(self, folder: str, data: DataConfig, workers: int) -> None:
         super().__init__(FolderSource(folder, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
-        steps = [
-            transforms.RandomCrop(data.image_size, padding=4), transforms.RandomHorizontalFlip(), transforms.PILToTensor()
-        ]  # fmt: skip
+        steps = [transforms.RandomCrop(data.image_size, padding=4), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
         images = datasets.ImageFolder(f"{folder}/train", transforms.Compose(steps))
         self._batches_of_torch = DataLoader(
             images, data.global_batch_size, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True
@@ -92,7 +96,7 @@ def measure(side: str, folder: str, packed: str, steps: int) -> dict[str, float]
             job.train_loader = ImageFolderLoader(folder, config.data, int(side.split()[0]))
         train_on(job, pair.warmup_steps + steps)
         job.close()
-        return {**job.throughput.summary(), "data_pct": job.timer.summary()["data_pct"]}
+        return {**job.metrics.throughput.summary(), "data_pct": job.metrics.timer.summary()["data_pct"]}
 
 
 if __name__ == "__main__":

@@ -98,10 +98,22 @@ def _fidelities(files: list[Path]) -> Iterator[Comparison]:
     for fidelity, mean_db, fifth_db in (("fast", 39.0, 29.0), ("exact", 50.0, 50.0)):
         measured = cache(partial(_fidelity_db, files, fidelity))
         title = f"fidelity of {fidelity} to torchvision's crop, PSNR"
-        yield Comparison(f"{title}: mean (peer: 5th percentile)", "dB", lambda _, measured=measured: measured(),
-                         Bar("≥", mean_db), _first, "mean")  # fmt: skip
-        yield Comparison(f"{title}: 5th percentile (ours: mean)", "dB", lambda _, measured=measured: measured(),
-                         Bar("≥", fifth_db), _second, "fifth")  # fmt: skip
+        yield Comparison(
+            f"{title}: mean (peer: 5th percentile)",
+            "dB",
+            lambda _, measured=measured: measured(),
+            Bar("≥", mean_db),
+            _first,
+            "mean",
+        )
+        yield Comparison(
+            f"{title}: 5th percentile (ours: mean)",
+            "dB",
+            lambda _, measured=measured: measured(),
+            Bar("≥", fifth_db),
+            _second,
+            "fifth",
+        )
 
 
 def _first(ours: float, peer: float) -> float:

@@ -32,9 +32,15 @@ DECODED = 500
 
 def ours(folder: Path, fidelity: str, decoder: str) -> Iterator[torch.Tensor]:
     data = DataConfig.model_validate(
-        {"path": str(folder), "image_size": SIZE, "augment": "crop_flip", "global_batch_size": BATCH,
-         "fidelity": fidelity, "decoder": decoder}
-    )  # fmt: skip
+        {
+            "path": str(folder),
+            "image_size": SIZE,
+            "augment": "crop_flip",
+            "global_batch_size": BATCH,
+            "fidelity": fidelity,
+            "decoder": decoder,
+        }
+    )
     loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS)
     for epoch in count():
         for batch in loader.epoch(epoch):

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.cluster import resources as cluster
+from service.cluster import connect as cluster
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.rounds import Bar, Comparison, in_turn
 

@@ -17,13 +17,15 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from service.cluster import resources as cluster
+from service.cluster import connect as cluster
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison
 from trainables.engine import loop
 from trainables.engine.job import Job
-from trainables.worker import entry_points as worker
+from trainables.worker.entry_points import train_loop_per_worker
+from trainables.worker.process_group import ProcessGroup
+from trainables.worker.trainer import CPU_MALLOC
 
 RATIO, MORE_MIB = 1.05, 50.0
 
@@ -51,9 +53,13 @@ def compare(pair: Pair, num_workers: int, folder: Path) -> list[Comparison]:
     return [
         Comparison(f"{title}, with its loader: {part}", "MiB", measure, Bar("≤", 1.0), figure=part_of_allowed),
         Comparison(f"{title}, its process alone: {part}", "MiB", alone.__getitem__, None, figure=part_of_allowed),
-        Comparison(f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script", "MiB",
-                   added.__getitem__, None),
-    ]  # fmt: skip
+        Comparison(
+            f"{title}: what the work adds to an empty Ray Train worker / to the imports of the script",
+            "MiB",
+            added.__getitem__,
+            None,
+        ),
+    ]
 
 
 def part_of_allowed(ours: float, peer: float) -> float:
@@ -62,18 +68,18 @@ def part_of_allowed(ours: float, peer: float) -> float:
 
 
 def of_worker(pair: Pair, num_workers: int, folder: Path) -> dict[str, float]:
-    """`peak_mib` of rank 0 over a whole stage, as `worker.fit` runs it, `pss_mib` at its end and `empty_mib` before its work."""
+    """`peak_mib` of rank 0 over a whole stage, as `trainer.fit` runs it, `pss_mib` at its end and `empty_mib` before its work."""
     config = pair.config(folder, num_workers)
     answer = Path(config.output_dir) / "memory.json"
     ray.train.torch.TorchTrainer(
         train_and_tell,
         train_loop_config={"config": config.model_dump(mode="json"), "answer": str(answer)},
-        torch_config=worker.ProcessGroup(backend="gloo"),
+        torch_config=ProcessGroup(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, resources_per_worker={"CPU": 2.0}),
         run_config=ray.train.RunConfig(
             storage_path=str(folder / "ray"),
             name=Path(config.output_dir).name,
-            worker_runtime_env={"env_vars": worker.CPU_MALLOC},
+            worker_runtime_env={"env_vars": CPU_MALLOC},
         ),
     ).fit()
     memory: dict[str, float] = json.loads(answer.read_text())
@@ -91,7 +97,7 @@ def train_and_tell(settings: dict[str, Any]) -> None:
         return summary
 
     loop.run = run_and_measure
-    worker.train_loop_per_worker(settings["config"])
+    train_loop_per_worker(settings["config"])
     if ray.train.get_context().get_world_rank() == 0:
         memory = {"peak_mib": peak_rss_mib(), "pss_mib": at_the_end[0], "empty_mib": empty_mib}
         Path(settings["answer"]).write_text(json.dumps(memory))

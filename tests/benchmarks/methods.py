@@ -29,7 +29,7 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
 from trainables.engine.job import Job, build
 from trainables.methods import METHODS, load
@@ -46,32 +46,39 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     blocks = 2 if short else 12
     names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
     names = ["at", "sp"] if short else names
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(2)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         root = Path(folder)
         lines = [
             Comparison(
-                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}", "s/step",
-                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks), None, cell=(name, "time / kd"),
+                f"methods, {name} / kd, {PAIR.teacher} → {PAIR.student}",
+                "s/step",
+                lambda _, name=name: step_s(config(root, name, 1), config(root, "kd", 1), blocks),
+                None,
+                cell=(name, "time / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} / kd, peak of a step", "MiB",
-                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))), None,
+                f"methods, {name} / kd, peak of a step",
+                "MiB",
+                lambda _, name=name: (peak_mib(config(root, name, 1)), peak_mib(config(root, "kd", 1))),
+                None,
                 cell=(name, "peak / kd"),
             )
             for name in names
-        ]  # fmt: skip
+        ]
         lines += [
             Comparison(
-                f"methods, {name} on 2 workers, gathered / copied", "s/step",
-                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0], Bar("≤", 1.10),
+                f"methods, {name} on 2 workers, gathered / copied",
+                "s/step",
+                lambda _, name=name: ranks.run(2, gathering_s, config(root, name, 2), blocks)[0],
+                Bar("≤", 1.10),
                 cell=(name, "gathered / copied"),
             )
             for name in names
             if load(name).requires.whole_batch
-        ]  # fmt: skip
+        ]
         yield lines
 
 

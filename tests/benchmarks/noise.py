@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tests.benchmarks.pairs import Pair, train_on
 from tests.benchmarks.rounds import Bar, Comparison
-from tests.trainables.jobs import Recorded, build_unwatched, no_telemetry
+from tests.trainables.jobs import Recorded, build_unmeasured, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import Job, build
 
 BLOCK_STEPS = 4
@@ -30,7 +30,7 @@ PAIRS = {
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     """The same ranks for all lines; one worker has micro-batches to compare."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(2)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         yield [
             Comparison(
                 f"noise scale, {title}, {'2 workers' if workers == 2 else '1 worker, 2 micro-batches'}",
@@ -43,7 +43,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
         ]
 
 
-def measure(ranks: Ranks, pair: Pair, workers: int, folder: Path, blocks: int) -> tuple[float, float]:
+def measure(ranks: RankPool, pair: Pair, workers: int, folder: Path, blocks: int) -> tuple[float, float]:
     """Seconds of a step with the measurement, and without, in the same processes."""
     config = pair.config(folder, workers)
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"accumulate": 3 - workers})})
@@ -58,7 +58,7 @@ def step_s(group: Group, config: TrainConfig, blocks: int) -> tuple[float, float
     """
     with contextlib.ExitStack() as stack:
         watched = stack.enter_context(contextlib.closing(build(config, group, Recorded(), no_telemetry)))
-        bare = stack.enter_context(contextlib.closing(build_unwatched(group, config)))
+        bare = stack.enter_context(contextlib.closing(build_unmeasured(group, config)))
         taken: dict[bool, list[float]] = {True: [], False: []}
         for number in range(blocks + 1):
             for ours in (number % 2 == 0, number % 2 == 1):

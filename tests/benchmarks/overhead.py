@@ -28,7 +28,9 @@ from trainables.distributed.group import Group
 from trainables.engine.job import Job, build
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.rundir import RunDir
-from trainables.worker.entry_points import NodeTelemetry, Reporter, start_logging
+from trainables.worker.entry_points import start_logging
+from trainables.worker.node_telemetry import NodeTelemetry
+from trainables.worker.reporter import Reporter
 
 STAGE = "student"
 PATIENCE_S = 120.0
@@ -83,7 +85,7 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """All that a worker and its driver do beside training."""
     start_logging(job.stage, job.group)
     with Reporter(job.config, job.stage, job.group) as reporter, NodeTelemetry(job.config, job.group) as telemetry:
-        job.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
+        job.metrics.timer, job.report, job.telemetry = PhaseTimer(job.group.device), reporter.report, telemetry.snapshot
         tracker.send_signal(signal.SIGCONT)
         yield
         tracker.send_signal(signal.SIGSTOP)
@@ -93,7 +95,7 @@ def watched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
 def unwatched(job: Job, tracker: subprocess.Popen[str]) -> Iterator[None]:
     """None of it; the loop still reads its sums at each log step, to stop at a loss that is not finite."""
     logging.getLogger("raydistill").setLevel(logging.WARNING)
-    job.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
+    job.metrics.timer, job.report, job.telemetry = NoTimer(job.group.device), ignore, no_telemetry
     yield
 
 

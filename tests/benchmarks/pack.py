@@ -56,11 +56,15 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
             return answer["seconds"], 1.0
 
         yield [
-            Comparison("pack, 60,000 JPEGs / tar of the same", "s", in_turn(partial(packed_s, images, folder),
-                       partial(tar_s, images, folder)), Bar("≤", 2.0)),
+            Comparison(
+                "pack, 60,000 JPEGs / tar of the same",
+                "s",
+                in_turn(partial(packed_s, images, folder), partial(tar_s, images, folder)),
+                Bar("≤", 2.0),
+            ),
             Comparison("opening 1,281,167 records / 1 s", "s", measure_open, Bar("≤", 1.0)),
             Comparison("memory of that / 100 MiB", "MiB", lambda number: (opened[number], 100.0), Bar("≤", 1.0)),
-        ]  # fmt: skip
+        ]
 
 
 def packed_s(images: Path, folder: Path) -> float:
@@ -111,8 +115,13 @@ def write_empty_records(root: Path, count: int) -> Path:
     rows_5n = np.stack([place_n % 1000, place_n % 8192 * 100, np.full_like(place_n, 100), *([np.full_like(place_n, 32)] * 2)])
     split = SplitIndex(rows=write_rows(root / "train.rows.arrow", [rows_5n]), shards=tuple(shards))
     index = Index(
-        image="file", mode={}, source={"kind": "made up"}, raydistill="0", num_unreadable=0,
-        classes=tuple(f"class{label}" for label in range(1000)), splits={"train": split, "val": split},
-    )  # fmt: skip
+        image="file",
+        mode={},
+        source={"kind": "made up"},
+        raydistill="0",
+        num_unreadable=0,
+        classes=tuple(f"class{label}" for label in range(1000)),
+        splits={"train": split, "val": split},
+    )
     write_json(root / "index.json", index.model_dump(mode="json"))
     return root

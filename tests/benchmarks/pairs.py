@@ -16,7 +16,7 @@ from trainables.engine.checkpoint import write_tensors
 from trainables.engine.job import Job
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.worker import entry_points as worker
+from trainables.worker import trainer
 
 NUM_CLASSES = 10
 LABELS = tuple(str(label) for label in range(NUM_CLASSES))
@@ -27,7 +27,7 @@ EPOCH_STEPS = 200
 
 def train_on(job: Job, steps: int) -> None:
     """So many steps more, as a timing run takes them."""
-    progress = job.state.progress
+    progress = job.progress
     last = progress.step + steps
     while progress.step < last:
         loop.train_epoch(job, stop_at=last)
@@ -51,8 +51,7 @@ class Pair:
         weights = folder / f"{self.teacher}.safetensors"
         if not weights.exists():
             model = build_model(self.teacher, num_classes=NUM_CLASSES, image_size=self.image_size, seed=0)
-            about = {"model": self.teacher, "num_classes": NUM_CLASSES, "image_size": self.image_size,
-                     "classes": list(classes)}  # fmt: skip
+            about = {"model": self.teacher, "num_classes": NUM_CLASSES, "image_size": self.image_size, "classes": list(classes)}
             write_tensors(weights, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
         tree: dict[str, Any] = {
             "output_dir": tempfile.mkdtemp(dir=folder),
@@ -74,17 +73,23 @@ class Pair:
     def ours(self, folder: Path, num_workers: int) -> dict[str, float]:
         """The summary of a timing run in a `TorchTrainer`, on the Ray that this process is connected to."""
         config = self.config(folder, num_workers)
-        worker.fit(config, use_gpu=False, loader_workers=1, storage=folder / "ray", name=Path(config.output_dir).name)
+        trainer.fit(config, use_gpu=False, loader_workers=1, storage=folder / "ray", name=Path(config.output_dir).name)
         summary: dict[str, float] = json.loads(StageDir(Path(config.output_dir)).result.read_text())["metrics"]
         return summary
 
     def plain(self, num_workers: int) -> dict[str, float]:
         """`images_per_s` of the plain script, and `peak_mib`, `pss_mib` and `empty_mib` (before its work) of its rank 0."""
         options = {
-            "teacher": self.teacher, "student": self.student, "size": self.image_size, "batch": self.global_batch_size,
-            "classes": NUM_CLASSES, "images": EPOCH_STEPS * self.global_batch_size, "warmup": self.warmup_steps,
-            "steps": self.steps, "log-every": LOG_EVERY,
-        }  # fmt: skip
+            "teacher": self.teacher,
+            "student": self.student,
+            "size": self.image_size,
+            "batch": self.global_batch_size,
+            "classes": NUM_CLASSES,
+            "images": EPOCH_STEPS * self.global_batch_size,
+            "warmup": self.warmup_steps,
+            "steps": self.steps,
+            "log-every": LOG_EVERY,
+        }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
         return answer_of([*launch, "-m", "tests.benchmarks.plain", *words])

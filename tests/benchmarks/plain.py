@@ -55,9 +55,7 @@ def main(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = Noise(args.images, args.size, args.classes)
     sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(data, drop_last=True)
-    loader = DataLoader(
-        data, args.batch // world_size, sampler=sampler, num_workers=1, persistent_workers=True, drop_last=True
-    )  # fmt: skip
+    loader = DataLoader(data, args.batch // world_size, sampler=sampler, num_workers=1, persistent_workers=True, drop_last=True)
     teacher = build_model(args.teacher, num_classes=args.classes, image_size=args.size, seed=0).eval().requires_grad_(False)
     student: nn.Module = build_model(args.student, num_classes=args.classes, image_size=args.size, seed=0)
     if world_size > 1:

@@ -219,14 +219,18 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
     yield [
         judged("within 2.5 % of the best, no tenant", "%", lambda: near_pct(regrets(False)), Bar("≥", 95.0)),
         judged("within 2.5 % of the best, a tenant", "%", lambda: near_pct(regrets(True)), Bar("≥", 85.0)),
-        judged("95th percentile of the regret, no tenant", "%",
-               lambda: 100.0 * float(np.percentile(regrets(False), 95)) if regrets(False) else 0.0, Bar("≤", 3.0)),
+        judged(
+            "95th percentile of the regret, no tenant",
+            "%",
+            lambda: 100.0 * float(np.percentile(regrets(False), 95)) if regrets(False) else 0.0,
+            Bar("≤", 3.0),
+        ),
         judged("worst regret", "%", lambda: 100.0 * max(row.regret for row in rows()), Bar("≤", 15.0)),
         judged("cost, median", "lean grids", lambda: float(np.median([row.lean_grids for row in rows()])), Bar("≤", 0.20)),
         judged("cost, most", "lean grids", lambda: max(row.lean_grids for row in rows()), Bar("≤", 1.0)),
         judged("a proposal, the slowest cluster's mean", "s", lambda: max(row.thinking_s for row in rows()), Bar("≤", 0.2)),
         *(beside(name) for name in peers),
-    ]  # fmt: skip
+    ]
 
 
 def trace(seed: int, metric: str, tenant: bool | None) -> None:

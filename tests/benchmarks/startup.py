@@ -54,8 +54,20 @@ def first_step_s(num_workers: int) -> float:
     """Seconds from the command to the end of the teacher's first step, in which the run is then interrupted."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder) / "run")
-        command = ["train", "digits", "--out", str(run_dir.root), "--runs", folder, "--set", "train.log_every=1",
-                   "--set", f"scale.num_workers={num_workers}", "--set", "data.loader_workers=1"]  # fmt: skip
+        command = [
+            "train",
+            "digits",
+            "--out",
+            str(run_dir.root),
+            "--runs",
+            folder,
+            "--set",
+            "train.log_every=1",
+            "--set",
+            f"scale.num_workers={num_workers}",
+            "--set",
+            "data.loader_workers=1",
+        ]
         began = time.time()
         with subprocess.Popen(
             [sys.executable, "-m", "service", *command],

@@ -25,7 +25,7 @@ from tests.benchmarks.process import answer_of
 from tests.benchmarks.rounds import Bar, Comparison
 from trainables.models.registry import construct
 from trainables.models.taps import Taps
-from trainables.worker.entry_points import CPU_MALLOC
+from trainables.worker.trainer import CPU_MALLOC
 
 
 @dataclass(frozen=True)

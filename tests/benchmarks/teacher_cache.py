@@ -22,7 +22,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.service.protocol import TeacherConnection
 
 STUDENTS = 3
 PAIRS = {name: Pair(name, "resnet8", 32, 64, warmup_steps=0, steps=1) for name in ("resnet56", "wrn-40-2")}
@@ -65,22 +65,25 @@ class Bench:
             data["path"] = str(records)
         tree = config.model_dump()
         self._tree = {
-            **tree, "data": {**tree["data"], **data}, "train": {**tree["train"], "max_steps": None}, "optim": {"epochs": 1},
+            **tree,
+            "data": {**tree["data"], **data},
+            "train": {**tree["train"], "max_steps": None},
+            "optim": {"epochs": 1},
             "distill": {},
-        }  # fmt: skip
+        }
 
     @property
     def num_images(self) -> int:
         """Of a round."""
         return int(self._steps * self._tree["data"]["global_batch_size"])
 
-    def job(self, jobs: contextlib.ExitStack, *, lines: Sequence[Line] = (), **changes: Any) -> Job:
+    def job(self, jobs: contextlib.ExitStack, *, connections: Sequence[TeacherConnection] = (), **changes: Any) -> Job:
         """A job that is closed with `jobs`. `teacher`: None, or what is changed of it."""
         teacher = changes.pop("teacher", {})
         taught = {"teacher": {**self._tree["teacher"], **teacher}} if teacher is not None else {"teacher": None, "distill": None}
         tree = {**self._tree, **taught, **changes, "output_dir": tempfile.mkdtemp(dir=self._folder)}
         config = TrainConfig.model_validate(tree)
-        return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, lines=lines)))
+        return jobs.enter_context(contextlib.closing(build(config, Group(), Recorded(), no_telemetry, connections=connections)))
 
     def full(self, jobs: contextlib.ExitStack) -> Job:
         """A job whose cache holds all that it asks for; its teacher was never built."""
@@ -105,7 +108,7 @@ class Bench:
 
     def train_s(self, job: Job) -> float:
         """Seconds of the steps, and of what has to be on disk after them."""
-        progress, began = job.state.progress, time.perf_counter()
+        progress, began = job.progress, time.perf_counter()
         loop.train_epoch(job, stop_at=progress.step + self._steps)
         if job.train_state.teacher is not None:
             job.train_state.teacher.end_epoch()

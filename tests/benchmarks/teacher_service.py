@@ -16,17 +16,18 @@ from pathlib import Path
 
 import ray
 
-from service.cluster import resources as cluster
+from service.cluster.connect import connect
+from service.cluster.resources import Reservation
 from service.runs import teacher_actors as teachers
 from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
 from trainables.engine.job import Job
-from trainables.worker.entry_points import ActorLine
+from trainables.worker.actor_connection import ActorConnection
 
 
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
-    with tempfile.TemporaryDirectory() as name, cluster.connect(2, Path(name)):
+    with tempfile.TemporaryDirectory() as name, connect(2, Path(name)):
         lines = []
         for teacher, pair in PAIRS.items():
             bench = Bench(pair, Path(name) / teacher, None, steps=2 if short else 16)
@@ -42,7 +43,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 def served_s(bench: Bench) -> float:
     """Seconds of students side by side whom a new actor answers."""
     name = f"benchmark-{time.time_ns():x}"
-    actor = teachers.start(name, cluster.Need(1, 1))
+    actor = teachers.start(name, Reservation(1, 1))
     try:
         ray.get(actor.counts.remote())
         taken_s = together_s(bench, name)
@@ -58,9 +59,9 @@ def together_s(bench: Bench, actor: str | None = None) -> float:
     with contextlib.ExitStack() as jobs:
         built = list[Job]()
         for number in range(STUDENTS):
-            lines = [ActorLine(actor)] if actor else []
+            connections = [ActorConnection(actor)] if actor else []
             optim = {"epochs": 1, "lr": 0.1 + 0.01 * number}
-            built.append(bench.job(jobs, lines=lines, teacher={"service": 1 if actor else None}, optim=optim))
+            built.append(bench.job(jobs, connections=connections, teacher={"service": 1 if actor else None}, optim=optim))
         students = [threading.Thread(target=bench.train_s, args=(job,)) for job in built]
         for student in students:
             student.start()

@@ -63,8 +63,10 @@ def test_lines_that_have_a_place_end_in_a_table() -> None:
     drawn = table(results)
     assert drawn is not None
     assert [(column.header, list(column.cells)) for column in drawn.columns] == [
-        ("", ["at", "sp"]), ("time", ["1.50", "2.00"]), ("memory", ["", "2.50"])
-    ]  # fmt: skip
+        ("", ["at", "sp"]),
+        ("time", ["1.50", "2.00"]),
+        ("memory", ["", "2.50"]),
+    ]
     assert table(results[-1:]) is None
 
 

@@ -252,8 +252,13 @@ def test_memory_is_linear_in_the_batch_of_a_rank_and_holds_to_its_last_block() -
     cluster = small_cluster(plant(1, 2, cpu=replace(CPU, cores=16, hyperthreads=True)))
     found = {tuple(point.values()): cluster.status(point) for point in cluster.points}
     assert {key: status for key, status in found.items() if key[2] == 2} == {
-        (1, 32, 2): "ok", (1, 64, 2): "ok", (1, 128, 2): "oom", (2, 32, 2): "ok", (2, 64, 2): "ok", (2, 128, 2): "ok"
-    }  # fmt: skip
+        (1, 32, 2): "ok",
+        (1, 64, 2): "ok",
+        (1, 128, 2): "oom",
+        (2, 32, 2): "ok",
+        (2, 64, 2): "ok",
+        (2, 128, 2): "ok",
+    }
     assert {status for key, status in found.items() if key[2] == 40} == {"infeasible"}
     peaks = [cluster.peak_memory_mib(point) for point in cluster.points if point["scale.num_workers"] == 1][::2]
     assert peaks == [4200.0, 7400.0, 13_800.0]

@@ -26,7 +26,7 @@ from scipy.stats import kendalltau, spearmanr
 from service.search.accuracy import Learning, Prediction, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 WORKERS = 2
 PROBE_STEPS = 30
@@ -63,23 +63,34 @@ class Row:
 class Trainings:
     """Trainings of one model on the same ranks."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, folder: Path):
+    def __init__(self, args: argparse.Namespace, ranks: RankPool, folder: Path):
         self._args, self._ranks, self._folder = args, ranks, folder
 
     def run(self, batch: int, lr: float, seed: int, **train_section: Any) -> dict[str, Any]:
         """What rank 0 has of a training."""
         tree = {
-            "output_dir": tempfile.mkdtemp(dir=self._folder), "model": self._args.model, "precision": "fp32", "seed": seed,
+            "output_dir": tempfile.mkdtemp(dir=self._folder),
+            "model": self._args.model,
+            "precision": "fp32",
+            "seed": seed,
             "data": {
-                "path": self._args.data, "image_size": self._args.image_size, "global_batch_size": batch, "loader_workers": 0,
-                "augment": self._args.augment, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5),
+                "path": self._args.data,
+                "image_size": self._args.image_size,
+                "global_batch_size": batch,
+                "loader_workers": 0,
+                "augment": self._args.augment,
+                "mean": (0.5, 0.5, 0.5),
+                "std": (0.5, 0.5, 0.5),
             },
             "optim": {
-                "epochs": self._args.epochs, "lr": lr, "schedule": "constant", "momentum": self._args.momentum,
+                "epochs": self._args.epochs,
+                "lr": lr,
+                "schedule": "constant",
+                "momentum": self._args.momentum,
                 "weight_decay": 5e-4,
             },
             "train": {"warmup_steps": 5, "log_every": 20, "checkpoint_every": 10**6, **train_section},
-        }  # fmt: skip
+        }
         found: dict[str, Any] = self._ranks.run(WORKERS, train, TrainConfig.model_validate(tree))[0]
         return found
 
@@ -110,7 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Ranks(WORKERS)) as ranks:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(WORKERS)) as ranks:
         rows, learning, after = measure(args, Trainings(args, ranks, Path(folder)))
     told = tell(rows, learning, after)
     if args.json:
@@ -122,8 +133,11 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
     pilot, every = trainings.to_target(args.pilot, args.lr, PILOT_SEED)
     noise = pilot["noise_scale"]
     steps, reached = pilot.get("steps_to_accuracy", pilot["steps"]), "steps_to_accuracy" in pilot
-    print(f"{args.model} on {args.data} to {args.target:g}%, {WORKERS} ranks; pilot at batch {args.pilot}, lr {args.lr:g}: "
-          f"{steps:.0f} steps, noise scale {noise:.0f} images, {pilot['train_s']:.1f} s", flush=True)  # fmt: skip
+    print(
+        f"{args.model} on {args.data} to {args.target:g}%, {WORKERS} ranks; pilot at batch {args.pilot}, lr {args.lr:g}: "
+        f"{steps:.0f} steps, noise scale {noise:.0f} images, {pilot['train_s']:.1f} s",
+        flush=True,
+    )
     learning = Learning.of([noise], [Training(args.pilot, steps, every, reached)])
     top = args.lr * (1 + noise / args.pilot)
     lrs = [top / (1 + noise / batch) for batch in args.batches]
@@ -155,25 +169,34 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
         else:
             row.missed += 1
         seen.append(Training(row.batch, summary["steps"], row.every, "time_to_accuracy_s" in summary))
-        print(f"  seed {seed}, batch {row.batch}: {summary['steps']:.0f} steps, {summary['train_s']:.2f} s"
-              f"{'' if 'time_to_accuracy_s' in summary else ', target missed'}", flush=True)  # fmt: skip
+        print(
+            f"  seed {seed}, batch {row.batch}: {summary['steps']:.0f} steps, {summary['train_s']:.2f} s"
+            f"{'' if 'time_to_accuracy_s' in summary else ', target missed'}",
+            flush=True,
+        )
     return rows, learning, Learning.of([noise], seen)
 
 
 def tell(rows: list[Row], before: Learning, after: Learning) -> dict[str, Any]:
     """The table and the verdict on the orders."""
-    print(f"\n{'batch':>6} {'lr':>8} {'step ms':>8} {'noise':>7} | {'steps':>6} {'measured':>9} {'±%':>4} | {'seconds':>8} "
-          f"{'measured':>9} {'±%':>4} | runs")  # fmt: skip
+    print(
+        f"\n{'batch':>6} {'lr':>8} {'step ms':>8} {'noise':>7} | {'steps':>6} {'measured':>9} {'±%':>4} | {'seconds':>8} "
+        f"{'measured':>9} {'±%':>4} | runs"
+    )
     for row in rows:
         steps, seconds = (row.mean(values) if values else math.nan for values in (row.steps, row.seconds))
         off_steps, off_s = (100 * row.error(values) if values else math.nan for values in (row.steps, row.seconds))
-        print(f"{row.batch:6d} {row.lr:8.4f} {1e3 * row.step_s:8.1f} {statistics.median(row.noise_scales):7.0f} | "
-              f"{row.predicted_steps:6.0f} {steps:9.0f} {off_steps:4.0f} | {row.predicted_s:8.2f} {seconds:9.2f} {off_s:4.0f} | "
-              f"{len(row.steps)} of {len(row.steps) + row.missed}")  # fmt: skip
+        print(
+            f"{row.batch:6d} {row.lr:8.4f} {1e3 * row.step_s:8.1f} {statistics.median(row.noise_scales):7.0f} | "
+            f"{row.predicted_steps:6.0f} {steps:9.0f} {off_steps:4.0f} | {row.predicted_s:8.2f} {seconds:9.2f} {off_s:4.0f} | "
+            f"{len(row.steps)} of {len(row.steps) + row.missed}"
+        )
     whole = [row for row in rows if row.steps and not row.missed]
     told: dict[str, Any] = {"b_noise": {"predicted": before.b_noise, "of all trainings": after.b_noise}}
-    print(f"B_noise: {before.b_noise:.0f} predicted, {after.b_noise:.0f} by all trainings; "
-          f"S_min: {before.s_min:.0f} and {after.s_min:.0f}")  # fmt: skip
+    print(
+        f"B_noise: {before.b_noise:.0f} predicted, {after.b_noise:.0f} by all trainings; "
+        f"S_min: {before.s_min:.0f} and {after.s_min:.0f}"
+    )
     for name, predicted, measured in (
         ("steps", [row.predicted_steps for row in whole], [row.steps for row in whole]),
         ("time", [row.predicted_s for row in whole], [row.seconds for row in whole]),
@@ -199,13 +222,21 @@ def order(name: str, rows: list[Row], predicted: list[float], measured: list[lis
     error = statistics.median(abs(math.log(p / m)) for p, m in zip(predicted, means, strict=True))
     by_order = [rows[place].batch for place in np.argsort(means)], [rows[place].batch for place in np.argsort(predicted)]
     but = f" (not {', '.join(wrong)})" if wrong else ""
-    print(f"{name}: measured order {by_order[0]}, predicted {by_order[1]}; Spearman {rho:.2f}, Kendall {tau:.2f}; {apart} of "
-          f"{pairs} pairs told apart, {right} of them in the predicted order{but}; "
-          f"median error {100 * math.expm1(error):.0f}%")  # fmt: skip
+    print(
+        f"{name}: measured order {by_order[0]}, predicted {by_order[1]}; Spearman {rho:.2f}, Kendall {tau:.2f}; {apart} of "
+        f"{pairs} pairs told apart, {right} of them in the predicted order{but}; "
+        f"median error {100 * math.expm1(error):.0f}%"
+    )
     return {
-        "measured": by_order[0], "predicted": by_order[1], "spearman": rho, "kendall": tau, "pairs": pairs, "apart": apart,
-        "right": right, "median_error_pct": 100 * math.expm1(error),
-    }  # fmt: skip
+        "measured": by_order[0],
+        "predicted": by_order[1],
+        "spearman": rho,
+        "kendall": tau,
+        "pairs": pairs,
+        "apart": apart,
+        "right": right,
+        "median_error_pct": 100 * math.expm1(error),
+    }
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from rich.console import Console
 from service.doctor.causes import findings
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials, Verdict, healthy
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 POINTS = 5.0
 """A gain is right within so many points of what mending brings."""
 
 
 def main() -> None:
-    console, ranks, wanted = Console(width=160, highlight=False), Ranks(2), sys.argv[1:] or ["faults"]
+    console, ranks, wanted = Console(width=160, highlight=False), RankPool(2), sys.argv[1:] or ["faults"]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(ranks, Path(folder))
         try:

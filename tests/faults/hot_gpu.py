@@ -30,9 +30,12 @@ def hot_gpu(throttled: bool) -> Case:
                 {"kind": "step", "step": (epoch - 1) * STEPS + part * STEPS // 5, "epoch": epoch - 1 + part / 5, "metrics": step}
             )
         gpu = {
-            "util_pct": 98.0, "temperature_c": 66 + 14 * hot, "sm_clock_mhz": 1410 * 175 / (175 + 24 * hot),
-            "throttle_reasons": float(SW_THERMAL_SLOWDOWN if hot else 0), "power_w": 380.0,
-        }  # fmt: skip
+            "util_pct": 98.0,
+            "temperature_c": 66 + 14 * hot,
+            "sm_clock_mhz": 1410 * 175 / (175 + 24 * hot),
+            "throttle_reasons": float(SW_THERMAL_SLOWDOWN if hot else 0),
+            "power_w": 380.0,
+        }
         telemetry = {f"node0/gpu0/{name}": value for name, value in gpu.items()}
         measured = {f"epoch/{name}": value for name, value in (telemetry | {"eval_s": 6.0, "node0/cpu_pct": 40.0}).items()}
         evaluated = {"val/num_images": 50_000.0}

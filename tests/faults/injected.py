@@ -75,7 +75,7 @@ def slow_rank(job: Job, extra_s: float) -> Undo:
                 time.sleep(extra_s / 3)
                 logits_BK.register_hook(lambda gradient: time.sleep(2 * extra_s / 3))
 
-        job.model.register_forward_hook(slowly)
+        job.student.register_forward_hook(slowly)
     return nothing
 
 

@@ -16,7 +16,7 @@ from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.rundir import RunDir, StageDir, write_json
@@ -38,16 +38,24 @@ def make_data(folder: Path) -> Path:
 class Bench:
     """Runs an experiment on a pool of ranks, with or without a fault, and gives the doctor its records."""
 
-    def __init__(self, ranks: Ranks, folder: Path, steps: int = 20) -> None:
+    def __init__(self, ranks: RankPool, folder: Path, steps: int = 20) -> None:
         self._ranks, self._folder, self._serial = ranks, folder, 0
         self._digits_teacher = write_teacher(folder / "digits_teacher.safetensors", "mlp_small", 10, 8)
         self._base = [
-            f"data.path={make_data(folder / 'images')}", f"data.image_size={SIZE}", "data.augment=pad_crop_flip",
-            "data.loader_workers=1", "student.model=resnet8", "teacher.model=mlp_small",
+            f"data.path={make_data(folder / 'images')}",
+            f"data.image_size={SIZE}",
+            "data.augment=pad_crop_flip",
+            "data.loader_workers=1",
+            "student.model=resnet8",
+            "teacher.model=mlp_small",
             f"teacher.weights={write_teacher(folder / 'teacher.safetensors', 'mlp_small', CLASSES, SIZE)}",
-            "optim.epochs=40", f"train.max_steps={steps}", "train.warmup_steps=4", "train.log_every=4",
-            "train.telemetry_every_s=0.2", "tracking.enabled=false",
-        ]  # fmt: skip
+            "optim.epochs=40",
+            f"train.max_steps={steps}",
+            "train.warmup_steps=4",
+            "train.log_every=4",
+            "train.telemetry_every_s=0.2",
+            "tracking.enabled=false",
+        ]
 
     def run(self, num_workers: int, batch: int, faults: Mapping[str, float] | None = None, sets: Sequence[str] = ()) -> Case:
         """`batch` images a worker; each fault adds so many seconds to a step, if it is one that is put in from outside.
@@ -83,7 +91,7 @@ class Bench:
 
 def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
     """What `trainables.worker.entry_points.train_loop_per_worker` does, without Ray."""
-    from trainables.worker.entry_points import NodeTelemetry
+    from trainables.worker.node_telemetry import NodeTelemetry
 
     stage = StageDir(Path(config.output_dir))
     stage.root.mkdir(exist_ok=True)

@@ -9,11 +9,11 @@ import pytest
 from service.doctor.terminal_lines import HEALTHY, tell
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 
 @pytest.mark.slow
-def test_every_fault_is_named_first_with_the_gain_that_mending_it_brings(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_fault_is_named_first_with_the_gain_that_mending_it_brings(ranks: RankPool, tmp_path: Path) -> None:
     bench = Bench(ranks, tmp_path)
     for num_workers in (1, 2):
         bench.run(num_workers, 16)  # libraries are loaded, caches filled
@@ -26,7 +26,7 @@ def test_every_fault_is_named_first_with_the_gain_that_mending_it_brings(ranks: 
 
 
 @pytest.mark.slow
-def test_of_a_slow_reader_and_a_slow_teacher_the_one_is_named_that_the_step_waits_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_of_a_slow_reader_and_a_slow_teacher_the_one_is_named_that_the_step_waits_for(ranks: RankPool, tmp_path: Path) -> None:
     bench = Bench(ranks, tmp_path)
     bench.run(1, 16)
     both = Trials(bench).verdict("throttled reader", "slow teacher")

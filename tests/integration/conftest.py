@@ -121,9 +121,12 @@ class Distill:
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "service", *map(str, arguments)],
-                stdout=file, stderr=subprocess.STDOUT, cwd=cwd or self.folder, start_new_session=True,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=cwd or self.folder,
+                start_new_session=True,
                 env={**clean, "RAYDISTILL_RUNS": str(self.runs), "COLUMNS": "200", **(env or {})},
-            )  # fmt: skip
+            )
         self._started.append(Command(process, log))
         return self._started[-1]
 
@@ -193,9 +196,11 @@ class RayCluster:
     def env(self) -> dict[str, str]:
         """What a driver on this cluster needs."""
         return {
-            "RAY_ADDRESS": f"127.0.0.2:{self.port}", "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard_port}",
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file),
-        }  # fmt: skip
+            "RAY_ADDRESS": f"127.0.0.2:{self.port}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{self.dashboard_port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token_file),
+        }
 
     def add(self, wrapper: Sequence[str] = ()) -> RayNode:
         """Start a node, the head first. `wrapper`: a command that runs the command after it."""
@@ -205,22 +210,46 @@ class RayCluster:
         if not self.nodes:
             self.token_file.write_text(secrets.token_hex(32))
             place = [
-                "--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard_port}",
+                "--head",
+                f"--port={self.port}",
+                "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={self.dashboard_port}",
                 f"--ray-client-server-port={free_port()}",
-            ]  # fmt: skip
+            ]
         log = self.folder / f"node-{self._serial}.log"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                [*wrapper, sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={address}",
-                 f"--temp-dir={self.folder}/{self._serial}", f"--num-cpus={self.cpus}", "--min-worker-port=0",
-                 f"--dashboard-agent-listen-port={free_port()}", "--max-worker-port=0", "--object-store-memory=100000000",
-                 "--disable-usage-stats", "--block"],
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.folder,
-                env={**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file), "HOME": str(self.folder),
-                     "RAY_health_check_period_ms": "1000",  # by default the head asks a dead node five times in 15 s
-                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
-            )  # fmt: skip
+                [
+                    *wrapper,
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    *place,
+                    f"--node-ip-address={address}",
+                    f"--temp-dir={self.folder}/{self._serial}",
+                    f"--num-cpus={self.cpus}",
+                    "--min-worker-port=0",
+                    f"--dashboard-agent-listen-port={free_port()}",
+                    "--max-worker-port=0",
+                    "--object-store-memory=100000000",
+                    "--disable-usage-stats",
+                    "--block",
+                ],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.folder,
+                env={
+                    **clean,
+                    "RAY_AUTH_MODE": "token",
+                    "RAY_AUTH_TOKEN_PATH": str(self.token_file),
+                    "HOME": str(self.folder),
+                    "RAY_health_check_period_ms": "1000",  # by default the head asks a dead node five times in 15 s
+                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                },
+            )
         node = RayNode(address, process)
         self.nodes.append(node)
         started = Command(process, log)

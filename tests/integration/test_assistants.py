@@ -7,7 +7,7 @@ import pytest
 from service.config.experiment import load
 from tests.integration.conftest import Distill, kill, records, result, wait_until
 from tests.trainables.jobs import equal, train
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.rundir import RunDir
 
@@ -28,7 +28,9 @@ def options(*sets: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_whole_one(distill: Distill, ranks: Ranks) -> None:
+def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_whole_one(
+    distill: Distill, ranks: RankPool
+) -> None:
     run, alone = distill.runs / "chain", distill.runs / "alone"
     command = distill.start("train", distill.experiment, "--out", run, *options())
     wait_until(lambda: len(records(run, "step", "assistant1")) > 40, "step 40 of the first assistant", command)

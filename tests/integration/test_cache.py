@@ -16,9 +16,13 @@ pytestmark = [pytest.mark.integration]
 def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: Distill, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     kept = (
-        "--set", f"teacher={{model: mlp_large, weights: {weights}, cache: {tmp_path / 'logits'}, cache_epochs: 2}}",
-        "--set", "data.augment=pad_crop_flip", "--set", "student.model=mlp_small",
-    )  # fmt: skip
+        "--set",
+        f"teacher={{model: mlp_large, weights: {weights}, cache: {tmp_path / 'logits'}, cache_epochs: 2}}",
+        "--set",
+        "data.augment=pad_crop_flip",
+        "--set",
+        "student.model=mlp_small",
+    )
     assert "holds the logits of 2,884 images; 2,884 were computed now" in distill.run("cache", distill.experiment, *kept)
     assert "holds the logits of 2,884 images; 0 were computed now" in distill.run("cache", distill.experiment, *kept)
     distill.run("train", distill.experiment, *kept)

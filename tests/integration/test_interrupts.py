@@ -17,7 +17,7 @@ from service.config.experiment import load
 from service.tracking.spool import Spool
 from tests.integration.conftest import Command, Distill, records, result, title, wait_until
 from tests.trainables.jobs import equal, train
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.rundir import RunDir
@@ -79,7 +79,7 @@ def test_a_local_run_listens_on_loopback_alone(interrupted: Interrupted) -> None
     assert outer == {}
 
 
-def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(interrupted: Interrupted, ranks: Ranks) -> None:
+def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(interrupted: Interrupted, ranks: RankPool) -> None:
     distill, pieces, whole = interrupted.distill, interrupted.run, interrupted.distill.runs / "whole"
     said = interrupted.command.output
     assert interrupted.code == 130, said

@@ -53,13 +53,38 @@ def test_the_token_in_the_users_home_is_sent_where_no_variable_names_one(distill
 
 @pytest.mark.slow
 def test_the_project_itself_runs_a_sweep_as_a_ray_job_as_it_stands(cluster: RayCluster) -> None:
-    sets = ["optim.epochs=1", "teacher.epochs=1", "tracking.enabled=false", "data.loader_workers=1", "sweep.steps=5",
-            "sweep.space={data.global_batch_size: [64, 128]}"]  # fmt: skip
+    sets = [
+        "optim.epochs=1",
+        "teacher.epochs=1",
+        "tracking.enabled=false",
+        "data.loader_workers=1",
+        "sweep.steps=5",
+        "sweep.space={data.global_batch_size: [64, 128]}",
+    ]
     job = subprocess.run(
-        [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", ".", "--",
-         "python", "-m", "service", "sweep", "digits", *(part for each in sets for part in ("--set", each))],
-        cwd=PROJECT, env={**os.environ, **cluster.env}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "job",
+            "submit",
+            "--working-dir",
+            ".",
+            "--",
+            "python",
+            "-m",
+            "service",
+            "sweep",
+            "digits",
+            *(part for each in sets for part in ("--set", each)),
+        ],
+        cwd=PROJECT,
+        env={**os.environ, **cluster.env},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     # A job's working directory is thrown away: the runs are in the home of whoever runs the head node.
     (run,) = (path for path in (cluster.folder / "runs").iterdir() if path.is_dir())

@@ -61,8 +61,18 @@ class Server:
 
     def start(self) -> None:
         """Returns at once; `ready` waits."""
-        options = ["--backend-store-uri", default_uri(self.root), "--artifacts-destination", str(self.root / "artifacts"),
-                   "--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]  # fmt: skip
+        options = [
+            "--backend-store-uri",
+            default_uri(self.root),
+            "--artifacts-destination",
+            str(self.root / "artifacts"),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
         environment = {**os.environ, **NO_TELEMETRY, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with open(self.root / "server.log", "ab") as log:
             self._process = subprocess.Popen(
@@ -167,8 +177,14 @@ def write_steps(path: Path, steps: range) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         for step in steps:
-            record = {"kind": "step", "stage": "student", "step": step, "epoch": 0.5, "time_ms": 1_700_000_000_000 + step,
-                      "metrics": {"loss": 1 / (step + 1), "images_per_s": 100.0 + step}}  # fmt: skip
+            record = {
+                "kind": "step",
+                "stage": "student",
+                "step": step,
+                "epoch": 0.5,
+                "time_ms": 1_700_000_000_000 + step,
+                "metrics": {"loss": 1 / (step + 1), "images_per_s": 100.0 + step},
+            }
             file.write(json.dumps(record) + "\n")
 
 

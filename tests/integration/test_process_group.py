@@ -16,7 +16,7 @@ from tests.integration.conftest import PROJECT, RayCluster
 from trainables.config import TrainConfig
 from trainables.errors import DeviceError
 from trainables.rundir import StageDir
-from trainables.worker import entry_points as worker
+from trainables.worker import trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -26,7 +26,7 @@ import ray, torch.distributed as dist
 from pathlib import Path
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from trainables.worker.entry_points import ProcessGroup
+from trainables.worker.process_group import ProcessGroup
 
 def write_variables(folder):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
@@ -62,7 +62,7 @@ def test_a_gpu_that_ray_has_and_torch_cannot_use_is_refused_before_anything_is_t
     ray.init(address="local", num_cpus=2, num_gpus=1, log_to_driver=False, include_dashboard=False)
     try:
         with pytest.raises(DeviceError) as refused:
-            worker.fit(config, use_gpu=True, loader_workers=1, storage=tmp_path / "ray", name="x")
+            trainer.fit(config, use_gpu=True, loader_workers=1, storage=tmp_path / "ray", name="x")
     finally:
         ray.shutdown()
     assert not StageDir(tmp_path).metrics.exists()

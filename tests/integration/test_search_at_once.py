@@ -21,10 +21,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 
 BATCHES = [32, 64, 96, 128, 192, 256]
 KEYS = (
-    "sweep.policy=guided", "sweep.steps=40", "sweep.max_concurrent=2", "data.last_batch=short",
-    "student.model=resnet8", "data.image_size=32",  # some 100 ms a step: a probe takes seconds, as the other group's start does
+    "sweep.policy=guided",
+    "sweep.steps=40",
+    "sweep.max_concurrent=2",
+    "data.last_batch=short",
+    "student.model=resnet8",
+    "data.image_size=32",  # some 100 ms a step: a probe takes seconds, as the other group's start does
     f"sweep.space={{scale.num_workers: [2], data.global_batch_size: {BATCHES}, data.loader_workers: [1]}}",
-)  # fmt: skip
+)
 
 
 @pytest.fixture

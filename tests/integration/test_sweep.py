@@ -106,9 +106,11 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
 
 
 GUIDED = (
-    "sweep.policy=guided", "sweep.steps=12", "data.last_batch=short",
+    "sweep.policy=guided",
+    "sweep.steps=12",
+    "data.last_batch=short",
     "sweep.space={scale.num_workers: [1, 2], data.global_batch_size: [32, 64, 128, 256], data.loader_workers: [1, 2]}",
-)  # fmt: skip
+)
 
 
 def sets(*keys: str) -> list[str]:

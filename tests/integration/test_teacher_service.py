@@ -34,10 +34,19 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
 ) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     said = (
-        "--set", f"teacher={{model: mlp_large, weights: {weights}, service: 1}}", "--set", "student.model=mlp_small",
-        "--set", "precision=fp64", "--set", "data.augment=pad_crop_flip", "--set", f"optim.epochs={EPOCHS}",
-        "--set", "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
-    )  # fmt: skip
+        "--set",
+        f"teacher={{model: mlp_large, weights: {weights}, service: 1}}",
+        "--set",
+        "student.model=mlp_small",
+        "--set",
+        "precision=fp64",
+        "--set",
+        "data.augment=pad_crop_flip",
+        "--set",
+        f"optim.epochs={EPOCHS}",
+        "--set",
+        "sweep={space: {optim.lr: [0.05, 0.02]}, max_concurrent: 2, metric: top1_pct}",
+    )
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"
 
     output = distill.run("sweep", distill.experiment, "--out", undisturbed, *said, env=cluster.env)
@@ -45,7 +54,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     epochs = [records(RunDir(undisturbed).trial(trial).root, "epoch") for trial in TRIALS]
     ran_for = [[record["metrics"]["epoch/train/teacher_images"] for record in of_trial] for of_trial in epochs]
     assert [sum(counts) for counts in zip(*ran_for, strict=True)] == [IMAGES] * EPOCHS
-    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and ([\d,]+)\s+were answered", output)
+    counted = re.search(r"mlp_large ran for ([\d,]+) images,\s+and\s+logits\s+of\s+([\d,]+)\s+were\s+returned", output)
     assert counted is not None, output
     assert [int(count.replace(",", "")) for count in counted.groups()] == [IMAGES * EPOCHS, 2 * IMAGES * EPOCHS]
     assert not actors(cluster)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
@@ -19,7 +20,7 @@ from service import cli
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
 from tests.trainables.methods import mine
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 Refuse = Callable[..., str]
 PYTHON = [sys.executable, "-c"]
@@ -70,9 +71,12 @@ def sets(*overrides: str) -> list[str]:
 
 def cpu_seconds(code: str) -> float:
     """Processor time of a Python process that runs `code`, which other jobs on this machine do not add to."""
-    pid = os.posix_spawn(sys.executable, [*PYTHON, code], os.environ, file_actions=[
-        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)
-    ])  # fmt: skip
+    pid = os.posix_spawn(
+        sys.executable,
+        [*PYTHON, code],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)],
+    )
     _, _, usage = os.wait4(pid, 0)
     return usage.ru_utime + usage.ru_stime
 
@@ -109,6 +113,31 @@ def test_python_m_service_is_the_same_command() -> None:
     ]
     assert said[0] == said[1]
     assert "imagenet_r34_r18" in said[0]
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_the_line_of_a_command_in_the_list_is_the_beginning_of_its_help(name: str) -> None:
+    command = cli.cli.get_command(click.Context(cli.cli), name)
+    assert command is not None
+    assert command.name == name
+    assert (command.help or "").startswith(cli.COMMANDS[name][1].rstrip("."))
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = """
+import sys
+import service.cli
+try:
+    service.cli.main(["--help"])
+except SystemExit:
+    pass
+print(*sorted(name for name in sys.modules if name.startswith(("service.commands", "service.config", "pydantic"))))
+"""
+    done = subprocess.run([*PYTHON, code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""
+    assert "  train         Train the teacher if it has no weights, then distil the student." in done.stdout.replace(
+        "\n                ", " "
+    )
 
 
 # What a command line itself can get wrong
@@ -152,7 +181,7 @@ def test_a_method_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path: 
 
 
 def test_code_that_ends_the_process_later_is_an_error_too(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "start", lambda *_: sys.exit(0))
+    monkeypatch.setattr("service.commands.runs.start", lambda *_: sys.exit(0))
     assert refuse("train", "digits") == "code that this command has loaded called sys.exit(0)"
 
 
@@ -540,7 +569,7 @@ CONTRACT = [
 class Lent:
     """The test session's ranks, which the command may use and does not end."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankPool) -> None:
         self.run, self.closed = ranks.run, 0
 
     def close(self) -> None:
@@ -548,7 +577,7 @@ class Lent:
 
 
 def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code_2(
-    ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
     monkeypatch.setattr("trainables.distributed.rank_pool.Ranks", lambda: lent)
@@ -615,7 +644,7 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.config.experiment.recipes", lambda: 1 / 0)
+    monkeypatch.setattr("service.commands.experiments.recipes", lambda: 1 / 0)
     assert exit_code("recipes") == 1
     said = capsys.readouterr().err
     assert said.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")

@@ -142,7 +142,7 @@ def test_the_manifests_name_the_ray_that_the_lock_pins() -> None:
 def test_every_panel_shows_a_metric_that_is_exported() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-    from trainables.worker.entry_points import GAUGES
+    from trainables.worker.reporter import GAUGES
 
     exported = {f"ray_{name}" for name in (*GAUGES, *METRICS_GAUGES)}
     shown: set[str] = set()

@@ -79,8 +79,8 @@ def train(group: Group, settings: TrainConfig, die_after: int | None = None) -> 
             loop.run(job)
         except InterruptedError:
             died = True
-    state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
-    return {"state": state, "progress": job.state.progress, "calls": report.calls, "died": died}
+    state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
+    return {"state": state, "progress": job.progress, "calls": report.calls, "died": died}
 
 
 def train_on_record(settings: TrainConfig) -> dict[str, float]:
@@ -93,14 +93,14 @@ def train_on_record(settings: TrainConfig) -> dict[str, float]:
         return loop.run(job)
 
 
-def build_unwatched(group: Group, settings: TrainConfig) -> Job:
+def build_unmeasured(group: Group, settings: TrainConfig) -> Job:
     """The job as it would be if nothing measured the gradient noise: DDP as torch has it."""
-    proper = building.watch
-    building.watch = lambda *_: None
+    proper = building.measure_noise
+    building.measure_noise = lambda *_: None
     try:
         return build(settings, group, Recorded(), no_telemetry)
     finally:
-        building.watch = proper
+        building.measure_noise = proper
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import job as building
 from trainables.errors import TrainingError
 
@@ -23,7 +23,7 @@ from trainables.errors import TrainingError
     ],
 )
 def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
-    ranks: Ranks, tmp_path: Path, methods: list[str], data: dict[str, object]
+    ranks: RankPool, tmp_path: Path, methods: list[str], data: dict[str, object]
 ) -> None:
     distill = {"method": methods, "options": {method: {"weight": 0.7, "warmup_epochs": 0} for method in methods}}
     told = {
@@ -37,7 +37,7 @@ def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none(ranks: Ranks, tmp_path: Path) -> None:
+def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none(ranks: RankPool, tmp_path: Path) -> None:
     told = {
         "model": "resnet8",
         "teacher": None,
@@ -48,7 +48,7 @@ def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: Ranks, tmp_path: Path) -> None:
+def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: RankPool, tmp_path: Path) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     whole = ranks.run(1, train, config(tmp_path / "whole", teacher=teacher))[0]["state"]
     for n in (1, 2):
@@ -56,7 +56,7 @@ def test_gradient_accumulation_gives_the_parameters_of_the_whole_batch(ranks: Ra
         assert relative_difference(whole, parts) < 1e-9
 
 
-def test_a_student_that_learns_from_its_own_last_epoch_may_do_so_in_parts(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_student_that_learns_from_its_own_last_epoch_may_do_so_in_parts(ranks: RankPool, tmp_path: Path) -> None:
     own = {"teacher": None, "distill": {"method": ["pskd"], "task_weight": None, "options": {}}}
     whole, parts = (
         ranks.run(1, train, config(tmp_path / str(n), **own, optim={"epochs": 2, "accumulate": n}))[0]["state"] for n in (1, 3)
@@ -65,7 +65,7 @@ def test_a_student_that_learns_from_its_own_last_epoch_may_do_so_in_parts(ranks:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     settings = {"model": "convnet_small", "precision": "fp32", "data": {"last_batch": "drop"}}
     weights = write_teacher(tmp_path / "teacher.safetensors")
     alone = ranks.run(world_size, train, config(tmp_path / "alone", teacher=None, **settings))
@@ -75,7 +75,7 @@ def test_task_weight_alone_is_training_without_a_teacher_bit_for_bit(ranks: Rank
         assert equal(a["state"], b["state"])
 
 
-def test_a_teacher_changes_what_is_learned(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_teacher_changes_what_is_learned(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     alone = ranks.run(1, train, config(tmp_path / "alone", teacher=None))[0]["state"]
     distilled = ranks.run(1, train, config(tmp_path / "kd", teacher={"weights": weights}))[0]["state"]
@@ -103,7 +103,7 @@ def train_through_module(group: Group, settings: object) -> object:
         building.wrap = proper
 
 
-def test_replicas_that_train_alone_stop_the_run_with_one_line(ranks: Ranks, tmp_path: Path) -> None:
+def test_replicas_that_train_alone_stop_the_run_with_one_line(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"rank 1 differ from rank 0's: each rank trains alone.*\.module") as caught:
         ranks.run(2, train_through_module, config(tmp_path, teacher=None))
     assert "\n" not in str(caught.value)

@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainables.errors import DataError, ModelError
+from trainables.errors import DataError, ModelError, TeacherServiceLostError
 from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
 from trainables.models.registry import build_model
-from trainables.teachers.service.protocol import TeacherServiceLostError
 
 
 @pytest.mark.parametrize(

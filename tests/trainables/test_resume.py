@@ -14,7 +14,7 @@ from tests.trainables.jobs import config, equal, relative_difference, train, wri
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.order import sample_at
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.evaluate import evaluate_checkpoint
@@ -24,7 +24,7 @@ from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 
 
-def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:
+def interrupted(ranks: RankPool, folder: Path, world_sizes: list[int], die_after: int, **settings: object) -> dict[str, object]:
     """Train, dying at every try but the last; each try on its own world size."""
     for number, world_size in enumerate(world_sizes):
         last = number == len(world_sizes) - 1
@@ -35,12 +35,15 @@ def interrupted(ranks: Ranks, folder: Path, world_sizes: list[int], die_after: i
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_resumed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, world_size: int, precision: str) -> None:
+def test_a_resumed_job_ends_with_the_same_bits(ranks: RankPool, tmp_path: Path, world_size: int, precision: str) -> None:
     settings = {
-        "model": "convnet_small", "precision": precision, "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
-        "data": {"global_batch_size": 128, "last_batch": "drop"}, "optim": {"epochs": 3, "lr": 0.05},
+        "model": "convnet_small",
+        "precision": precision,
+        "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
+        "data": {"global_batch_size": 128, "last_batch": "drop"},
+        "optim": {"epochs": 3, "lr": 0.05},
         "train": {"checkpoint_every": 3, "log_every": 2},
-    }  # fmt: skip
+    }
     whole = ranks.run(world_size, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [world_size] * 4, 9, **settings)
     assert equal(whole["state"], pieces["state"])
@@ -52,7 +55,7 @@ def test_a_resumed_job_ends_with_the_same_bits(ranks: Ranks, tmp_path: Path, wor
     assert equal(*tensors)
 
 
-def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
     settings = {
         "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
         "optim": {"epochs": 2},
@@ -63,16 +66,17 @@ def test_a_job_resumed_on_another_world_size_sees_the_same_samples(ranks: Ranks,
     assert relative_difference(whole["state"], pieces["state"]) < 1e-9
 
 
-def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: RankPool, tmp_path: Path) -> None:
     for split, bad in (("train", range(0, 16, 2)), ("val", ())):
         for number in range(16):
             file = tmp_path / "data" / split / "ab"[number % 2] / f"{number}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (number, 0, 0)).save(file) if number not in bad else file.write_bytes(b"broken")
     settings = {
-        "teacher": None, "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
+        "teacher": None,
+        "data": {"path": str(tmp_path / "data"), "global_batch_size": 2, "max_bad": 0.5},
         "train": {"checkpoint_every": 1, "log_every": 1},
-    }  # fmt: skip
+    }
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
     pieces = interrupted(ranks, tmp_path / "pieces", [2, 2], 7, **settings)
     assert whole["progress"].history[0]["epoch/skipped_images"] == 8
@@ -81,7 +85,7 @@ def test_images_that_were_skipped_before_a_death_are_counted_after_it(ranks: Ran
     assert equal(whole["state"], pieces["state"])
 
 
-def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_bad_images_that_pass_the_limit_only_together_stop_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     of_rank = sample_at(3, 0, np.arange(16), 16).reshape(8, 2)  # the samples of each global batch, one a rank
     bad = (of_rank[0, 0], of_rank[3, 1])
     for split in ("train", "val"):
@@ -115,10 +119,10 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
     checkpoint.save(path, state, group)
     expected = torch.rand(3)
     other = small_state()
-    for parameter in other.model.parameters():
+    for parameter in other.student.parameters():
         torch.nn.init.zeros_(parameter)
     checkpoint.restore(path, other, group)
-    assert equal(state.model.state_dict(), other.model.state_dict())
+    assert equal(state.student.state_dict(), other.student.state_dict())
     assert other.progress == state.progress
     assert torch.equal(torch.rand(3), expected)
     theirs, ours = (s.optimizers[0].state_dict()["state"] for s in (other, state))
@@ -126,7 +130,7 @@ def test_a_checkpoint_restores_parameters_optimizer_progress_and_generators(tmp_
 
 
 def test_a_checkpoint_names_no_wrapper_holds_no_pickle_and_loads_as_a_teacher_without_its_methods(
-    ranks: Ranks, tmp_path: Path
+    ranks: RankPool, tmp_path: Path
 ) -> None:
     mutual = {"method": ["dml"], "options": {"dml": {"peer": "mlp_large"}}}
     result = ranks.run(2, train, config(tmp_path, teacher=None, distill=mutual))[0]
@@ -158,7 +162,7 @@ def written_by_the_version_before(path: Path) -> None:
     checkpoint.write_tensors(path, tensors, {**meta, "format": 2, "progress": {**meta["progress"], "history": history}})
 
 
-def test_a_training_that_an_older_version_began_is_refused_before_its_first_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_training_that_an_older_version_began_is_refused_before_its_first_step(ranks: RankPool, tmp_path: Path) -> None:
     """Its epochs are recorded under other names: the summary at the end would find none of them."""
     settings = config(tmp_path, optim={"epochs": 2})
     assert ranks.run(1, train, settings, 8)[0]["died"]
@@ -167,7 +171,7 @@ def test_a_training_that_an_older_version_began_is_refused_before_its_first_step
         ranks.run(1, train, settings)
 
 
-def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluated(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(1, train, config(tmp_path))
     best, classes = tmp_path / "checkpoints" / "best.safetensors", [str(label) for label in range(10)]
     data = DataConfig(path="digits", image_size=8, loader_workers=1)
@@ -198,13 +202,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
     path, adam, sgd = tmp_path / "last.safetensors", small_state(), small_state()
     checkpoint.save(path, adam, Group())
-    sgd.optimizers = [torch.optim.SGD(sgd.model.parameters(), lr=0.1)]
+    sgd.optimizers = [torch.optim.SGD(sgd.student.parameters(), lr=0.1)]
     with pytest.raises(
         CheckpointError, match="was written by AdamW of 4 parameters, and here there is SGD of 4 parameters: resume"
     ):
         checkpoint.restore(path, sgd, Group())
     fewer = small_state()
-    fewer.optimizers = [torch.optim.AdamW(list(fewer.model.parameters())[1:], lr=0.1)]
+    fewer.optimizers = [torch.optim.AdamW(list(fewer.student.parameters())[1:], lr=0.1)]
     with pytest.raises(CheckpointError, match="AdamW of 4 parameters, and here there is AdamW of 3 parameters"):
         checkpoint.restore(path, fewer, Group())
 
@@ -214,7 +218,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     checkpoint.save(path, state, Group())
     before = path.read_bytes()
     broken = CheckpointState(
-        state.model, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
+        state.student, state.methods, state.optimizers, state.scaler, state.progress, {"unserialisable": object()}
     )
     with pytest.raises(TypeError):
         checkpoint.save(path, broken, Group())

@@ -12,7 +12,7 @@ import pytest
 from tests.trainables.jobs import Recorded, config, no_telemetry
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 
@@ -28,9 +28,9 @@ def timed(group: Group, settings: TrainConfig, most: int | None, pause_s: float 
         return len(steps_s) >= (most or 0)
 
     enough: Callable[[Sequence[float]], bool] | None = None if most is None else is_enough
-    with contextlib.closing(build(settings, group, Recorded(), no_telemetry, enough)) as job:
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry, stop_early=enough)) as job:
         summary = loop.run(job)
-        return summary, job.timer.steps_s()
+        return summary, job.metrics.timer.steps_s()
 
 
 def test_a_timing_run_measures_all_its_steps_where_nobody_says_that_fewer_are_enough(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_a_timing_run_ends_at_the_first_log_line_where_it_is_enough(tmp_path: Pa
     assert summary["steps"] == 12
 
 
-def test_all_ranks_end_at_the_same_step(tmp_path: Path, ranks: Ranks) -> None:
+def test_all_ranks_end_at_the_same_step(tmp_path: Path, ranks: RankPool) -> None:
     answers = ranks.run(2, timed, config(tmp_path, train=TIMING, teacher=None), 7)
     assert [summary["steps"] for summary, _ in answers] == [12, 12]
 
 
-def test_cost_is_the_epochs_time_on_all_workers(tmp_path: Path, ranks: Ranks) -> None:
+def test_cost_is_the_epochs_time_on_all_workers(tmp_path: Path, ranks: RankPool) -> None:
     for summary, _ in ranks.run(2, timed, config(tmp_path, train=TIMING, teacher=None), None):
         assert summary["gpu_s_per_epoch"] == pytest.approx(2 * summary["epoch_s"])

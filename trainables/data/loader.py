@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainables.config import DataConfig
 from trainables.data.auto_workers import Enough
-from trainables.data.buffers import GIVEN_OUT, Buffer, buffer_bytes, ring
+from trainables.data.batch_memory import BatchMemory
 from trainables.data.encoded_rows import Undecoded
 from trainables.data.image_view import View
 from trainables.data.order import Order, Split, rank_part
 from trainables.data.sample_reader import Costs, Part, Reader, outcome
 from trainables.data.source import Closes, Fetches, Sharded, Source
 from trainables.errors import DataError
+from trainables.rules import enough_images, resize_covers_crop
 
 log = logging.getLogger("raydistill")
 
@@ -40,8 +40,7 @@ _CPU = torch.device("cpu")
 class Batch(NamedTuple):
     """One rank's part of a global batch. B may differ by rank and may be 0.
 
-    Its tensors lie in memory that is used again: they hold until the batch after the next is asked for, on a GPU's node as on
-    any other. By then a copy to a GPU must be over, and whoever keeps a batch has cloned it.
+    Its tensors are valid for as long as anything refers to one of them; then their memory serves a later batch.
     """
 
     images_BCHW: torch.Tensor  # uint8, channels last in memory
@@ -52,11 +51,9 @@ class Batch(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A batch whose rows are being filled."""
+    """A batch whose pixels are being read."""
 
-    buffer: Buffer
-    indices_B: NDArray[np.int64]
-    position: int
+    batch: Batch
     parts: list[Future[Part]]
 
 
@@ -66,9 +63,8 @@ class Loader:
     Global batch k of an epoch covers [k·G, (k+1)·G) of the epoch's `Order`, which depends on (seed, epoch) alone and never
     stands in memory; each rank takes a contiguous part. With `data.last_batch: drop` training leaves out the incomplete last
     batch; validation never does. `loader_workers` threads work ahead by `data.prefetch_batches`; with 0 the caller's thread
-    does the work. One epoch runs at a time: starting one ends the one before. An epoch's batches lie in `buffers_mib` MiB,
+    does the work. One epoch runs at a time: starting one ends the one before. Its batches take `batches_mib` MiB of memory,
     pinned where `device` is a GPU. With `auto`, `loader_workers` is the most threads and `auto` decides how many work.
-    `held` more batches than `Batch` says hold after they were given out.
     With `seed_epochs` images are augmented as in epoch 0, 1, … `seed_epochs` - 1 and then again; the order never comes again.
 
     `skipped` maps the dataset-wide index of each unreadable image that this rank met in this epoch to its name and the reason,
@@ -91,20 +87,12 @@ class Loader:
         device: torch.device = _CPU,
         auto: Enough | None = None,
         seed_epochs: int | None = None,
-        held: int = 0,
     ) -> None:
-        if data.val_resize is not None and data.val_resize < data.image_size:
-            raise DataError(
-                f"data.val_resize: {data.val_resize} is below data.image_size={data.image_size}; "
-                f"write at least {data.image_size}, or leave it out"
-            )
         num_samples, batch = len(source), data.global_batch_size
         self._drop = split == "train" and data.last_batch == "drop"
-        if self._drop and num_samples < batch:
-            raise DataError(
-                f"data.global_batch_size: {batch} is more than the {num_samples} training images; "
-                f"write at most {num_samples}, or data.last_batch=short"
-            )
+        problem = resize_covers_crop(data) or (enough_images(data, num_samples) if split == "train" else None)
+        if problem is not None:
+            raise DataError(problem)
         self.steps_per_epoch = num_samples // batch if self._drop else math.ceil(num_samples / batch)
         self.samples_per_epoch = min(self.steps_per_epoch * batch, num_samples)
         self.skipped: dict[int, str] = {}
@@ -113,9 +101,12 @@ class Loader:
         self._source, self._data = source, data
         self._rank, self._world_size, self._device = rank, world_size, device
         self._order = Order(
-            split, data.shuffle, seed=seed, num_samples=num_samples,
+            split,
+            data.shuffle,
+            seed=seed,
+            num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
-        )  # fmt: skip
+        )
         self._follow = source.follow if isinstance(source, Fetches) else None
         view = View(data, split)
         self.decoder = view.decoder
@@ -126,7 +117,6 @@ class Loader:
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._ahead = data.prefetch_batches if loader_workers else 0
-        self._num_buffers = self._ahead + GIVEN_OUT + held
         self._rows = math.ceil(min(batch, num_samples) / world_size)
         self._stop = Event()
 
@@ -149,9 +139,12 @@ class Loader:
         return len(self._source)
 
     @property
-    def buffers_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches` and those that were given out last."""
-        return self._num_buffers * buffer_bytes(self._rows, self._data.image_size) / 2**20
+    def batches_mib(self) -> float:
+        """Memory of a running epoch's batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
+
+        Whoever uses more than one batch at a time takes more.
+        """
+        return (self._ahead + 2) * self._new_memory().block_bytes / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -184,14 +177,13 @@ class Loader:
         batch, num_samples = self._data.global_batch_size, len(self._source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        # Batch k+2+ahead is begun when batch k+2 is asked for, and gets the buffer of batch k, or with `held` an earlier one's.
-        buffers = ring(self._num_buffers, self._rows, self._data.image_size, pinned=self._device.type == "cuda")
+        memory = self._new_memory()
         pending: deque[_Pending] = deque()
         given_s = None  # when the batch before was given out
         try:
             while True:
                 while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, next(buffers), stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, memory, stop))
                 if not pending:
                     return
                 waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
@@ -206,23 +198,29 @@ class Loader:
                 given_s = now_s
                 pending.popleft()
                 yield ready
+                del ready  # its memory is free once the consumer has done with it
         finally:
             stop.set()
             wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
 
-    def _begin(self, begin: int, end: int, epoch: int, buffer: Buffer, stop: Event) -> _Pending:
+    def _new_memory(self) -> BatchMemory:
+        return BatchMemory(self._rows, self._data.image_size, pinned=self._device.type == "cuda")
+
+    def _begin(self, begin: int, end: int, epoch: int, memory: BatchMemory, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
         if self._follow:
             self._follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
-        drawn = self.seed_epoch(epoch)
-        pixels_BHWC = buffer.images_BHWC.numpy()
+        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
+        labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
+        seed_epoch = self.seed_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
         for row in range(0, len(indices_B), rows):
-            indices = indices_B[row : row + rows]
-            parts.append(self._run(partial(self._reader.fill, row, indices, pixels_BHWC[row : row + len(indices)], drawn, stop)))
-        return _Pending(buffer, indices_B, end, parts)
+            # In a list that `fill` empties: an executor's thread keeps a finished task's arguments for a while.
+            pixels = [images_BHWC[row : row + rows].numpy()]
+            parts.append(self._run(partial(self._reader.fill, row, indices_B[row : row + rows], pixels, seed_epoch, stop)))
+        return _Pending(Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, end), parts)
 
     def _run(self, work: Callable[[], Part]) -> Future[Part]:
         if self._pools:
@@ -232,25 +230,23 @@ class Loader:
         return done
 
     def _finish(self, pending: _Pending, parts: list[Part]) -> Batch:
-        """The batch whose rows are read, without the unreadable ones."""
-        buffer, indices_B = pending.buffer, pending.indices_B
-        images_BHWC = buffer.images_BHWC[: len(indices_B)]
+        """The batch whose pixels are read, without the unreadable images."""
+        batch = pending.batch
         bad = dict(entry for part in parts for entry in part.bad)
         regions = [region for part in parts for region in part.undecoded]
         if bad:
-            self._skip(indices_B, bad)
-            good = [row for row in range(len(indices_B)) if row not in bad]
-            moved = {row: place for place, row in enumerate(good)}
-            regions = [region._replace(row=moved[region.row]) for region in regions]
-            images_BHWC[: len(good)] = images_BHWC[good]  # inside the same memory, which may be pinned
-            images_BHWC, indices_B = images_BHWC[: len(good)], indices_B[good]
-        labels_B, numbers_B = buffer.labels_B[: len(indices_B)], buffer.indices_B[: len(indices_B)]
-        labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        skip = partial(self._skip, indices_B)
-        undecoded = Undecoded(self.decoder, regions, self._most_threads, skip) if regions else None
-        return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, pending.position, undecoded)
+            self._skip(batch.indices_B, bad)
+            good = [row for row in range(len(batch.labels_B)) if row not in bad]
+            new_rows = {row: new_row for new_row, row in enumerate(good)}
+            regions = [region._replace(row=new_rows[region.row]) for region in regions]
+            images_BCHW, labels_B, numbers_B = (_moved_up(tensor, good) for tensor in batch[:3])
+            batch = Batch(images_BCHW, labels_B, numbers_B, batch.position)
+        if not regions:
+            return batch
+        skip = partial(self._skip, batch.indices_B.clone())  # a clone: it must not keep the memory of the whole batch
+        return batch._replace(undecoded=Undecoded(self.decoder, regions, self._most_threads, skip))
 
-    def _skip(self, indices_B: NDArray[np.int64], bad: Mapping[int, str]) -> None:
+    def _skip(self, indices_B: Tensor, bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
         for row, reason in bad.items():
             index = int(indices_B[row])
@@ -271,6 +267,12 @@ class Loader:
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
                 "mend or remove them, or raise the limit"
             )
+
+
+def _moved_up(tensor: Tensor, rows: list[int]) -> Tensor:
+    """These rows alone, inside the same memory, which may be pinned."""
+    tensor[: len(rows)] = tensor[rows]
+    return tensor[: len(rows)]
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

@@ -112,10 +112,15 @@ class RecordsSource:
         if whole:
             bytes_N = np.repeat([shard.bytes for shard in part.shards], [shard.rows for shard in part.shards]).astype(np.int64)
             whole = (
-                (self.labels_N >= 0) & (self.labels_N < len(self.classes)) & (self.widths_N >= 0) & (self.heights_N >= 0)
-                & (self._offsets_N >= 0) & (self.sizes_N >= 0) & (self.sizes_N <= bytes_N)
+                (self.labels_N >= 0)
+                & (self.labels_N < len(self.classes))
+                & (self.widths_N >= 0)
+                & (self.heights_N >= 0)
+                & (self._offsets_N >= 0)
+                & (self.sizes_N >= 0)
+                & (self.sizes_N <= bytes_N)
                 & (self._offsets_N <= bytes_N - self.sizes_N)
-            ).all()  # fmt: skip
+            ).all()
         if whole and self._pixels:
             whole = (self.sizes_N == self.widths_N.astype(np.int64) * self.heights_N * 3).all()
         if not whole:

@@ -107,8 +107,13 @@ class Costs:
         """
         if not self.images:
             return {}
-        sums = {"image": self.took_s, "read": self.read_s, "read_wait": self.read_wait_s, "cpu": self.cpu_s,
-                "core_wait": self.core_wait_s}  # fmt: skip
+        sums = {
+            "image": self.took_s,
+            "read": self.read_s,
+            "read_wait": self.read_wait_s,
+            "cpu": self.cpu_s,
+            "core_wait": self.core_wait_s,
+        }
         a_batch = {"batch": self.took_s / self.threads, "wait": self.wait_s}
         return {
             **{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()},
@@ -127,12 +132,15 @@ class Reader:
         self._read_batch = source.read_batch if isinstance(source, ReadsBatches) and view.keeps(source.size) else None
         self._core_wait = _CoreWait()
 
-    def fill(self, first_row: int, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8], epoch: int, stop: Event) -> Part:
-        """Read `indices_R` into `out_RHWC`, the rows of a batch from `first_row` on; undefined rows are named, bad or undecoded.
+    def fill(self, first_row: int, indices_R: NDArray[np.int64], out: list[NDArray[np.uint8]], epoch: int, stop: Event) -> Part:
+        """Read `indices_R` into the array out_RHWC that is taken from `out`, the rows of a batch from `first_row` on.
+
+        Rows that stay undefined are named, as bad or as undecoded.
 
         Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.
         """
+        out_RHWC = out.pop()
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         read_s, read_cpu_s = 0.0, 0.0
         bad, undecoded = list[tuple[int, str]](), list[Region]()

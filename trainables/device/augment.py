@@ -6,7 +6,6 @@ Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +14,27 @@ from trainables.config import DeviceAugmentConfig
 from trainables.device.color import ColorJitter
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.erasing import RandomErasing
-from trainables.device.mixing import Mix, Mixing
+from trainables.device.mixing import Mixing
 from trainables.device.randaugment import RandAugment
 from trainables.device.random_numbers import Draws
 
 
-class Inputs(NamedTuple):
-    """A batch as the student and the teacher see it."""
-
-    images_BCHW: Tensor  # normalised
-    labels_B: Tensor  # int64
-    mix: Mix | None = None  # None: an image shows its own label alone
-
-
 class TrainInputs:
-    """Turns training batches into the models' inputs, every random number a function of (seed, epoch, sample, which one).
+    """Augments, normalises and mixes training batches, every random number a function of (seed, epoch, sample, which one).
 
     On whole numbers 0 … 255: RandAugment, ColorJitter. Then `normalize`; then random erasing and MixUp or CutMix, which on
     normalised images are torchvision's. Nothing waits for the device.
     """
 
     def __init__(
-        self, config: DeviceAugmentConfig, normalize: Callable[[Tensor], Tensor], *, seed: int, image_size: int,
+        self,
+        config: DeviceAugmentConfig,
+        normalize: Callable[[Tensor], Tensor],
+        *,
+        seed: int,
+        image_size: int,
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._normalize = normalize
         self._seed, self._draws_any = seed, config != DeviceAugmentConfig()
         self._randaugment = RandAugment(config.randaugment, image_size, device) if config.randaugment else None
@@ -46,10 +42,10 @@ class TrainInputs:
         self._erasing = RandomErasing(config.random_erasing) if config.random_erasing else None
         self._mixing = Mixing(config.mixup, config.cutmix) if config.mixes else None
 
-    def __call__(self, batch: DeviceBatch) -> Inputs:
-        """The inputs of a batch that the current stream waits for."""
+    def __call__(self, batch: DeviceBatch) -> DeviceBatch:
+        """The batch as the student and the teacher get it. The current stream waits for its copy already."""
         if not self._draws_any or not len(batch.labels_B):
-            return Inputs(self._normalize(batch.images_BCHW), batch.labels_B)
+            return batch._replace(images_BCHW=self._normalize(batch.images_BCHW))
         draws = Draws(self._seed, batch.epoch, batch.indices_B)
         # What one augmentation draws does not depend on which others are on: each has its own columns, RandAugment the last.
         at_jitter = Mixing.num_uniforms
@@ -66,6 +62,6 @@ class TrainInputs:
         if self._erasing:
             images_BCHW = self._erasing(images_BCHW, draws, at_erasing)
         if self._mixing is None:
-            return Inputs(images_BCHW, batch.labels_B)
+            return batch._replace(images_BCHW=images_BCHW)
         images_BCHW, mix = self._mixing(images_BCHW, batch.labels_B, draws, 0)
-        return Inputs(images_BCHW, batch.labels_B, mix)
+        return batch._replace(images_BCHW=images_BCHW, mix=mix)

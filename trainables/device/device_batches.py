@@ -16,23 +16,35 @@ from torch import Tensor
 from trainables.data.encoded_rows import Undecoded
 from trainables.data.loader import Batch
 from trainables.device.decode import fill, region_decoder
+from trainables.device.mixing import Mix
 
 
 class DeviceBatch(NamedTuple):
-    """One rank's part of a global batch, on the device as soon as `wait` was called."""
+    """One rank's part of a global batch, on the device as soon as `wait` was called; or a micro-batch, a part of that."""
 
-    images_BCHW: Tensor  # uint8, channels last in memory
+    images_BCHW: Tensor  # uint8, channels last in memory; once `TrainInputs` has prepared the batch, the models' input
     labels_B: Tensor  # int64
     indices_B: Tensor  # int64, dataset-wide
-    known_B: Tensor  # indices_B on the host
+    host_indices_B: Tensor  # indices_B on the host
     epoch: int  # the one by which it is augmented
-    position: int  # global samples of the epoch that are consumed once this batch is trained on
-    copied: torch.cuda.Event | None  # None: nothing had to be copied
+    position: int = 0  # global samples of the epoch that are consumed once this batch is trained on
+    copied: torch.cuda.Event | None = None  # None: nothing had to be copied
+    mix: Mix | None = None  # None: an image shows its own label alone
 
     def wait(self) -> None:
         """Let the device's current stream wait for the copy; this thread goes on at once."""
         if self.copied is not None:
             torch.cuda.current_stream(self.images_BCHW.device).wait_event(self.copied)
+
+    def split(self, parts: int) -> list[DeviceBatch]:
+        """The batch in so many micro-batches of nearly one size."""
+        tensors = (self.images_BCHW, self.labels_B, self.indices_B, self.host_indices_B, *(self.mix or ()))
+        return [
+            DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, self.epoch, mix=Mix(*mix) if mix else None)
+            for images_BCHW, labels_B, indices_B, host_indices_B, *mix in zip(
+                *(tensor.tensor_split(parts) for tensor in tensors), strict=True
+            )
+        ]
 
 
 def on_device(
@@ -49,8 +61,9 @@ def on_device(
     is given out, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
     A step waits for its own copy only, on the device, by `DeviceBatch.wait`.
 
-    Batch k+2 is asked for when the copy of batch k is over, as `Batch` demands; until then this thread sleeps. The device has
-    step k to do by then, which follows that copy: no step is late for it, and the thread is at most two steps ahead of it.
+    Batch k+2 is taken from the loader when the copy of batch k is over, and this thread sleeps until then: it is at most two
+    steps ahead of the device, and the loader's memory is that of a few batches. The device has step k to do by then, which
+    follows that copy: no step is late for it.
 
     What a batch has undecoded is decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
     on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
@@ -61,7 +74,7 @@ def on_device(
 
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
-        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position, None)
+        ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position)
         if batch.undecoded is not None:
             decoder = region_decoder(batch.undecoded.decoder, batch.images_BCHW.device, batch.undecoded.threads)
             ready = _without(fill(decoder, batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
@@ -75,14 +88,14 @@ def _without(bad: Mapping[int, str], batch: DeviceBatch, undecoded: Undecoded) -
     undecoded.skip(bad)
     batch.wait()
     good = [row for row in range(len(batch.labels_B)) if row not in bad]
-    known_B = batch.known_B[good]
+    host_indices_B = batch.host_indices_B[good]
     rows_B = torch.tensor(good, dtype=torch.int64, device=batch.labels_B.device)
     images_BCHW = batch.images_BCHW[rows_B].contiguous(memory_format=torch.channels_last)
     labels_B, indices_B = batch.labels_B[rows_B], batch.indices_B[rows_B]
-    return batch._replace(images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, known_B=known_B)
+    return batch._replace(images_BCHW=images_BCHW, labels_B=labels_B, indices_B=indices_B, host_indices_B=host_indices_B)
 
 
-class _Coming(NamedTuple):
+class _Copy(NamedTuple):
     """A batch whose copy has begun."""
 
     batch: DeviceBatch
@@ -92,7 +105,8 @@ class _Coming(NamedTuple):
     decoded: Future[dict[int, str]] | None
     """Done when `copied` is recorded; the rows that cannot be decoded."""
 
-    def arrive(self) -> DeviceBatch:
+    def result(self) -> DeviceBatch:
+        """The batch without the images that cannot be decoded. Waits for the decoder's thread, but not for the copy."""
         if self.undecoded is None or self.decoded is None:
             return self.batch
         return _without(self.decoded.result(), self.batch, self.undecoded)
@@ -102,26 +116,26 @@ def _copy_ahead(
     batches: Generator[Batch, None, None], device: torch.device, epoch: int, copied: Callable[[float], None]
 ) -> Generator[DeviceBatch, None, None]:
     stream = torch.cuda.Stream(device)
-    coming: _Coming | None = None
+    current: _Copy | None = None
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="decode") as decoder:
             for batch in batches:
                 # before the next copy, which waits for a step: what is still to be decoded must not stand behind it
-                ready = coming.arrive() if coming else None
+                ready = current.result() if current else None
                 following = _copy(batch, device, epoch, stream, decoder)
-                if coming and ready:
+                if current and ready:
                     yield ready
-                    coming.copied.synchronize()  # type: ignore[no-untyped-call]
-                    copied(coming.began.elapsed_time(coming.copied) / 1e3)  # type: ignore[no-untyped-call]
-                coming = following
-            if coming:
-                yield coming.arrive()
+                    current.copied.synchronize()  # type: ignore[no-untyped-call]
+                    copied(current.began.elapsed_time(current.copied) / 1e3)  # type: ignore[no-untyped-call]
+                current = following
+            if current:
+                yield current.result()
     finally:
         # A batch that nobody waited for gives its memory back to the step's stream, which must not write to it too early.
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream, decoder: ThreadPoolExecutor) -> _Coming:
+def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Stream, decoder: ThreadPoolExecutor) -> _Copy:
     """Begin to copy a batch in `stream`.
 
     The memory belongs to the current stream, which may still be using what lay there before: the copy waits for all that
@@ -145,9 +159,9 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
         copied.record(stream)
     else:
         decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
-    known_B = batch.indices_B.clone()  # the loader's memory is used again
-    ready = DeviceBatch(images_BCHW, labels_B, indices_B, known_B, epoch, batch.position, copied)
-    return _Coming(ready, began, copied, undecoded, decoded)
+    host_indices_B = batch.indices_B.clone()  # a clone: it must not keep the memory of the whole batch
+    ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, copied)
+    return _Copy(ready, began, copied, undecoded, decoded)
 
 
 def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trainables.config import TrainConfig
+
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,3 +29,9 @@ def normalizer(
     scale = (1 / (255 * std_C11)).to(device, dtype)
     shift = (-mean_C11 / std_C11).to(device, dtype)
     return lambda images: torch.addcmul(shift, images.to(dtype, memory_format=layout), scale)
+
+
+def tensor_format(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
+    """The dtype of the models' parameters, and the memory format of parameters and images."""
+    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
+    return torch.float64 if config.precision == "fp64" else torch.float32, layout

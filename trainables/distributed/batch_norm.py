@@ -78,9 +78,12 @@ class GlobalBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 _HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
+)
 
 
 def _take_hooks(module: nn.Module, replaced: nn.Module) -> None:
@@ -115,7 +118,7 @@ def convert(model: nn.Module, group: Group, key: str = "scale.sync_batch_norm", 
     return model
 
 
-def normalize_by_batch(frozen: nn.Module, group: Group, key: str) -> None:
+def use_batch_statistics(frozen: nn.Module, group: Group, key: str) -> None:
     """Let the batch norms of a model that is not trained go by the batch of all ranks while they are in training mode.
 
     Its running statistics stay as they are. `key` asked for it.
@@ -128,17 +131,17 @@ def normalize_by_batch(frozen: nn.Module, group: Group, key: str) -> None:
             module.momentum = 0.0
 
 
-def normalizes_alone(model: nn.Module) -> bool:
+def has_local_batch_norm(model: nn.Module) -> bool:
     """Whether `model` has a batch norm that looks at this rank's rows only, and so refuses to have none."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, GlobalBatchNorm) for m in model.modules())
 
 
-def takes_none(model: nn.Module) -> bool:
+def accepts_empty_batches(model: nn.Module) -> bool:
     """Whether a rank may run it on no images at all. Models without such norms may reshape by the number of images."""
-    return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not normalizes_alone(model)
+    return any(isinstance(m, GlobalBatchNorm) for m in model.modules()) and not has_local_batch_norm(model)
 
 
-def normalizes_together(model: nn.Module) -> bool:
+def has_global_batch_norm(model: nn.Module) -> bool:
     """Whether `model` has a batch norm over the rows of all ranks."""
     return any(isinstance(module, GlobalBatchNorm) for module in model.modules())
 

@@ -22,7 +22,7 @@ class Gather:
     """
 
     def __init__(self, num_rows: int, group: Group, hosts: dist.ProcessGroup | None = None):
-        """`hosts` is a group that carries CPU tensors, where the default one does not: see `hosts_group`."""
+        """`hosts` is a group that carries CPU tensors, where the default one does not: see `cpu_process_group`."""
         self._num_rows, self._group, self._hosts = num_rows, group, hosts
         self._sizes: list[int] | None = None
         self.used = False
@@ -59,7 +59,7 @@ class Gather:
 
 
 @cache
-def hosts_group(group: Group) -> dist.ProcessGroup | None:
+def cpu_process_group(group: Group) -> dist.ProcessGroup | None:
     """A process group for CPU tensors; None where the default group carries them. All ranks call it."""
     if group.world_size == 1 or group.device.type == "cpu":
         return None

@@ -20,11 +20,11 @@ from trainables.distributed.group import Group
 PATIENCE = timedelta(seconds=60)  # of a rank whose peers do not come
 
 
-class Lost(RuntimeError):
+class RankDiedError(RuntimeError):
     """The process of a rank ended during a run."""
 
 
-class Ranks:
+class RankPool:
     """`run(n, function, *args)` calls `function(group, *args)` on n ranks and returns their results in rank order."""
 
     def __init__(self, most: int = 3):
@@ -35,7 +35,7 @@ class Ranks:
         self._start()
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Raises `Lost`, or what a rank raised with the rank's stack as a note; the pool may be used again whatever happened."""
+        """Raises `RankDiedError`, or what a rank raised with the rank's stack as a note; the pool may be used again whatever happened."""
         meeting = Path(self._meetings.name, str(next(self._runs)))
         answers: dict[int, Any] = {}
         try:
@@ -46,7 +46,7 @@ class Ranks:
                 for ready in wait(list(waiting)):
                     rank = waiting[cast(Connection, ready)]
                     answers[rank] = _received(self._pipes[rank], rank)
-        except Lost:  # the others may wait for it for a minute
+        except RankDiedError:  # the others may wait for it for a minute
             for process in self._processes:
                 process.kill()
             self._end()
@@ -85,14 +85,14 @@ def _send(pipe: Connection, rank: int, task: tuple[Any, ...]) -> None:
     try:
         pipe.send(task)
     except OSError as error:
-        raise Lost(f"rank {rank} ended before this run") from error
+        raise RankDiedError(f"rank {rank} ended before this run") from error
 
 
 def _received(pipe: Connection, rank: int) -> Any:
     try:
         return pipe.recv()
     except (EOFError, OSError) as error:
-        raise Lost(f"rank {rank} ended without an answer") from error
+        raise RankDiedError(f"rank {rank} ended without an answer") from error
     except Exception as error:  # an answer that cannot be unpickled
         return error
 

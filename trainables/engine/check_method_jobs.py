@@ -155,7 +155,7 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
             largest=largest,
             from_method=from_method,
             gathers=gather.used,
-            several_optimizers=train_state.updates.several,
+            several_optimizers=len(train_state.optimizers) > 1,
         )
 
 
@@ -166,7 +166,7 @@ def _gradients(job: Job, loss: Losses, epoch: float) -> tuple[dict[str, float | 
     if targets is not None:
         updates = [(method_losses, targets.parameters)]
     else:
-        updates = [(update.losses, update.parameters) for update in job.train_state.updates.updates]
+        updates = [(update.losses, update.parameters) for update in job.train_state.optimizers]
     names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
     trained = [parameter for parameter in (targets.parameters if targets is not None else names) if parameter in names]
     counted = set(trained) if targets is not None else set(module.student.parameters())

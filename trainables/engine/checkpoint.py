@@ -61,7 +61,7 @@ class Progress:
 class CheckpointState:
     """Everything that training changes, and what the model is."""
 
-    model: nn.Module
+    student: nn.Module
     methods: nn.ModuleDict
     """What the distillation methods train and remember beside the model."""
     optimizers: Sequence[torch.optim.Optimizer]
@@ -88,7 +88,7 @@ def save(path: Path, state: CheckpointState, group: Group) -> None:
     rngs = gather_objects(rng_state(group.device), group)
     if not group.is_main:
         return
-    tensors = {f"model.{name}": tensor for name, tensor in state.model.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in state.student.state_dict().items()}
     tensors |= {f"method.{name}": tensor for name, tensor in state.methods.state_dict().items()}
     optimizers = []
     for number, optimizer in enumerate(state.optimizers):
@@ -172,7 +172,7 @@ def restore(path: Path, state: CheckpointState, group: Group) -> None:
             f"checkpoint {path} was written by another version: train on with that one, or choose another --out"
         )
     try:
-        state.model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+        state.student.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     except RuntimeError as error:
         raise CheckpointError(f"checkpoint {path} does not fit {meta['model']}: {str(error).splitlines()[-1].strip()}") from error
     try:

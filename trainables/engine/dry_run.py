@@ -13,7 +13,7 @@ from trainables.distributed.group import Group
 from trainables.engine.modules import readers_of, unite
 from trainables.methods.select import select_methods, student_name
 from trainables.models.registry import build_model, construct
-from trainables.teachers.ensemble import SeveralTeachers
+from trainables.teachers.ensemble import TeacherEnsemble
 
 
 def check_fit(config: TrainConfig, num_classes: int) -> None:
@@ -31,6 +31,6 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     if given is not None and given.logits_only is None and readers_of(config):
         names = (given.model, *(other.model for other in given.others))
         models = [construct(model, num_classes=num_classes, image_size=size, seed=seed) for model in names]
-        teacher = (SeveralTeachers(models) if given.others else models[0]).eval().requires_grad_(False)
+        teacher = (TeacherEnsemble(models) if given.others else models[0]).eval().requires_grad_(False)
     labels_M = torch.arange(num_classes)  # what a method keeps of each sample is small here
     unite(config, Group(), student, teacher, num_classes, labels_M)

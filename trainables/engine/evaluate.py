@@ -92,9 +92,15 @@ def evaluate_checkpoint(config: EvaluateConfig, group: Group) -> dict[str, Any]:
     ).to(group.device, dtype)
     assert isinstance(config.data.loader_workers, int)
     loader = Loader(
-        source, config.data, split="val", seed=0, rank=group.rank, world_size=group.world_size,
-        loader_workers=config.data.loader_workers, device=group.device,
-    )  # fmt: skip
+        source,
+        config.data,
+        split="val",
+        seed=0,
+        rank=group.rank,
+        world_size=group.world_size,
+        loader_workers=config.data.loader_workers,
+        device=group.device,
+    )
     normalize = normalizer(config.data.mean, config.data.std, group.device, dtype, torch.contiguous_format)
     try:
         result = evaluate(model, loader.epoch(0), normalize, group, autocast(config.precision, group.device))

@@ -5,18 +5,16 @@ Shapes: M training samples.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.device.model_input import AUTOCAST
-from trainables.distributed.batch_norm import normalize_by_batch, normalizes_together
+from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
-from trainables.engine.optimizers import share_out
+from trainables.engine.loss_groups import group_losses
 from trainables.errors import ExperimentError
 from trainables.methods.build import build_methods
 from trainables.methods.distillation_module import DistillationModule
@@ -24,21 +22,24 @@ from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, check_cache_top_k, check_logits_only, select_methods, task_weight
 from trainables.methods.tap_reader import TapReader
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.teachers.cache.cached_teacher import CachedTeacher, keeps, open_store
-from trainables.teachers.ensemble import load_network, teacher_reader
-from trainables.teachers.network import Teacher, TeacherInterface
-from trainables.teachers.service.client import service_teacher
-from trainables.teachers.service.protocol import Line
-
-log = logging.getLogger("raydistill")
+from trainables.rules import first_problem_of_method, splits_no_batch
+from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
+from trainables.teachers.interface import TeacherInterface
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.protocol import TeacherConnection
 
 
 def build_modules(
-    config: TrainConfig, group: Group, student: nn.Module, classes: tuple[str, ...], loader: Loader, lines: Sequence[Line] = ()
+    config: TrainConfig,
+    group: Group,
+    student: nn.Module,
+    classes: tuple[str, ...],
+    loader: Loader,
+    connections: Sequence[TeacherConnection] = (),
 ) -> tuple[DistillationModule, TeacherInterface | None]:
     """The student with its methods, on the CPU, and the teacher where one of them reads it: a network, or what it answered.
 
-    `lines` lead to the actors of `teacher.service`.
+    `connections` lead to the actors of `teacher.service`.
 
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment asks for does not fit together.
@@ -50,15 +51,15 @@ def build_modules(
     model = load_network(given, classes, size, config.seed) if given is not None and taught and logits_only is None else None
     distillation_module, of_teacher = unite(config, group, student, model, len(classes), loader.labels_M)
     if model is not None and of_teacher is not None:
-        place(model, config, group)
-        return distillation_module, Teacher(
+        to_device(model, config, group)
+        return distillation_module, TeacherNetwork(
             model, of_teacher, gradient=any(method.method_class.requires.teacher_gradient for method in reading)
         )
     asking = [method.key for method in reading]
     if logits_only == "teacher.cache":
         return distillation_module, cached_teacher(config, group, classes, loader, asking)
     if logits_only == "teacher.service":
-        return distillation_module, service_teacher(config, group, loader, classes, lines, asking, numbers(config)[0])
+        return distillation_module, service_teacher(config, group, classes, loader, connections, asking)
     return distillation_module, None
 
 
@@ -86,6 +87,9 @@ def unite(
         return DistillationModule(
             student, task_weight=task_weight(config.distill, ()) if config.distill is not None else 1.0
         ), None
+    for method in chosen:
+        if problem := first_problem_of_method(method.key, method.method_class.requires, config):
+            raise ExperimentError(problem)
     reading = readers_of(config)
     if reading and given is not None and given.logits_only is not None:
         check_logits_only(chosen, given)
@@ -103,7 +107,7 @@ def unite(
         student.reuse(model, size)
     by_batch = (c.key for c in reading if isinstance(c.options, TeacherNormOptions) and c.options.teacher_norm == "batch")
     if model is not None and (key := next(by_batch, None)) is not None:
-        normalize_by_batch(model, group, f"distill.options.{key}.teacher_norm")
+        use_batch_statistics(model, group, f"distill.options.{key}.teacher_norm")
     reader = TapReader(student, {c.key: c.student_taps for c in chosen}, name=config.model, image_size=size)
     of_teacher = teacher_reader(given, model, reading, size) if model is not None and given is not None else None
     methods = build_methods(
@@ -121,16 +125,19 @@ def unite(
         group=group,
     )
     distillation_module = DistillationModule(
-        student, methods, {c.key: c.options for c in chosen}, reader=reader,
-        task_weight=task_weight(config.distill, chosen), epochs=config.optim.epochs,
-    )  # fmt: skip
+        student,
+        methods,
+        {c.key: c.options for c in chosen},
+        reader=reader,
+        task_weight=task_weight(config.distill, chosen),
+        epochs=config.optim.epochs,
+    )
     names = ", ".join(config.distill.method)
-    if (distillation_module.requires_whole_batch or normalizes_together(student)) and config.optim.accumulate > 1:
-        raise ExperimentError(
-            f"{names if distillation_module.requires_whole_batch else 'scale.sync_batch_norm'} looks at all samples of a batch, which"
-            f" optim.accumulate {config.optim.accumulate} parts: set optim.accumulate to 1, or use more workers"
-        )
-    share_out(student, methods, config.optim)  # refuses losses and optimizers that do not go together
+    if distillation_module.requires_whole_batch or has_global_batch_norm(student):
+        what = f"distill.method: {names}" if distillation_module.requires_whole_batch else "scale.sync_batch_norm"
+        if problem := splits_no_batch(what, config.optim.accumulate):
+            raise ExperimentError(problem)
+    group_losses(student, methods, config.optim)  # refuses losses and optimizers that do not go together
     others = [f"{key}, which brings its own" for key, method in methods.items() if method.optimizers]
     others += ["optim.losses"] if config.optim.losses else []
     others += ["optim.name: dot"] if config.optim.name == "dot" else []
@@ -140,50 +147,3 @@ def unite(
             f"distill.method: {warms} has an init stage, which has one optimizer: leave out {warms}, or {' and '.join(others)}"
         )
     return distillation_module, of_teacher
-
-
-def place(frozen: nn.Module, config: TrainConfig, group: Group) -> None:
-    """Bring a network that is not trained to where it runs."""
-    dtype, layout = numbers(config)
-    frozen.to(group.device, dtype).to(memory_format=layout)
-    if config.train.compile:
-        frozen.compile()
-
-
-def cached_teacher(
-    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
-) -> CachedTeacher:
-    """The teacher whose logits are in `teacher.cache`; its network is built when one of them is missing.
-
-    Raises:
-        DistillError: see `open_store`.
-    """
-    assert config.teacher is not None
-    name = config.teacher.model
-
-    store, sha256 = open_store(config, group, loader, classes)
-
-    def run() -> Teacher:
-        log.info("%s: teacher.cache does not hold all of what is asked: %s runs", config.stage, name)
-        return running_teacher(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
-
-    return CachedTeacher(store, methods, run, device=group.device, dtype=numbers(config)[0], keeps=keeps(config))
-
-
-def running_teacher(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> Teacher:
-    """The experiment's teacher as a network, for methods that read its logits.
-
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`; it is not the one of `config.teacher_sha256`.
-    """
-    given, size = config.teacher, config.data.image_size
-    assert given is not None
-    network = load_network(given, classes, size, config.seed, config.teacher_sha256)
-    place(network, config, group)
-    return Teacher(network, TapReader(network, dict.fromkeys(methods, ()), name=given.model, image_size=size))
-
-
-def numbers(config: TrainConfig) -> tuple[torch.dtype, torch.memory_format]:
-    """The type of the models' numbers, and how the images' lie in memory."""
-    layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
-    return torch.float64 if config.precision == "fp64" else torch.float32, layout

@@ -35,11 +35,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
     sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
-    sgd.register_step_pre_hook(begin_momenta)
+    sgd.register_step_pre_hook(init_momentum_buffers)
     return sgd
 
 
-def begin_momenta(sgd: torch.optim.Optimizer, *_: object) -> None:
+def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:
     """Before a step: a momentum that does not exist yet is 0, of what has a gradient.
 
     Torch's fused SGD takes memory for it as it finds it, and leaves it so where the first step overflows and is skipped; and it

@@ -7,79 +7,121 @@ so that a gradient weighs samples, not ranks or micro-batches; a loss of the glo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from trainables.device.augment import Inputs
+from trainables.data.loader import Batch
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
+from trainables.engine.epochs import Epoch, Epochs
 from trainables.engine.evaluate import correct_counts
-from trainables.engine.optimizers import Updates
-from trainables.methods.contract import MethodBatch
+from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.updates import ParameterUpdate, UpdateSettings, WarmUpUpdate
+from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
-from trainables.teachers.network import TeacherInterface, TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
-class Marks(Protocol):
-    """What the step asks of a timer: close the phase that ran since the last mark."""
+class StepTimer(Protocol):
+    """What the step uses of a timer."""
 
-    def mark(self, phase: str) -> None: ...
+    def mark(self, phase: str) -> None:
+        """Close the phase that ran since the last mark."""
 
 
-@dataclass
+class NoTeacher:
+    """The teacher of an epoch in which no method reads one."""
+
+    def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
+        return {}
+
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        return batches
+
+    def end_epoch(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass(kw_only=True)
 class TrainState:
-    """What one step needs."""
+    """What steps need. `begin_epoch` chooses how those of an epoch run."""
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
-    student: nn.Module
-    """`distillation_module`, under DDP where there are several ranks: what a step calls."""
+    ddp_module: nn.Module
+    """`distillation_module`, under DDP where there are several ranks: what a step of the training calls."""
     teacher: TeacherInterface | None
-    updates: Updates
-    scaler: torch.amp.GradScaler
+    optimizers: tuple[LossOptimizer, ...]
+    training_update: ParameterUpdate
+    """How a step of the training changes the parameters; an init stage has an update of its own."""
+    update_settings: UpdateSettings
     group: Group
-    prepare: Callable[[DeviceBatch], Inputs]
+    prepare: Callable[[DeviceBatch], DeviceBatch]
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
-    steps_per_epoch: int
-    init_epochs: int = 0
-    """Epochs of an init stage, which come before epoch 0 of the methods."""
-    blanks: int = 2
+    epochs: Epochs
+    num_blank_images: int = 2
     """Images that a rank without samples runs instead."""
     accumulate: int = 1
     noise: GradientNoise | None = None
-    hosts: dist.ProcessGroup | None = None
-    """See `trainables.distributed.gather.hosts_group`."""
-    names: tuple[str, ...] = field(init=False)
-    """What `sums` adds up over images; some of it stays 0 while no method computes it, see `silent`."""
+    """What `training_update` measures, where it does."""
+    cpu_group: dist.ProcessGroup | None = None
+    """See `trainables.distributed.gather.cpu_process_group`."""
+    update: ParameterUpdate = field(init=False)
+    """Of this epoch's steps."""
+    active_teacher: TeacherInterface = field(init=False)
+    """The teacher that this epoch's steps call."""
+    sum_names: tuple[str, ...] = field(init=False)
+    """What `sums` adds up over images; some of it stays 0 while no method computes it, see `absent_terms`."""
     sums: Tensor = field(init=False)
-    """Since the last log line, (len(names),) float64 on the device."""
+    """Since the last log line, (len(sum_names),) float64 on the device."""
     bad_step: Tensor = field(init=False)
     """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
 
     def __post_init__(self) -> None:
         distilled = ("distill_loss", *self.distillation_module.term_names) if self.distillation_module.methods else ()
-        self.names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
-        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.group.device)
+        self.sum_names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
+        self.sums = torch.zeros(len(self.sum_names), dtype=torch.float64, device=self.group.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
+        self.begin_epoch(self.epochs.at(self.epochs.num_init))
 
-    def silent(self, epoch: int) -> frozenset[str]:
-        """Those of `names` that nobody computes in an epoch, counted with those of the init stage: it has terms of its own."""
-        told = self.distillation_module.active_terms(epoch - self.init_epochs)
-        return (
-            frozenset({"distill_loss", *self.distillation_module.term_names} - told)
-            if self.distillation_module.methods
-            else frozenset()
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
+        module = self.distillation_module
+        self.ddp_module.train()
+        module.begin_stage(epoch.training)
+        self.active_teacher = (
+            self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
+        )
+        self.update = self.training_update
+        selected = module.init_targets(epoch.training)
+        if selected is not None:
+            self.update = WarmUpUpdate(
+                module,
+                self.optimizers[0],
+                self.update_settings,
+                parameters=selected.parameters,
+                losses=selected.losses,
+            )
+
+    def absent_terms(self, epoch: Epoch) -> frozenset[str]:
+        """Those of `sum_names` that no method computes in an epoch: an init stage has terms of its own."""
+        if not self.distillation_module.methods:
+            return frozenset()
+        return frozenset(
+            {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.active_terms(epoch.training)
         )
 
 
@@ -106,17 +148,17 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     return reduce(torch.add, terms)
 
 
-def losses(answer: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+def losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
     """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
 
     The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
     auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
     """
-    task_B = cross_entropy(answer.logits_BK, labels_B, mix)
-    for weight, aux_BK in answer.aux:
+    task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
+    for weight, aux_BK in outputs.aux:
         task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
-    named = {f"{key}/{name}": term for key, terms in answer.terms.items() for name, term in terms.items()}
-    distilled = {f"{key}/{name}": weights[key] * term for key, terms in answer.terms.items() for name, term in terms.items()}
+    named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
+    distilled = {f"{key}/{name}": weights[key] * term for key, terms in outputs.terms.items() for name, term in terms.items()}
     weighted = {"task": weights["task"] * task_B, **distilled}
     with torch.no_grad():
         named["loss"] = _sum(list(weighted.values()))
@@ -134,81 +176,54 @@ def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tenso
     return share_B * own_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
-class Part(NamedTuple):
-    """A micro-batch. Where the rank has no samples, two images that nothing is asked about."""
-
-    images_BCHW: Tensor
-    labels_B: Tensor
-    indices_B: Tensor
-    mix: Mix | None
-
-
-def micro_batches(inputs: Inputs, indices_B: Tensor, accumulate: int, blanks: int = 2) -> list[Part]:
-    """The batch in at most `accumulate` parts.
+def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
+    """A prepared batch in at most `accumulate` parts. Where the rank has no samples, blank images without labels.
 
     A rank without samples still has to take part in DDP's all-reduce. Where its batch norm refuses to normalise nothing, or a
-    single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, which always holds the
-    larger share.
+    single image, it runs two blank ones without labels; its statistics are overwritten by rank 0's, whose part of the batch is
+    always the larger one.
     """
-    images_BCHW, labels_B, mix = inputs
-    if len(labels_B) == 0:
-        return [Part(images_BCHW.new_zeros((blanks, *images_BCHW.shape[1:])), labels_B, indices_B, None)]
-    parts = min(accumulate, len(labels_B))
-    mixes = [None] * parts if mix is None else [Mix(*part) for part in zip(*(t.tensor_split(parts) for t in mix), strict=True)]
-    split = zip(*(t.tensor_split(parts) for t in (images_BCHW, labels_B, indices_B)), mixes, strict=True)
-    return [Part(*part) for part in split]
+    if len(batch.labels_B) == 0:
+        blank_BCHW = batch.images_BCHW.new_zeros((num_blank_images, *batch.images_BCHW.shape[1:]))
+        return [batch._replace(images_BCHW=blank_BCHW, mix=None)]
+    return batch.split(min(accumulate, len(batch.labels_B)))
 
 
-def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Marks) -> None:
+def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: StepTimer) -> None:
     """Forward, loss, backward, update; adds to `train_state.sums`."""
-    group = train_state.group
+    group, update = train_state.group, train_state.update
     batch.wait()
     timer.mark("h2d")
     num_images = len(batch.labels_B)
     count = GlobalCount(num_images, group, parts=num_parts(num_images, group, train_state.accumulate))
-    epoch = step / train_state.steps_per_epoch - train_state.init_epochs
-    weights, only, asks = (
-        train_state.distillation_module.weights(epoch),
-        train_state.distillation_module.init_targets(epoch),
-        train_state.distillation_module.requires_teacher(epoch),
-    )
-    student = (
-        train_state.student if only is None else train_state.distillation_module
-    )  # an init stage does not reach all that DDP would wait for
-    parts = micro_batches(train_state.prepare(batch), batch.indices_B, train_state.accumulate, train_state.blanks)
+    epoch = train_state.epochs.training_epochs(step)
+    weights = train_state.distillation_module.weights(epoch)
+    parts = micro_batches(train_state.prepare(batch), train_state.accumulate, train_state.num_blank_images)
     timer.mark("augment")
-    seen = 0
     for part in parts:
         rows = len(part.labels_B)
-        asked = TeacherRequest(batch.known_B[seen : seen + rows], batch.epoch)
-        seen += rows
         with train_state.autocast():
-            taught = train_state.teacher(part.images_BCHW, rows, asked) if train_state.teacher is not None and asks else None
+            teacher_outputs = train_state.active_teacher(part.images_BCHW, rows, TeacherRequest(part.host_indices_B, part.epoch))
         timer.mark("teacher")
-        samples = MethodBatch(
-            part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, Gather(rows, group, train_state.hosts)
-        )
-        synchronised = part is parts[-1] or not isinstance(student, DistributedDataParallel)
-        with contextlib.nullcontext() if synchronised else cast(DistributedDataParallel, student).no_sync():
+        gather = Gather(rows, group, train_state.cpu_group)
+        method_batch = MethodBatch(part.images_BCHW[:rows], part.labels_B, part.indices_B, epoch, gather)
+        with update.micro_batch(last=part is parts[-1]):
             with train_state.autocast():
-                answer: DistillationOutputs = student(part.images_BCHW, samples, taught)
-            train_state.distillation_module.check_terms(answer.terms, epoch)
-            loss = losses(answer, part.labels_B, part.mix, weights)
+                outputs: DistillationOutputs = update.module(part.images_BCHW, method_batch, teacher_outputs)
+            train_state.distillation_module.check_terms(outputs.terms, epoch)
+            loss = losses(outputs, part.labels_B, part.mix, weights)
             timer.mark("student")  # before the count, which waits for ranks that have not begun their step
-            train_state.updates.backward(loss, count.weight(), train_state.scaler, only)
-        if train_state.noise is not None and only is None:
-            train_state.noise.end_part(rows)
+            update.backward(loss, count.weight())
+        update.end_micro_batch(rows)
         timer.mark("backward")
-        add_sums(train_state, answer.logits_BK, part.labels_B, loss, step)
-    if train_state.noise is not None and only is None:
-        train_state.noise.end_step(count, train_state.scaler)
-    train_state.updates.step(train_state.scaler, only)
+        add_sums(train_state, outputs.logits_BK, part.labels_B, loss, step)
+    update.step(count)
     timer.mark("optimizer")
 
 
 @torch.no_grad()
 def add_sums(train_state: TrainState, student_BK: Tensor, labels_B: Tensor, loss: Losses, step: int) -> None:
-    """Add this part's losses and hits to the running sums and note the first loss that is not finite, on the device.
+    """Add a micro-batch's losses and hits to the running sums, and record the first loss that is not finite, on the device.
 
     A loss of the global batch counts for each of its images.
     """
@@ -217,6 +232,6 @@ def add_sums(train_state: TrainState, student_BK: Tensor, labels_B: Tensor, loss
     named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
     values = {"images": torch.full_like(first, rows), "top1": first, "top5": first_five, **named}
     zero = train_state.sums.new_zeros(())
-    train_state.sums += torch.stack([values[name].double() if name in values else zero for name in train_state.names])
+    train_state.sums += torch.stack([values[name].double() if name in values else zero for name in train_state.sum_names])
     broken = ~torch.isfinite(named["loss"]) & (train_state.bad_step < 0)
     train_state.bad_step.masked_fill_(broken, step)

@@ -12,6 +12,7 @@ import inspect
 import os
 import pkgutil
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -81,10 +82,19 @@ def option_key(name: str) -> str:
     return name.rpartition(":")[2]
 
 
+_copies: dict[str, Path] = {}
+
+
+def use_copies(copies: Mapping[str, Path]) -> None:
+    """From here on this process loads each of these method files, by the names that an experiment has, from its copy."""
+    _copies.clear()
+    _copies.update(copies)
+
+
 def file_of(name: str) -> Path | None:
-    """The file of a method `FILE.py:CLASS`; None for any other name."""
+    """The file that a name `FILE.py:CLASS` means, or its copy, see `use_copies`; None for any other name."""
     file, colon, _ = name.rpartition(":")
-    return Path(file) if colon and file.endswith(".py") else None
+    return _copies.get(file, Path(file)) if colon and file.endswith(".py") else None
 
 
 def source_of(name: str) -> MethodSource | None:

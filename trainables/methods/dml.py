@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import MethodOptions, Positive
-from trainables.distributed.batch_norm import convert, normalizes_together, takes_none
+from trainables.distributed.batch_norm import accepts_empty_batches, convert, has_global_batch_norm
 from trainables.errors import ExperimentError, ModelError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
@@ -50,9 +50,9 @@ class DML(Method):
             peer = build_model(name, num_classes=context.num_classes, image_size=size, seed=context.seed + 1)
         except ModelError as error:
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
-        self.peer = convert(peer, context.group) if normalizes_together(context.student.model) else peer
+        self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
         # A batch norm of this rank's samples needs some: two blank images, which count for nothing.
-        self._blanks = 0 if takes_none(self.peer) else 2
+        self._blanks = 0 if accepts_empty_batches(self.peer) else 2
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`student_kl`, `peer_ce` and `peer_kl` of each sample, (B,)."""

@@ -27,8 +27,8 @@ class AllreduceWait:
     where it costs some 10 µs, in each step.
     """
 
-    def __init__(self, student: nn.Module, device: torch.device, log_every: int, warmup_steps: int) -> None:
-        self._ddp = student if isinstance(student, DistributedDataParallel) else None
+    def __init__(self, ddp_module: nn.Module, device: torch.device, *, log_every: int, warmup_steps: int) -> None:
+        self._ddp = ddp_module if isinstance(ddp_module, DistributedDataParallel) else None
         self._every = log_every if device.type == "cuda" else 1
         self._steps, self._last = 0, warmup_steps
         self.by_step: dict[int, float] = {}
@@ -36,7 +36,7 @@ class AllreduceWait:
         if self._ddp is not None:
             self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
 
-    def note(self) -> None:
+    def end_step(self) -> None:
         """After each step: take up the latest sample, once a few steps."""
         self._steps += 1
         if self._ddp is None or self._steps % self._every:

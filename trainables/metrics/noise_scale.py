@@ -40,7 +40,7 @@ _MAX_PENDING = 256
 class GradientNoise:
     """What the steps since the last log line tell of the noise, on the device; nothing here waits for it.
 
-    A step is, for each micro-batch, its backward and `end_part`, then `end_step` before the gradients are changed.
+    A step is, for each micro-batch, its backward and `end_micro_batch`, then `end_step` before the gradients are changed.
     """
 
     def __init__(self, student: nn.Module, group: Group):
@@ -60,7 +60,7 @@ class GradientNoise:
             for parameter, place in self._places.items():  # called with what a micro-batch adds to its gradient
                 parameter.register_hook(partial(self._note, place))
 
-    def end_part(self, num_images: int) -> None:
+    def end_micro_batch(self, num_images: int) -> None:
         """A micro-batch's backward is done. Under DDP's `no_sync` gradients add up: they count with the one that is reduced."""
         self._num_images += num_images
         if self._norms:
@@ -125,7 +125,7 @@ class GradientNoise:
         self._sums += torch.where(tells_S[:, None], shares_S4, 0.0).sum(0)
 
 
-def watch(student: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
+def measure_noise(student: nn.Module, group: Group, accumulate: int) -> GradientNoise | None:
     """None with one worker and no accumulation: its batch is one part, and there is nothing to compare."""
     return GradientNoise(student, group) if group.world_size > 1 or accumulate > 1 else None
 

@@ -1,1 +1,1 @@
-"""Who answers for the teacher: a network, several, a cache on disk, or a service."""
+"""The teacher of a job: a network, an ensemble of several, logits cached on disk, or a client of the teacher service."""

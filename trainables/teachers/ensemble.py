@@ -1,6 +1,6 @@
-"""Several teachers in one's place: what they answer, and what a method is given of it.
+"""Several teachers as one: their forward pass, and the mean that a method reads.
 
-The mean of probabilities: a method that divides logits by T is given T·log Σ_j w_j·softmax(z_j/T), the logits whose softmax at T
+The mean of probabilities: a method that divides logits by T gets T·log Σ_j w_j·softmax(z_j/T), the logits whose softmax at T
 is the weighted mean of the teachers' (an ensemble as in Hinton, Vinyals and Dean 2015, section 1; You, Xu, Xu and Tao 2017, KDD,
 "Learning from Multiple Teacher Networks"). The weights add up to 1. T is the method's option `temperature`; for a method without
 one it is 1. Standardised logits are those of the mean.
@@ -22,85 +22,55 @@ from trainables.methods.contract import ModelOutputs
 from trainables.methods.select import SelectedMethod
 from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
-from trainables.models.weights import load_teacher
 
 
-class SeveralTeachers(nn.Module):
-    """Models that see the same images; answers with the logits of each."""
+class TeacherEnsemble(nn.Module):
+    """Models that run on the same images."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """(B, E, K)."""
+        """The logits of every model, (B, E, K)."""
         return torch.stack([logits_and_aux(model(images_BCHW))[0] for model in self.models], dim=1)
 
 
-class MeanReader(TapReader):
-    """Reads several teachers as if they were one; they have no taps."""
+class EnsembleReader(TapReader):
+    """Reads an ensemble's mean as the logits of one teacher; an ensemble has no taps."""
 
     def __init__(self, shares: Sequence[float], temperatures: Mapping[str, float]):
-        """`shares` of the teachers, which add up to 1; `temperatures`: method → the T at which it reads them."""
+        """`shares`: the teachers' weights, which add up to 1; `temperatures`: method key → the T of its softmax."""
         super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
     def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
-        """Method → the logits that stand for all teachers', given their own (B, E, K)."""
+        """Method key → the mean's logits (B, K) from the teachers' logits (B, E, K)."""
         logits_BEK = at_least_float32(logits_BK[:num_rows])
-        found = {at: mean_logits(logits_BEK, self._shares, at) for at in dict.fromkeys(self._temperatures.values())}
-        return {key: ModelOutputs(found[at]) for key, at in self._temperatures.items()}
+        means = {t: mean_logits(logits_BEK, self._shares, t) for t in dict.fromkeys(self._temperatures.values())}
+        return {key: ModelOutputs(means[t]) for key, t in self._temperatures.items()}
 
 
 def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float) -> Tensor:
     """The logits (B, K) whose softmax at T is Σ_j share_j·softmax(z_j/T)."""
-    each = (logits_BEK / temperature).log_softmax(2).unbind(1)
-    weighted_BEK = torch.stack([log_BK + math.log(share) for log_BK, share in zip(each, shares, strict=True)], dim=1)
-    return temperature * weighted_BEK.logsumexp(1)
+    log_probabilities = (logits_BEK / temperature).log_softmax(2).unbind(1)
+    weighted = [log_BK + math.log(share) for log_BK, share in zip(log_probabilities, shares, strict=True)]
+    return temperature * torch.stack(weighted, dim=1).logsumexp(1)
 
 
-def check_several(given: TeacherConfig | None, chosen: Sequence[SelectedMethod]) -> None:
-    """Refuse methods that read more of a teacher than its logits, where there are several teachers.
+def check_ensemble(teacher: TeacherConfig | None, methods: Sequence[SelectedMethod]) -> None:
+    """Refuse methods that need more than a teacher's logits, where there are several teachers.
 
     Raises:
         ExperimentError: one line.
     """
-    for method in chosen if given is not None and given.others else ():
+    if teacher is None or not teacher.others:
+        return
+    for method in methods:
         requires = method.method_class.requires
         if requires.teacher and (method.teacher_taps or requires.reuses_classifier or requires.teacher_gradient):
             what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
-            assert given is not None
             raise ExperimentError(
-                f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(given.others)} teachers there"
+                f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(teacher.others)} teachers there"
                 " is only a mean of probabilities: leave out teacher.others, or take a method on logits, such as kd"
             )
-
-
-def load_network(
-    given: TeacherConfig, classes: Sequence[str], image_size: int, seed: int, sha256: str | None = None
-) -> nn.Module:
-    """The teacher, or all of several, with their weights; frozen, on the CPU. `sha256`: of the first, see `load_teacher`.
-
-    Raises:
-        CheckpointError, ModelError: see `load_teacher`.
-    """
-    assert given.weights is not None
-    named = [(given.model, given.weights, sha256), *((other.model, other.weights, None) for other in given.others)]
-    models = [
-        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed, sha256=known)
-        for model, weights, known in named
-    ]
-    return SeveralTeachers(models).eval().requires_grad_(False) if given.others else models[0]
-
-
-def teacher_reader(given: TeacherConfig, model: nn.Module, chosen: Sequence[SelectedMethod], image_size: int) -> TapReader:
-    """What reads the answer of `load_network`'s model for each method.
-
-    Raises:
-        ExperimentError: see `check_several`.
-        ModelError: the model has no such taps.
-    """
-    if not given.others:
-        return TapReader(model, {c.key: c.teacher_taps for c in chosen}, name=given.model, image_size=image_size)
-    check_several(given, chosen)
-    return MeanReader(given.shares, {c.key: float(getattr(c.options, "temperature", 1.0)) for c in chosen})

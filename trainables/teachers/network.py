@@ -1,4 +1,4 @@
-"""The frozen teacher: what it answers to a batch, for each method that reads it.
+"""The frozen teacher network, run beside the student.
 
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
@@ -6,7 +6,6 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,70 +15,37 @@ from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
+from trainables.teachers.interface import TeacherRequest
 
 
-class TeacherRequest(NamedTuple):
-    """Which images a teacher is asked about: with the experiment's seed, these two decide every pixel of them."""
-
-    samples_B: Tensor
-    """Dataset-wide indices on the host, int64."""
-    epoch: int
-    """By which they are augmented."""
-
-
-class TeacherInterface(Protocol):
-    """What a step asks: a teacher that runs, here or elsewhere, or what one has answered before."""
-
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """Method → the answer to the first `num_rows` images, without waiting for the device.
-
-        `asked` tells which images they are; None: images that are no samples, such as those of a trial run.
-        """
-
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """The host batches of an epoch, on their way to the device; whoever answers from elsewhere may look at them before.
-
-        `epoch`: by which they are augmented. Closing this closes `batches`.
-        """
-
-    def end_epoch(self) -> int | None:
-        """How many images a network ran for since this was last asked, where it need not have; None: it always does.
-
-        What is to be kept of them is on disk.
-        """
-
-    def close(self) -> None:
-        """Let go of files and threads; no more is asked."""
-
-
-class Teacher:
-    """A model that runs beside the student and is never trained; in eval mode, but for batch norms that go by the batch."""
+class TeacherNetwork:
+    """A frozen model in eval mode, but for batch norms that use the statistics of the batch; see `TeacherInterface`."""
 
     def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
-        """`gradient`: the answers keep the graph that leads to them, for a method that differentiates the teacher."""
+        """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
         self.model = model
         self._reader, self._gradient = reader, gradient
-        self._by_batch = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+        self._batch_norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """See `TeacherInterface`: it answers whatever images it is shown."""
-        for norm in self._by_batch:  # images that are no samples are no batch either, and a rank may show some on its own
-            norm.train(asked is not None)
-        if self._by_batch:  # a blank image of a rank without samples is no part of the batch
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """See `TeacherInterface`; it runs for whatever images it gets."""
+        for norm in self._batch_norms:  # images that are no samples form no batch, and one rank may run some alone
+            norm.train(request is not None)
+        if self._batch_norms:  # a blank image of a rank without samples is no part of the batch
             images_BCHW = images_BCHW[:num_rows]
-        if self._gradient:  # the graph begins somewhere: its parameters are frozen
+        if self._gradient:  # the parameters are frozen: the graph starts at the images
             images_BCHW = images_BCHW.detach().requires_grad_()
-        # Not inference mode, whose tensors a method's backward could not keep.
+        # Not inference mode: a method's backward cannot use its tensors.
         with torch.set_grad_enabled(self._gradient), self._reader.capture():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
             return self._reader.pop(logits_BK, num_rows)
 
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `TeacherInterface`."""
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """See `TeacherInterface`: nothing is requested ahead."""
         return batches
 
     def end_epoch(self) -> None:
-        """Nothing of it is kept."""
+        """See `TeacherInterface`: the network runs for every image."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """See `TeacherInterface`: there is nothing to release."""

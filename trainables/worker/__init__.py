@@ -1,1 +1,1 @@
-"""What runs in a Ray Train worker. Only here is ray.train known on the workers' side."""
+"""What runs in a Ray Train worker, and the call that starts it. On the workers' side only this package knows ray."""

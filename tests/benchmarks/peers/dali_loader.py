@@ -15,9 +15,14 @@ from window import BATCH, SIZE, THREADS, images_per_s
 def crops(folder: str):
     encoded, _ = fn.readers.file(file_root=f"{folder}/train", random_shuffle=True, initial_fill=1024)
     images = fn.decoders.image_random_crop(
-        encoded, device="cpu", output_type=types.RGB, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3],
-        use_fast_idct=True, jpeg_fancy_upsampling=False,
-    )  # fmt: skip
+        encoded,
+        device="cpu",
+        output_type=types.RGB,
+        random_area=[0.08, 1.0],
+        random_aspect_ratio=[3 / 4, 4 / 3],
+        use_fast_idct=True,
+        jpeg_fancy_upsampling=False,
+    )
     images = fn.resize(images, size=[SIZE, SIZE], interp_type=types.INTERP_LINEAR, antialias=False)
     return fn.flip(images, horizontal=fn.random.coin_flip())
 

@@ -44,10 +44,17 @@ def pack(root: Path) -> Path:
 
 def batches(root: Path) -> Iterator[int]:
     loader = Loader(
-        str(pack(root)), batch_size=BATCH, num_workers=THREADS, order=OrderOption.RANDOM, os_cache=True, drop_last=True,
-        pipelines={"image": [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip(), ToTensor()],
-                   "label": [IntDecoder(), ToTensor()]},
-    )  # fmt: skip
+        str(pack(root)),
+        batch_size=BATCH,
+        num_workers=THREADS,
+        order=OrderOption.RANDOM,
+        os_cache=True,
+        drop_last=True,
+        pipelines={
+            "image": [RandomResizedCropRGBImageDecoder((SIZE, SIZE)), RandomHorizontalFlip(), ToTensor()],
+            "label": [IntDecoder(), ToTensor()],
+        },
+    )
     while True:
         for images_BHWC, _ in loader:
             assert tuple(images_BHWC.shape) == (BATCH, SIZE, SIZE, 3)

@@ -18,7 +18,7 @@ def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -
     code = (
         "import atexit, time\nfrom service.cluster import ray_thread as work\natexit.register(print, 'whole')\n"
         f"thread = work.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
-        "assert work.goes_on() == thread.is_alive()\nwork.leave(130)"
+        "assert work.in_use() == thread.is_alive()\nwork.leave(130)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
@@ -47,10 +47,10 @@ def test_a_thread_of_another_library_is_not_taken_for_it_whatever_its_name() -> 
     other = threading.Event()
     thread = threading.Thread(target=other.wait, name="work", daemon=True)
     thread.start()
-    assert not work.goes_on()
+    assert not work.in_use()
     own = work.begin(other.wait)
-    assert work.goes_on()
+    assert work.in_use()
     other.set()
     own.join()
-    assert not work.goes_on()
+    assert not work.in_use()
     thread.join()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from service.config import strict_yaml
-from service.config.experiment import Experiment, Resolved, load, read_resolved, recipes
+from service.config.experiment import Experiment, Resolved, load, read_resolved
+from service.config.files import recipes
 from service.config.messages import known_keys, nearest
-from service.config.method_rules import asks_teacher
+from service.config.method_rules import needs_teacher
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
@@ -76,14 +77,19 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
     told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
     assert [(stage.model, stage.optim.epochs) for stage in told] == [
-        ("convnet_large", 12), ("resnet14", 7), ("resnet8", 12), ("convnet_small", 12),
-    ]  # fmt: skip
+        ("convnet_large", 12),
+        ("resnet14", 7),
+        ("resnet8", 12),
+        ("convnet_small", 12),
+    ]
     assert told[0].teacher is None
     assert told[0].distill is None
     teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
     assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
-        ("convnet_large", "before.safetensors", 1), ("resnet14", "before.safetensors", 0), ("resnet8", "before.safetensors", 0),
-    ]  # fmt: skip
+        ("convnet_large", "before.safetensors", 1),
+        ("resnet14", "before.safetensors", 0),
+        ("resnet8", "before.safetensors", 0),
+    ]
     assert all(stage.distill == experiment.distill for stage in told[1:])
 
 
@@ -114,7 +120,7 @@ def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
     def asked(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
-        return asks_teacher(experiment.distill, experiment.sweep.axes)
+        return needs_teacher(experiment.distill, experiment.sweep.axes)
 
     assert asked()
     assert asked("distill.method=[dml, sp]")
@@ -363,6 +369,7 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["optim.warmup_epochs=2", "teacher.epochs=2"], "leaves no epoch of teacher.epochs 2"),
         (["data.val_resize=7"], "is below data.image_size 8: write at least 8, or leave it out"),
         (["optim.accumulate=65"], "exceeds the 64 samples of one worker's batch"),
+        (["optim.accumulate=33", "scale.num_workers=2"], "exceeds the 32 samples of one worker's batch"),
         (["optim.nesterov=true", "optim.momentum=0"], "needs optim.momentum above 0"),
         (["data.decoder=gpu", "data.augment=crop_flip", "scale.use_gpu=false"], "data.decoder gpu works on GPUs only"),
         (["data.decoder=gpu"], "augment is none: write decoder auto"),
@@ -375,8 +382,8 @@ def test_a_wrong_value_gets_one_line(override: str, message: str) -> None:
         (["assistants=[{model: resnet8, epoch: 3}]"], "assistants[0].epoch: no such key; did you mean assistants[0].epochs?"),
         (["optim.warmup_epochs=2", "assistants=[{model: resnet8, epochs: 2}]"], "leaves no epoch of assistants[0].epochs 2"),
         (["assistants=[{model: resnet8}]", "distill.method=simkd"], "would have one that is not its own: leave out assistants"),
-        (["optim.accumulate=2", "distill.method=sp"], "sp compares the samples of a batch, which optim.accumulate 2 parts"),
-        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd takes up what every worker's samples are"),
+        (["optim.accumulate=2", "distill.method=sp"], "sp looks at all samples of a batch, which optim.accumulate 2 splits"),
+        (["optim.accumulate=2", "distill.method=pskd", "scale.num_workers=2"], "pskd gathers the outputs of all workers"),
         (["optim.name=dot", "optim.nesterov=false", "distill.method=none"], "one for methods, and there is none: write sgd"),
         (["optim.losses={at/maps: {lr: 0.1}}"], "optim.losses: there is no loss 'at/maps' here: write one of kd, task"),
         (["optim.losses={task/ce: {lr: 0.1}}"], "optim.losses: there is no loss 'task/ce' here: write one of kd, task"),
@@ -408,6 +415,12 @@ def test_values_that_do_not_fit_together_are_refused(overrides: list[str], words
     text = refusal(*overrides)
     assert words in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(("num_workers", "accumulate"), [(1, 64), (2, 32)])
+def test_a_workers_batch_is_cut_into_as_many_micro_batches_as_it_has_samples(num_workers: int, accumulate: int) -> None:
+    overrides = ["data.global_batch_size=64", f"scale.num_workers={num_workers}", f"optim.accumulate={accumulate}"]
+    assert load("digits", overrides).experiment.optim.accumulate == accumulate
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from service.config.experiment import load
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.plotly_marks import Figure
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from trainables.metrics.wall_clock import PARTS
 from trainables.rundir import RunDir, append_line, write_json
 
@@ -23,9 +23,16 @@ SPACE = {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128, 256, 512], LOADER_WORKE
 
 
 def sweep_dir(
-    root: Path, space: Mapping[str, Sequence[Any]], *, gpu: bool = True, ends: Mapping[str, Mapping[str, Any]] | None = None,
-    epochs: int = 0, slow: float = 1.0, seed: int = 0, **top: Any,
-) -> RunDir:  # fmt: skip
+    root: Path,
+    space: Mapping[str, Sequence[Any]],
+    *,
+    gpu: bool = True,
+    ends: Mapping[str, Mapping[str, Any]] | None = None,
+    epochs: int = 0,
+    slow: float = 1.0,
+    seed: int = 0,
+    **top: Any,
+) -> RunDir:
     """A sweep over a grid. `ends`: trial id → what its row has otherwise. With `epochs`, trials have accuracies."""
     run_dir, rng = RunDir(root), np.random.default_rng(seed)
     root.mkdir(parents=True, exist_ok=True)
@@ -42,12 +49,26 @@ def sweep_dir(
     ran = [row for row in rows if row["status"] == "ok"]
     best = max(ran, key=lambda row: row["metrics"]["images_per_s"], default=None)
     result = {
-        "kind": "sweep", "name": resolved.experiment.name, "status": "complete", "started": "2026-01-02T03:04:05",
-        "finished": "2026-01-02T04:04:05", "runs_root": str(root.parent), "sources": resolved.sources, "reason": "",
+        "kind": "sweep",
+        "name": resolved.experiment.name,
+        "status": "complete",
+        "started": "2026-01-02T03:04:05",
+        "finished": "2026-01-02T04:04:05",
+        "runs_root": str(root.parent),
+        "sources": resolved.sources,
+        "reason": "",
         "mlflow": None,
-        "use_gpu": gpu, "space": {key: list(values) for key, values in space.items()}, "metric": "images_per_s", "mode": "max",
-        "policy": "grid", "tolerance": 0.03, "hardware": HARDWARE, "trials": rows, "best": best, **top,
-    }  # fmt: skip
+        "use_gpu": gpu,
+        "space": {key: list(values) for key, values in space.items()},
+        "metric": "images_per_s",
+        "mode": "max",
+        "policy": "grid",
+        "tolerance": 0.03,
+        "hardware": HARDWARE,
+        "trials": rows,
+        "best": best,
+        **top,
+    }
     write_json(run_dir.result, result)
     return run_dir
 
@@ -66,18 +87,44 @@ def timed(name: str, params: Mapping[str, Any], gpu: bool, slow: float, rng: np.
     wait_ms = 1e3 * (mean - compute_s * slow)
     wait_ms = max(wait_ms, 0.4)
     rest_ms = 1e3 * mean - wait_ms
-    parts = {"data": wait_ms, "h2d": 0.01 * rest_ms, "teacher": 0.4 * rest_ms, "student": 0.2 * rest_ms,
-             "backward": 0.35 * rest_ms, "optimizer": 0.04 * rest_ms, "step": 1e3 * mean}  # fmt: skip
+    parts = {
+        "data": wait_ms,
+        "h2d": 0.01 * rest_ms,
+        "teacher": 0.4 * rest_ms,
+        "student": 0.2 * rest_ms,
+        "backward": 0.35 * rest_ms,
+        "optimizer": 0.04 * rest_ms,
+        "step": 1e3 * mean,
+    }
     epoch_s = 50_000 / batch * mean
-    metrics = {"images_per_s": batch / mean, "step_s": mean, "epoch_s": epoch_s, "epoch_projected": 1.0,
-               "gpu_s_per_epoch": workers * epoch_s, "data_pct": 100 * wait_ms / (1e3 * mean), "steps": 30.0}  # fmt: skip
+    metrics = {
+        "images_per_s": batch / mean,
+        "step_s": mean,
+        "epoch_s": epoch_s,
+        "epoch_projected": 1.0,
+        "gpu_s_per_epoch": workers * epoch_s,
+        "data_pct": 100 * wait_ms / (1e3 * mean),
+        "steps": 30.0,
+    }
     for phase, ms in parts.items():
         for part, factor in (("", 1.0), ("_min", 0.3), ("_p50", 0.9), ("_p95", 1.6), ("_max", 3.0)):
             metrics[f"phase/{phase}{part}_ms"] = ms * factor
     if gpu:
         metrics |= {"peak_memory_mib": 2000 + 30.0 * batch / workers, "gpu_memory_mib": 81_000.0}
-    return {"id": name, "params": dict(params), "kind": "timing", "status": "ok", "reason": "", "oversubscribed": False,
-            "restarts": 0, "scale": scale, "metrics": metrics, "seconds": 31.5, "start_s": 25.0, "steps_s": steps_s}  # fmt: skip
+    return {
+        "id": name,
+        "params": dict(params),
+        "kind": "timing",
+        "status": "ok",
+        "reason": "",
+        "oversubscribed": False,
+        "restarts": 0,
+        "scale": scale,
+        "metrics": metrics,
+        "seconds": 31.5,
+        "start_s": 25.0,
+        "steps_s": steps_s,
+    }
 
 
 def hardware(gpu: bool, workers: int, rise: float) -> dict[str, float]:
@@ -139,12 +186,36 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
         write_history(run_dir, row, 0, True, 5, rng)
         if name == "teacher":
             (root / "student").rename(root / "teacher")
-        stages.append({"stage": name, "model": "resnet8", "status": "ok", "reason": "", "restarts": 0, "metrics": row["metrics"],
-                       "checkpoint": None, "seconds": row["metrics"]["wall_s"] + 11, "start_s": 10.0, "end_s": 1.0})  # fmt: skip
-    write_json(run_dir.result, {
-        "kind": "train", "name": "single", "status": status, "started": "2026-01-02T03:04:05", "runs_root": str(root.parent),
-        "sources": resolved.sources, "reason": "", "use_gpu": True, "num_workers": 2, "loader_workers": 2, "stages": stages,
-    })  # fmt: skip
+        stages.append(
+            {
+                "stage": name,
+                "model": "resnet8",
+                "status": "ok",
+                "reason": "",
+                "restarts": 0,
+                "metrics": row["metrics"],
+                "checkpoint": None,
+                "seconds": row["metrics"]["wall_s"] + 11,
+                "start_s": 10.0,
+                "end_s": 1.0,
+            }
+        )
+    write_json(
+        run_dir.result,
+        {
+            "kind": "train",
+            "name": "single",
+            "status": status,
+            "started": "2026-01-02T03:04:05",
+            "runs_root": str(root.parent),
+            "sources": resolved.sources,
+            "reason": "",
+            "use_gpu": True,
+            "num_workers": 2,
+            "loader_workers": 2,
+            "stages": stages,
+        },
+    )
     return run_dir
 
 

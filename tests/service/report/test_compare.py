@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 
 from service.config.experiment import load
-from service.report.compare import compare, overall
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.report.compare import Pair, compare, overall, with_significance
 from service.report.run_records import open_records
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir
@@ -34,6 +36,24 @@ def test_a_tenth_slower_is_beyond_noise_everywhere(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert all(pair.beyond_noise for pair in comparison.pairs)
     assert all(pair.ratio == pytest.approx(1 / 1.1, rel=0.05) for pair in comparison.pairs)
+
+
+def test_many_points_are_judged_by_holm_and_not_by_bonferroni(tmp_path: Path) -> None:
+    """Of p-values 0.02 and 0.03 both are significant for Holm (0.04, 0.04), and 0.03 is not for Bonferroni (0.06)."""
+    records = open_records(sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64, 128]}, seed=1).root)
+    first, second = compare(records, records).pairs
+    pairs = [with_p_value(first, 0.02), with_p_value(second, 0.03)]
+    assert [pair.p_value for pair in pairs] == pytest.approx([0.02, 0.03])
+    assert [pair.beyond_noise for pair in with_significance(pairs)] == [True, True]
+    assert [pair.beyond_noise for pair in with_significance([with_p_value(first, 0.026), pairs[1]])] == [False, False]
+
+
+def with_p_value(pair: Pair, p_value: float) -> Pair:
+    """The pair with B so much faster that its ratio has this p-value."""
+    assert pair.error is not None
+    ratio = math.exp(pair.error * NormalDist().inv_cdf(1 - p_value / 2))
+    metrics = {**pair.b.metrics, "images_per_s": pair.a.metrics["images_per_s"] * ratio}
+    return replace(pair, b=pair.b.model_copy(update={"metrics": metrics}))
 
 
 def test_without_the_steps_spread_nothing_is_claimed(tmp_path: Path) -> None:

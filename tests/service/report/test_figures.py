@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report.figures import efficiency, front, pareto, phases, waits
 from service.report.run_records import Records, axes, open_records
 from service.report.speed_by_axis import over_axis
-from service.search.points import GLOBAL_BATCH, NUM_WORKERS
 from tests.service.report.runs import shown, sweep_dir
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.page import write_page
 from service.report.winner import lines
 from service.runs.run_directory import reopen
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import SPACE, sweep_dir
 from trainables.rundir import RunDir

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from service.config.experiment import load
-from service.report.page import leave_page, write_page
+from service.report import reporter
+from service.report.page import write_page
+from service.runs.result import RunResult
 from service.runs.run_directory import begin, reopen
-from service.runs.train import session
+from service.runs.session import session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir
@@ -51,9 +53,20 @@ def test_one_trial_is_a_page(tmp_path: Path) -> None:
 def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4))
     assert titles(parsed) == [
-        "speed-0", "speed-1", "phases", "waits", "efficiency", "pareto", "accuracy", "drift", "wall",
-        "utilisation", "temperature", "clocks", "cpu",
-    ]  # fmt: skip
+        "speed-0",
+        "speed-1",
+        "phases",
+        "waits",
+        "efficiency",
+        "pareto",
+        "accuracy",
+        "drift",
+        "wall",
+        "utilisation",
+        "temperature",
+        "clocks",
+        "cpu",
+    ]
 
 
 def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> None:
@@ -104,8 +117,18 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
     parsed = page(train_dir(tmp_path / "t"))
     assert "The student resnet8 reached top-1" in parsed.text
     assert titles(parsed) == [
-        "loss", "accuracy", "wall", "phases", "waits", "speed", "drift", "utilisation", "temperature", "clocks", "cpu",
-    ]  # fmt: skip
+        "loss",
+        "accuracy",
+        "wall",
+        "phases",
+        "waits",
+        "speed",
+        "drift",
+        "utilisation",
+        "temperature",
+        "clocks",
+        "cpu",
+    ]
 
 
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
@@ -230,7 +253,8 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
     said: list[str] = []
-    leave_page(RunDir(tmp_path), {"kind": "sweep"}, said.append)
+    result = RunResult(kind="sweep", name="digits", status="complete", runs_root=str(tmp_path))
+    reporter.write_page_at_end(RunDir(tmp_path), result, said.append)
     assert len(said) == 1
     assert said[0].endswith(f"distill report {tmp_path}")
 
@@ -241,7 +265,7 @@ def test_every_run_leaves_a_page_when_it_ends(tmp_path: Path, status: str) -> No
     run_dir.root.mkdir()
     begin(resolved, "train", run_dir, tmp_path)
     ends = {"complete": None, "interrupted": KeyboardInterrupt(), "failed": TrainingError("the loss is not finite")}
-    with contextlib.suppress(KeyboardInterrupt, TrainingError), session(resolved, run_dir):
+    with contextlib.suppress(KeyboardInterrupt, TrainingError), session(resolved, run_dir, reporter):
         if error := ends[status]:
             raise error
     parsed = Parsed(run_dir.report.read_text())

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.model_curve import curve, model_of
 from service.report.plotly_marks import Figure
 from service.report.run_records import Records, open_records
 from service.report.speed_by_axis import over_axis
-from service.search.points import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from tests.service.report.runs import shown, sweep_dir
 
 

@@ -18,8 +18,15 @@ W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
 def row(name: str, workers: int, batch: int, speed: float, error: float | None = None, status: str = "ok") -> dict[str, Any]:
     scale = {W: workers, B: batch, L: 2}
-    return {"id": name, "params": {W: workers, B: batch}, "scale": scale, "status": status, "reason": "", "error": error,
-            "metrics": {"images_per_s": speed, "epoch_s": 1e4 / speed}}  # fmt: skip
+    return {
+        "id": name,
+        "params": {W: workers, B: batch},
+        "scale": scale,
+        "status": status,
+        "reason": "",
+        "error": error,
+        "metrics": {"images_per_s": speed, "epoch_s": 1e4 / speed},
+    }
 
 
 def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None:
@@ -28,7 +35,7 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
     assert why(rows, best, "images_per_s", "max", "GPU") == (
         "Beside the next best value of each axis, the others left alone: "
         "2 GPUs: 3.0 times as fast as 1; batch 256: +20.0% over 128."
-    )  # fmt: skip
+    )
 
 
 def test_a_lead_that_the_steps_spread_explains_is_called_noise() -> None:
@@ -83,8 +90,16 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
         one["metrics"]["gpu_s_per_epoch"] = cost
-    told = lines({"trials": rows, "best": rows[1], "metric": "pareto", "mode": "max", "search": {
-        "front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"}}, rows)  # fmt: skip
+    told = lines(
+        {
+            "trials": rows,
+            "best": rows[1],
+            "metric": "pareto",
+            "mode": "max",
+            "search": {"front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"},
+        },
+        rows,
+    )
     assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
     front = told.index("the front of speed and cost:")
     assert told[front + 1 : front + 3] == [

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from rich.console import Console
 
+from service.cluster import local_ray
 from service.cluster import ray_thread as work
-from service.cluster import resources as cluster
-from service.cluster.resources import RayLostError
+from service.cluster.local_ray import RayLostError
 from service.runs.display import Display, wait_for
 from trainables.rundir import StageDir, append_line
 
@@ -64,10 +64,18 @@ def test_a_stage_that_is_resumed_still_knows_how_many_steps_there_are(tmp_path: 
 
 @pytest.mark.parametrize(
     "first",
-    ['{"step": 0}', "[]", "null", "{", '{"kind": "start"}', '{"kind": "start", "metrics": 3}',
-     '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}', '{"step": 0, "metrics": {}}',
-     '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}'],
-)  # fmt: skip
+    [
+        '{"step": 0}',
+        "[]",
+        "null",
+        "{",
+        '{"kind": "start"}',
+        '{"kind": "start", "metrics": 3}',
+        '{"kind": "start", "step": 0, "metrics": {"epochs": 2}}',
+        '{"step": 0, "metrics": {}}',
+        '{"step": 0, "kind": "start", "metrics": {"max_steps": null, "steps_per_epoch": "x", "epochs": null}}',
+    ],
+)
 def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_path: Path) -> None:
     stage, out = StageDir(tmp_path), io.StringIO()
     stage.metrics.parent.mkdir(exist_ok=True)
@@ -86,7 +94,7 @@ def test_a_first_line_that_is_damaged_or_older_ends_no_resume(first: str, tmp_pa
 def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     release, lost = threading.Event(), threading.Event()
     with subprocess.Popen(["sleep", "600"]) as raylet:
-        monkeypatch.setattr(cluster, "_own_daemons", {"raylet": psutil.Process(raylet.pid)})
+        monkeypatch.setattr(local_ray, "_servers", {"raylet": psutil.Process(raylet.pid)})
         monkeypatch.setattr(work, "_lost", lost)
         threading.Timer(0.5, raylet.kill).start()
         began_s = time.monotonic()

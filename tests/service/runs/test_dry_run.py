@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from service.config.experiment import Resolved, load
-from service.runs.dry_run import refuse_misfits
-from service.runs.preflight import check_inputs
+from service.runs.preflight import check_train
+from service.sweeps.infeasible import mark_unbuildable
+from service.sweeps.preflight import check_sweep
 from service.sweeps.trials import plan_trials
 from tests.trainables.methods import mine
 from trainables.errors import ExperimentError
@@ -41,8 +42,8 @@ def small(*overrides: str) -> Resolved:
             ["distill.method=ab", "optim.name=dot", "optim.nesterov=false"],
             "ab has an init stage, which has one optimizer: leave out ab, or optim.name: dot",
         ),
-        (["optim.losses={task: {momentum: 0}}"], "optim.losses: task: nesterov needs a momentum above 0"),
-        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses: kd: warmup_epochs 100 leaves none of 12 epochs"),
+        (["optim.losses={task: {momentum: 0}}"], "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
+        (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),
         (
             [f"distill.method={MINE}:PooledRivals", "optim.name=dot", "optim.nesterov=false"],
             "optim.name: PooledRivals brings optimizers",
@@ -68,14 +69,14 @@ def small(*overrides: str) -> Resolved:
 )
 def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: list[str], words: str) -> None:
     with pytest.raises(ExperimentError) as refused:
-        check_inputs(small(*overrides), "train")
+        check_train(small(*overrides))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_as_many_logits_kept_as_there_are_classes_are_enough_for_every_method() -> None:
     kept = ["teacher.cache=kept", "teacher.cache_top_k=10"]
-    check_inputs(small(*kept, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"), "train")
+    check_train(small(*kept, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"))
 
 
 def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Pat
         "        setting.student.shapes[0]\n"
     )
     with pytest.raises(ExperimentError) as refused:
-        check_inputs(small(f"distill.method={tmp_path}/own.py:Own"), "train")
+        check_train(small(f"distill.method={tmp_path}/own.py:Own"))
     said = "distill.method: Own cannot be built for these models (IndexError: tuple index out of range)"
     assert str(refused.value) == said
 
@@ -94,15 +95,15 @@ def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Pat
 def test_an_assistant_that_does_not_fit_is_refused_as_the_student_would_be(kind: str) -> None:
     chain = small("assistants=[{model: mlp_small}]", "distill.method=at", "sweep.space={seed: [1]}")
     with pytest.raises(ExperimentError, match="model mlp_small has no stages: it makes"):
-        check_inputs(chain, kind)  # type: ignore[arg-type]
+        (check_train if kind == "train" else check_sweep)(chain)
 
 
 def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others_run() -> None:
     space = "sweep.space={student.model: [mlp_small, resnet8], distill.method: [kd, at, kdsvd], data.image_size: [8, 16]}"
     resolved = small("teacher.model=wrn_16_2", space)
-    check_inputs(resolved, "sweep")
+    check_sweep(resolved)
     trials = plan_trials(resolved)
-    refuse_misfits(trials)
+    mark_unbuildable(trials)
     reasons = {tuple(trial.params.values()): trial.outcome.reason if trial.outcome else "" for trial in trials}
     for size in (8, 16):
         assert reasons["mlp_small", "kd", size] == reasons["resnet8", "kd", size] == reasons["resnet8", "at", size] == ""
@@ -113,10 +114,10 @@ def test_points_of_a_sweep_that_do_not_fit_are_rows_with_a_reason_and_the_others
 @pytest.mark.skipif(psutil.virtual_memory().total > 48e9, reason="this machine has the memory that the test means to exceed")
 def test_a_point_that_is_too_large_for_this_machine_may_not_be_for_the_clusters() -> None:
     trials = plan_trials(load("digits", ["student.model=mlp_large", "sweep.space={data.image_size: [4096]}"]))
-    refuse_misfits(trials)
+    mark_unbuildable(trials)
     assert trials[0].outcome is None
 
 
 def test_a_sweep_of_which_no_point_fits_is_refused() -> None:
     with pytest.raises(ExperimentError, match=r"none of its 2 points can run; the first: .*: kdsvd compares"):
-        check_inputs(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"), "sweep")
+        check_sweep(small("teacher.model=wrn_16_2", "distill.method=kdsvd", "sweep.space={seed: [1, 2]}"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
-from service.runs.measurements import combined, outcome_of, recorded
-from service.runs.trial import Outcome
+from service.runs.measurements import combined
+from service.runs.outcome import Outcome, to_json
+from service.runs.result import TrialRow
 
 FAST = {"step_s": 0.1, "images_per_s": 1000.0, "phase/data_min_ms": 1.0, "phase/data_max_ms": 5.0, "peak_memory_mib": 900.0}
 SLOW = {"step_s": 0.2, "images_per_s": 500.0, "phase/data_min_ms": 2.0, "phase/data_max_ms": 9.0, "peak_memory_mib": 800.0}
@@ -15,13 +14,13 @@ SLOW = {"step_s": 0.2, "images_per_s": 500.0, "phase/data_min_ms": 2.0, "phase/d
 
 def measured(metrics: dict[str, float], steps: int, seconds: float, start_s: float | None) -> Outcome:
     step_s = metrics["step_s"]
-    return Outcome("ok", metrics=metrics, steps_s=[step_s] * steps, seconds=seconds, start_s=start_s, ended_s=seconds)
+    return Outcome(status="ok", metrics=metrics, steps_s=[step_s] * steps, seconds=seconds, start_s=start_s, ended_s=seconds)
 
 
 def test_one_measurement_is_the_outcome() -> None:
     one = measured(FAST, 10, 30.0, 25.0)
     assert combined([one]) == one
-    assert recorded(one) == [one]
+    assert one.each_measurement == [one]
 
 
 def test_speeds_are_all_images_over_all_seconds_and_times_means_over_all_steps() -> None:
@@ -36,13 +35,14 @@ def test_speeds_are_all_images_over_all_seconds_and_times_means_over_all_steps()
 
 def test_each_measurement_can_be_read_again_and_one_more_added() -> None:
     first, second = measured(FAST, 30, 30.0, 25.0), measured(SLOW, 10, 5.0, 0.0)
-    row = {"id": "000", "params": {}, **asdict(combined([first, second]))}
-    assert recorded(outcome_of(row)) == [first, second]
-    assert len(combined([*recorded(outcome_of(row)), first]).measurements) == 3
+    scale = {"scale.num_workers": 1, "data.global_batch_size": 64, "data.loader_workers": 1}
+    row = TrialRow.model_validate({"id": "000", "params": {}, "scale": scale, **to_json(combined([first, second]))})
+    assert row.each_measurement == [first, second]
+    assert len(combined([*row.each_measurement, first]).measurements) == 3
 
 
 def test_a_point_that_ran_once_is_ok_whatever_else_befell_it() -> None:
-    ran, failed = measured(FAST, 10, 30.0, 25.0), Outcome("failed", "its reason", seconds=3.0)
+    ran, failed = measured(FAST, 10, 30.0, 25.0), Outcome(status="failed", reason="its reason", seconds=3.0)
     for order in ([ran, failed], [failed, ran]):
         whole = combined(order)
         assert (whole.status, whole.reason, whole.metrics, whole.seconds) == ("ok", "", FAST, 33.0)

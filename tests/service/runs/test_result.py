@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from service.config.experiment import load
+from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
+from service.runs.outcome import to_json
 from service.runs.result import read_result
-from service.search.points import GLOBAL_BATCH
 from service.sweeps.trials import plan_trials
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
@@ -54,7 +55,7 @@ def spoil(run_dir: RunDir, change: Callable[[Any], object]) -> None:
         (lambda r: r["trials"][1].update(end_s=[2]), "trials[1].end_s: must be a number, not [2]"),
         (lambda r: r["trials"][1].update(status="infeasible", scale=3), "trials[1].scale: must be a section of keys, not 3"),
     ],
-)  # fmt: skip
+)
 def test_a_result_with_a_wrong_type_is_one_line_that_names_the_file_and_the_field(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, change: Callable[[Any], object], message: str
 ) -> None:
@@ -105,7 +106,7 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
     run_dir = sweep_dir(tmp_path / "s", SPACE)
     axes = SweepConfig(space={"optim.lr": KINDS[kind]}, policy="random").axes
     spoil(run_dir, lambda r: r.update(space=axes))
-    assert read_result(run_dir.result, run_dir.experiment)["space"] == {"optim.lr": KINDS[kind]}
+    assert read_result(run_dir.result, run_dir.experiment).space == {"optim.lr": KINDS[kind]}
     for command in READERS:
         assert run(capsys, command, run_dir.root)[::2] == (0, "")
 
@@ -113,7 +114,7 @@ def test_a_sweep_over_every_kind_of_space_is_read_again(capsys: pytest.CaptureFi
 def test_a_sweep_with_values_that_no_trial_can_have_is_read_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     values = [64, 64.5, "x", [1, 2], 32]
     resolved = load("digits", [f"sweep.space={json.dumps({GLOBAL_BATCH: values})}"])
-    planned = [trial.row(resolved, timing=True) for trial in plan_trials(resolved)]
+    planned = [to_json(trial.row(resolved, timing=True)) for trial in plan_trials(resolved)]
     assert [row["status"] for row in planned] == ["pending", "infeasible", "infeasible", "infeasible", "pending"]
     assert [row["scale"][GLOBAL_BATCH] for row in planned] == values
     run_dir = sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 32]})

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from service.cluster import resources as clusters
+from service.cluster.resources import local_capacity
 from service.config.experiment import load
-from service.runs import train as runs
+from service.report import reporter
+from service.runs import stages
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_directory import begin
-from service.runs.train import Session, note_stage, run_stage, session
-from service.runs.trial import Assignment, Outcome
+from service.runs.session import Session, session
+from service.runs.stages import record_stage, run_stage
 from trainables.rundir import RunDir, StageDir, append_line
 
 RESOLVED = load("digits", ["tracking.enabled=false"])
@@ -28,14 +31,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     return found
 
 
-def work(now: Session, name: str) -> Assignment:
-    return Plan.on(now.experiment, clusters.local_capacity()).assign(name, now.run_dir, {})
+def assignment_of(now: Session, name: str) -> Assignment:
+    return Plan.on(now.experiment, local_capacity()).assign(name, now.run_dir, {})
 
 
 def test_each_save_has_the_seconds_so_far(run_dir: RunDir) -> None:
     written = json.loads(run_dir.result.read_text()) | {"seconds": 100.0}
     run_dir.result.write_text(json.dumps(written))
-    with session(RESOLVED, run_dir) as now:
+    with session(RESOLVED, run_dir, reporter) as now:
         time.sleep(0.05)
         now.save(num_workers=1)
         assert 100.05 <= json.loads(run_dir.result.read_text())["seconds"] < 130
@@ -47,16 +50,18 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
         append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * (time.time() + 2), "metrics": {}})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "carry_out", interrupted)
+    monkeypatch.setattr(stages, "run_to_end", interrupted)
     run_dir.stage("student").root.mkdir()
-    with pytest.raises(KeyboardInterrupt), session(RESOLVED, run_dir) as now:
-        run_stage(now, work(now, "student"))
-    with session(RESOLVED, run_dir) as now:
-        note_stage(now, work(now, "student"), Outcome("failed", "a worker died", seconds=50.0, start_s=10.0))
-    with session(RESOLVED, run_dir) as now:
-        note_stage(now, work(now, "student"), Outcome("ok", seconds=30.0, start_s=None))
-    with session(RESOLVED, run_dir) as now:  # complete: it is not carried out again
-        note_stage(now, work(now, "student"), Outcome("ok", seconds=0.1))
+    with pytest.raises(KeyboardInterrupt), session(RESOLVED, run_dir, reporter) as now:
+        run_stage(now, assignment_of(now, "student"))
+    with session(RESOLVED, run_dir, reporter) as now:
+        record_stage(
+            now, assignment_of(now, "student"), Outcome(status="failed", reason="a worker died", seconds=50.0, start_s=10.0)
+        )
+    with session(RESOLVED, run_dir, reporter) as now:
+        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=30.0, start_s=None))
+    with session(RESOLVED, run_dir, reporter) as now:  # complete: it is not carried out again
+        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=0.1))
     (stage,) = json.loads(run_dir.result.read_text())["stages"]
     assert stage["status"] == "ok"
     assert 80.0 <= stage["seconds"] < 90.0

@@ -11,12 +11,15 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.runs import trial
-from service.runs.trial import Assignment, Outcome, carry_out, cause_of, finished
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome
+from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError
 from trainables.failures import Failure, Kind, WorkersFailedError, write_failure
 from trainables.rundir import StageDir, write_json
-from trainables.worker import entry_points as worker
+from trainables.worker import trainer
+from trainables.worker.ray_failures import failures_in
 
 
 def ended(kind: Kind, **about: Any) -> Failure:
@@ -44,13 +47,13 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
         write_failure(StageDir(tmp_path).error, ended(kind, rank=1))
         raise WorkersFailedError([ended("lost_peer", rank=0)])
 
-    monkeypatch.setattr(worker, "fit", fit)
+    monkeypatch.setattr(trainer, "fit", fit)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(trial, "wait_for_room", lambda work: None)
+    monkeypatch.setattr(trial, "wait_for_resources", lambda assignment: None)
     config = TrainConfig.model_validate(
         {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 2}}
     )
-    outcome = carry_out(Assignment(config, False, 1, tmp_path))
+    outcome = run_to_end(Assignment(config, False, 1, tmp_path))
     assert (outcome.status, len(begun), outcome.restarts) == (status, tries, tries - 1)
 
 
@@ -66,7 +69,7 @@ def test_what_a_worker_noted_is_told_unless_it_only_lost_another(tmp_path: Path)
 
 def test_rays_own_errors_are_read_by_their_types() -> None:
     def failed(error: Exception, rank: int = 0) -> Failure:
-        return worker.failures_in(WorkerGroupError("…", {rank: error}))[0]
+        return failures_in(WorkerGroupError("…", {rank: error}))[0]
 
     death = ray.exceptions.ActorDiedError()
     assert failed(WorkerHealthCheckFailedError("A worker health check failed.", death), 1) == Failure(
@@ -78,8 +81,8 @@ def test_rays_own_errors_are_read_by_their_types() -> None:
     # of a disk that was too full for the worker's own note
     assert failed(CheckpointError("cannot write checkpoint")) == Failure("user", "cannot write checkpoint", None, 0)
     assert failed(OSError(28, "No space left on device", "/runs/x")).kind == "disk"
-    assert worker.failures_in(ControllerError(death))[0].kind == "worker_died"
-    assert worker.failures_in(death)[0].kind == "worker_died"
+    assert failures_in(ControllerError(death))[0].kind == "worker_died"
+    assert failures_in(death)[0].kind == "worker_died"
 
 
 def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
@@ -87,4 +90,4 @@ def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
     assert finished(stage) is None
     write_json(stage.result, {"metrics": {"steps": 3.0}})
     outcome = finished(stage, 1)
-    assert outcome == Outcome("ok", metrics={"steps": 3.0}, restarts=1)
+    assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, restarts=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from service.runs.result import RunResult, TrialRow
+
 AXES = ("scale.num_workers", "data.global_batch_size", "data.loader_workers")
 
 
@@ -30,10 +32,22 @@ def row(number: int, point: Mapping[str, Any], status: str = "ok", ended_s: floa
     """A row of `result.json`."""
     done = stage(point) if status == "ok" else {"metrics": {}, "steps_s": []}
     return {
-        "id": f"{number:03d}", "params": dict(point), "kind": "timing", "status": status, "reason": "", "restarts": 0,
-        "scale": {key: point[key] for key in AXES}, "seconds": 10.0 if status == "ok" else 0.0,
-        "start_s": 8.0 if status == "ok" else None, "ended_s": ended_s, **done,
-    }  # fmt: skip
+        "id": f"{number:03d}",
+        "params": dict(point),
+        "kind": "timing",
+        "status": status,
+        "reason": "",
+        "restarts": 0,
+        "scale": {key: point[key] for key in AXES},
+        "seconds": 10.0 if status == "ok" else 0.0,
+        "start_s": 8.0 if status == "ok" else None,
+        "ended_s": ended_s,
+        **done,
+    }
+
+
+def typed(row: dict[str, Any]) -> TrialRow:
+    return TrialRow.model_validate(row)
 
 
 def grid() -> list[dict[str, Any]]:
@@ -46,10 +60,23 @@ def grid() -> list[dict[str, Any]]:
     ]
 
 
-def result(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+def result(rows: list[dict[str, Any]], **changes: Any) -> RunResult:
     """A sweep's `result.json`."""
     hardware = {"nodes": 1, "slots_per_node": 4, "cpus_per_node": 32.0}
-    return {
-        "kind": "sweep", "name": "formula", "status": "running", "metric": "images_per_s", "mode": "max", "policy": "guided",
-        "tolerance": 0.03, "timing_steps": 60, "space": {}, "hardware": hardware, "trials": rows, **changes,
-    }  # fmt: skip
+    return RunResult.model_validate(
+        {
+            "kind": "sweep",
+            "runs_root": "",
+            "name": "formula",
+            "status": "running",
+            "metric": "images_per_s",
+            "mode": "max",
+            "policy": "guided",
+            "tolerance": 0.03,
+            "timing_steps": 60,
+            "space": {},
+            "hardware": hardware,
+            "trials": rows,
+            **changes,
+        }
+    )

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
+from service.runs.result import RunResult
 from service.search.accuracy_race import Race
 from service.search.replay import conclusion, observation, race, replay
 from service.search.rows import measurements, point_of
-from tests.service.search.rows import grid, result, row, step_s
+from tests.service.search.rows import grid, result, row, step_s, typed
 
 
 def measured(rows: Any, number: int, point: Any, ended_s: float) -> dict[str, Any]:
     """Put a further measurement of a point into its row."""
-    before, one = measurements(rows[number]), row(number, point, ended_s=ended_s)
-    rows[number] = {**one, "measurements": [*before, one]} if before else one
+    before, one = measurements(typed(rows[number])), row(number, point, ended_s=ended_s)
+    rows[number] = {**one, "measurements": [*(outcome.model_dump() for outcome in before), one]} if before else one
     return one
 
 
@@ -28,14 +29,14 @@ def test_a_replayed_planner_asks_what_the_one_that_lived_asks() -> None:
         if asked is None:
             break
         number = points.index(dict(asked))
-        lived.tell(asked, observation(measured(rows, number, asked, 100.0 + turn)))
+        lived.tell(asked, observation(typed(measured(rows, number, asked, 100.0 + turn))))
         asked = lived.ask()
         assert replay(result(list(rows.values()))).ask() == asked
 
 
 def test_the_point_of_a_row_has_loader_workers_as_they_were_resolved() -> None:
     auto = row(0, grid()[0]) | {"params": {"data.loader_workers": "auto", "precision": "bf16"}}
-    assert point_of(auto) == {**grid()[0], "precision": "bf16"}
+    assert point_of(typed(auto)) == {**grid()[0], "precision": "bf16"}
 
 
 def test_what_the_cluster_never_held_is_no_point_of_the_search() -> None:
@@ -45,12 +46,11 @@ def test_what_the_cluster_never_held_is_no_point_of_the_search() -> None:
 
 def test_a_row_without_the_times_of_its_steps_counts_as_one_step() -> None:
     old = {key: value for key, value in row(0, grid()[0]).items() if key not in ("steps_s", "start_s", "ended_s")}
-    assert observation(old).steps_s == [step_s(grid()[0])]
+    assert observation(typed(old)).steps_s == [step_s(grid()[0])]
 
 
 def test_records_that_do_not_say_on_what_cluster_say_so() -> None:
-    old = result([row(0, grid()[0])])
-    del old["hardware"]
+    old = result([row(0, grid()[0])], hardware=None)
     with pytest.raises(ValueError, match="the records of formula do not say what cluster it ran on"):
         replay(old)
 
@@ -65,12 +65,12 @@ def test_a_search_concludes_with_the_best_point_what_it_left_out_and_why() -> No
         measured(rows, points.index(dict(asked)), asked, 1.0 + turn)
     said = conclusion(result(rows))
     best = min(points, key=lambda point: step_s(point) / point["data.global_batch_size"])
-    assert said["best"]["params"] == best
-    assert {one["status"] for one in said["trials"]} == {"ok", "untested"}
+    assert said["best"].params == best
+    assert {one.status for one in said["trials"]} == {"ok", "untested"}
     done = [one for one in rows if one["status"] == "ok"]
-    assert said["search"]["spent_gpu_s"] == sum(10.0 * one["scale"]["scale.num_workers"] for one in done)
-    assert said["search"]["bound_pct"] < 6
-    assert "better than 4 workers, global batch 512, 4 loader workers" in said["search"]["why"]
+    assert said["search"].spent_gpu_s == sum(10.0 * one["scale"]["scale.num_workers"] for one in done)
+    assert said["search"].bound_pct < 6
+    assert "better than 4 workers, global batch 512, 4 loader workers" in said["search"].why
 
 
 def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: float) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def trained(number: int, point: dict[str, Any], seconds: float | None, ended_s: 
     return row(number, point, ended_s=ended_s) | told | {"metrics": metrics}
 
 
-def raced() -> tuple[dict[str, Any], Race]:
+def raced() -> tuple[RunResult, Race]:
     points = grid()
     rows = [row(n, point, ended_s=float(n)) for n, point in enumerate(points)]
     for one, point in zip(rows, points, strict=True):
         one["metrics"]["epoch_s"] = 640 / point["data.global_batch_size"] * step_s(point)
-    told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
     while True:
+        told = result(rows, metric="time_to_accuracy", mode="min", noise_scales=[60.0])
         contest, ids = race(told, replay(told))
         if (asked := contest.ask()) is None:
             return told, contest
@@ -101,20 +101,20 @@ def raced() -> tuple[dict[str, Any], Race]:
 
 def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wins() -> None:
     told, contest = raced()
-    followed = [one for one in told["trials"] if "probe" in one]
+    followed = [one for one in told.rows if one.probe is not None]
     best = min(grid(), key=lambda point: (1 + 200 / point["data.global_batch_size"]) * step_s(point))
     said = conclusion(told)
     assert 1 <= len(followed) <= contest.most
-    assert said["best"]["params"] == best
-    assert said["best"]["probe"] == said["best"]["id"].removesuffix("-trained")
-    assert said["search"]["why"] == contest.why()
-    assert len(said["search"]["predicted_s"]) == len(grid())
-    assert 0 <= said["search"]["bound_pct"] < 60
+    assert said["best"].params == best
+    assert said["best"].probe == said["best"].id.removesuffix("-trained")
+    assert said["search"].why == contest.why()
+    assert len(said["search"].predicted_s) == len(grid())
+    assert 0 <= said["search"].bound_pct < 60
 
 
 def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
     told, _ = raced()
-    alone = {**told, "trials": [one for one in told["trials"] if "probe" not in one]}
+    alone = told.model_copy(update={"trials": [one for one in told.rows if one.probe is None]})
     assert replay(told).best() == replay(alone).best()
     assert len(replay(told).told) == len(grid())
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.trial import Assignment, Outcome
 from service.search.visits import Visits
 from service.sweeps.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage
@@ -40,8 +41,11 @@ def begun(folder: Path) -> Visits:
 
 def scale(config: dict[str, Any]) -> dict[str, Any]:
     """The three axes of a `TrainConfig` as plain data."""
-    return {AXES[0]: config["scale"]["num_workers"], AXES[1]: config["data"]["global_batch_size"],
-            AXES[2]: config["data"]["loader_workers"]}  # fmt: skip
+    return {
+        AXES[0]: config["scale"]["num_workers"],
+        AXES[1]: config["data"]["global_batch_size"],
+        AXES[2]: config["data"]["loader_workers"],
+    }
 
 
 def drive(visits: Visits, limit: int = 100) -> list[list[dict[str, Any]]]:
@@ -111,7 +115,7 @@ def test_a_measurement_that_fails_leaves_those_before_it_as_they_were(tmp_path: 
             path = RunDir(tmp_path).trial(trial_at(work)).result
             if path.exists():
                 earlier = json.loads(path.read_text())
-                visits.leave(name, Outcome("failed", "its reason"))
+                visits.leave(name, Outcome(status="failed", reason="its reason"))
                 now = json.loads(path.read_text())
                 assert (now["status"], now["reason"], now["metrics"]) == ("ok", "", earlier["metrics"])
                 assert [one["status"] for one in now["measurements"]] == ["ok", "failed"]
@@ -137,11 +141,11 @@ def test_a_point_that_fails_ends_its_visit_and_another_is_asked_for_next(tmp_pat
     first = visits.begin("a")
     assert first is not None
     visits.enter("a")
-    visits.leave("a", Outcome("failed", "its reason"))
+    visits.leave("a", Outcome(status="failed", reason="its reason"))
     written = json.loads(RunDir(tmp_path).trial(first).result.read_text())
     assert (written["status"], written["reason"]) == ("failed", "its reason")
     assert visits.is_idle()
-    visits.leave("a", Outcome("failed", "said twice"))
+    visits.leave("a", Outcome(status="failed", reason="said twice"))
     assert json.loads(RunDir(tmp_path).trial(first).result.read_text())["reason"] == "its reason"
     assert visits.begin("b") not in (None, first)
 
@@ -170,5 +174,5 @@ def test_a_search_is_not_over_while_a_point_waits_for_another_group(tmp_path: Pa
         assert waiting is (following is not None)
         if following is None:
             break
-        visits.leave("next", Outcome("failed", "its reason"))
+        visits.leave("next", Outcome(status="failed", reason="its reason"))
     assert workers is not None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
-from service.runs.trial import Outcome
-from service.sweeps.sweep import best_of
-from service.sweeps.trials import plan_trials, refuse, training_of
+from service.runs.outcome import Outcome
+from service.runs.result import TrialRow
+from service.sweeps.infeasible import mark_unschedulable
+from service.sweeps.run_trials import best_of
+from service.sweeps.trials import plan_trials, training_of
 
 
 def test_a_grid_has_every_combination_once_in_the_order_of_the_space() -> None:
@@ -21,13 +23,13 @@ def test_a_point_that_is_wrong_in_itself_is_infeasible_with_its_reason() -> None
     trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 3]}"]))
     assert trials[0].outcome is None
     assert trials[1].outcome == Outcome(
-        "infeasible", "data.global_batch_size 64 is not divisible by scale.num_workers 3: write 63 or 66"
+        status="infeasible", reason="data.global_batch_size 64 is not divisible by scale.num_workers 3: write 63 or 66"
     )
 
 
 def test_a_point_that_the_cluster_can_never_hold_is_infeasible_before_anything_starts() -> None:
     trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 8]}", "data.loader_workers=1"]))
-    refuse(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
     assert trials[0].outcome is None
     assert not trials[0].oversubscribed
     assert trials[1].outcome is not None
@@ -37,10 +39,10 @@ def test_a_point_that_the_cluster_can_never_hold_is_infeasible_before_anything_s
 
 def test_a_trial_that_ended_before_a_resume_tells_its_loader_workers_in_numbers_too() -> None:
     trials = plan_trials(load("digits", ["sweep.space={data.global_batch_size: [64, 128]}"]))
-    trials[0].outcome = Outcome("ok")
-    refuse(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    trials[0].outcome = Outcome(status="ok")
+    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
     assert [trial.loader_workers for trial in trials] == [1, 1]
-    assert trials[0].outcome == Outcome("ok")
+    assert trials[0].outcome == Outcome(status="ok")
 
 
 def test_random_points_are_drawn_from_the_seed_alone() -> None:
@@ -57,19 +59,19 @@ def test_a_timing_sweep_says_so_in_every_row() -> None:
     trial = plan_trials(timed)[0]
     assert trial.resolved is not None
     assert trial.resolved.experiment.train.max_steps == 7
-    assert trial.row(timed, timing=True)["kind"] == "timing"
+    assert trial.row(timed, timing=True).kind == "timing"
 
 
 def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
     rows = [
-        {"id": "0", "status": "ok", "metrics": {"images_per_s": 10.0, "epoch_s": 3.0}},
-        {"id": "1", "status": "oom", "metrics": {"images_per_s": 99.0, "epoch_s": 1.0}},
-        {"id": "2", "status": "ok", "metrics": {"images_per_s": 20.0, "epoch_s": 2.0}},
+        TrialRow.model_construct(id="0", status="ok", metrics={"images_per_s": 10.0, "epoch_s": 3.0}),
+        TrialRow.model_construct(id="1", status="oom", metrics={"images_per_s": 99.0, "epoch_s": 1.0}),
+        TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
     ]
     for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
         best = best_of(rows, metric, mode)
         assert best is not None
-        assert best["id"] == winner
+        assert best.id == winner
     assert best_of(rows, "top1_pct", "max") is None
 
 
@@ -92,13 +94,13 @@ def test_a_training_to_the_target_is_a_row_of_its_own_and_names_its_probe() -> N
     train = trial.resolved.experiment.train
     assert (train.max_steps, train.until_top1_pct, train.until_s) == (None, 90, 7.5)
     row = trial.row(base, timing=True)
-    assert (row["id"], row["probe"], row["kind"], row["params"]) == ("003-trained", "003", "accuracy", probe.params)
+    assert (row.id, row.probe, row.kind, row.params) == ("003-trained", "003", "accuracy", probe.params)
 
 
 def test_a_training_that_did_not_reach_its_target_is_stopped_and_says_how_far_it_came() -> None:
     base = load("digits", ["sweep.metric=time_to_accuracy", "sweep.target_pct=90", "sweep.policy=guided"])
     trial = training_of(base, plan_trials(base)[0], until_s=7.5)
-    late = trial.judged(Outcome("ok", metrics={"top1_pct": 81.25, "train_s": 8.04}))
+    late = trial.judged(Outcome(status="ok", metrics={"top1_pct": 81.25, "train_s": 8.04}))
     assert (late.status, late.reason) == ("stopped", "top-1 81.25% after 8.0 s, not 90%")
-    reached = Outcome("ok", metrics={"top1_pct": 91.0, "train_s": 6.0, "time_to_accuracy_s": 6.0})
+    reached = Outcome(status="ok", metrics={"top1_pct": 91.0, "train_s": 6.0, "time_to_accuracy_s": 6.0})
     assert trial.judged(reached) == reached

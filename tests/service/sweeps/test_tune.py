@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from service.config.sweep import SweepConfig
-from service.sweeps.tune import stopper
+from service.sweeps.tune import asha_scheduler
 
 
 def test_asha_compares_trials_after_as_many_epochs_of_training_whatever_came_before_them() -> None:
     from ray.tune.experiment import Trial
 
-    scheduler = stopper(SweepConfig(policy="asha", metric="top1_pct", reduction_factor=2))
+    scheduler = asha_scheduler(SweepConfig(policy="asha", metric="top1_pct", reduction_factor=2))
     straight, prepared, worse = (Trial("trial", stub=True) for _ in range(3))
 
     def told(trial: Trial, epoch: int, training_epoch: int, top1_pct: float) -> str:

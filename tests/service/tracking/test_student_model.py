@@ -24,8 +24,16 @@ def checkpoint(run_dir: RunDir) -> Path:
     from trainables.models.registry import build_model
 
     model = build_model("resnet8", num_classes=3, image_size=8, seed=5)
-    about = {"stage": "student", "model": "resnet8", "num_classes": 3, "image_size": 8, "classes": ["a", "b", "c"],
-             "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25], "progress": {"step": 7}}  # fmt: skip
+    about = {
+        "stage": "student",
+        "model": "resnet8",
+        "num_classes": 3,
+        "image_size": 8,
+        "classes": ["a", "b", "c"],
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.3, 0.25],
+        "progress": {"step": 7},
+    }
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tensors |= {"method.fitnet.regressors.0.conv.weight": torch.ones(32, 16, 1, 1), "method.dml.peer.conv1.weight": torch.ones(9)}
     tensors |= {"optim.0.0.momentum_buffer": torch.ones(5), "rng.0.cpu": torch.get_rng_state()}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -44,16 +44,11 @@ def _order(epoch: int, num_samples: int) -> list[int]:
     return sample_at(11, epoch, np.arange(num_samples), num_samples).tolist()
 
 
-def _kept(batches: Iterable[Batch]) -> list[Batch]:
-    """Batches that outlive the loader's own memory."""
-    return [Batch(*(tensor.clone() for tensor in batch[:3]), batch.position) for batch in batches]
-
-
 def _ranks(
     source: Source, data: DataConfig, world: int, split: Split = "train", epoch: int = 0, start: int = 0
 ) -> list[list[Batch]]:
     """Each rank's batches of an epoch."""
-    return [_kept(_loader(source, data, split, rank, world).epoch(epoch, start)) for rank in range(world)]
+    return [list(_loader(source, data, split, rank, world).epoch(epoch, start)) for rank in range(world)]
 
 
 def _global_order(ranks: list[list[Batch]]) -> list[list[int]]:
@@ -155,7 +150,7 @@ def test_a_batch_larger_than_the_data_says_what_to_write() -> None:
 
 
 def test_a_resize_below_the_crop_is_refused() -> None:
-    with pytest.raises(DataError, match=r"val_resize: 7 is below data\.image_size=8"):
+    with pytest.raises(DataError, match=r"val_resize 7 is below data\.image_size 8"):
         _loader(_tiny(45), DataConfig(image_size=8, val_resize=7, global_batch_size=4))
 
 
@@ -236,12 +231,12 @@ def test_an_unreadable_image_in_the_middle_is_left_out_named_and_counted(make_fo
     root = make_folder(train={"a": 5, "b": 5}, val={"a": 3, "b": 4})
     data = DataConfig(path=str(root), image_size=16, global_batch_size=4, max_bad=0.3)
     source = open_source(data, "val")
-    whole = _kept(_loader(source, data, "val").epoch(0))
+    whole = list(_loader(source, data, "val").epoch(0))
     _truncate(root / "val" / "a" / "001.jpg")
     (root / "val" / "b" / "003.jpg").write_text("<html>")
     loader = _loader(source, data, "val", workers=workers)
     for epoch in (0, 1):
-        batches = _kept(loader.epoch(epoch))
+        batches = list(loader.epoch(epoch))
         assert [batch.indices_B.tolist() for batch in batches] == [[0, 2, 3], [4, 5]]
         assert [batch.labels_B.tolist() for batch in batches] == [[0, 0, 1], [1, 1]]
         assert [batch.position for batch in batches] == [4, 7]
@@ -258,7 +253,7 @@ def test_a_batch_of_nothing_but_unreadable_images_is_empty(make_folder: MakeFold
     for number in range(2):
         _truncate(root / "val" / "a" / f"{number:03}.jpg")
     data = DataConfig(path=str(root), image_size=16, global_batch_size=2, max_bad=0.25)
-    first, second, *_ = _kept(_loader(open_source(data, "val"), data, "val").epoch(0))
+    first, second, *_ = list(_loader(open_source(data, "val"), data, "val").epoch(0))
     assert first.images_BCHW.shape == (0, 3, 16, 16)
     assert first.labels_B.tolist() == first.indices_B.tolist() == []
     assert second.indices_B.tolist() == [2, 3]
@@ -402,6 +397,18 @@ def test_a_batch_holds_until_the_one_after_the_next_is_asked_for(workers: int, p
     loader.close()
 
 
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
+def test_a_batch_stays_as_it_is_while_anything_refers_to_one_of_its_tensors(workers: int, prefetch: int) -> None:
+    loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
+    images = [batch.images_BCHW[-1].numpy() for batch in loader.epoch(0)]  # a view of a part, as an array
+    for step, image_CHW in enumerate(images):
+        assert (image_CHW == _order(0, 600)[10 * step + 9] % 251).all()
+    batches = list(loader.epoch(0))
+    assert [index for batch in batches for index in batch.indices_B.tolist()] == _order(0, 600)
+    assert all((batch.images_BCHW == (batch.labels_B % 251)[:, None, None, None]).all() for batch in batches)
+    loader.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> None:
     prepare = normalizer((0.5, 0.5, 0.5), (0.2, 0.2, 0.2), torch.device("cpu"), dtype, torch.channels_last)
@@ -417,7 +424,7 @@ def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
     data = DataConfig(image_size=32, global_batch_size=32, prefetch_batches=3)
     loader = _loader(source, data, workers=2)
     images_mib = 32 * 32 * 32 * 3 / 2**20
-    assert 5 * images_mib < loader.buffers_mib < 5 * images_mib * 1.01
+    assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.01
     places, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
         places.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
@@ -432,7 +439,7 @@ def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
 def test_a_ranks_buffers_are_as_large_as_its_share(world: int) -> None:
     data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
     loader = _loader(open_synthetic("train", 640, 3, 16), data, world=world, workers=1)
-    assert loader.buffers_mib * 2**20 == 4 * -(-64 // world) * (16 * 16 * 3 + 16)
+    assert loader.batches_mib * 2**20 == 4 * -(-64 // world) * (16 * 16 * 3 + 16)
     loader.close()
 
 
@@ -450,9 +457,7 @@ def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_be
 
 def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
     source, data = SlowSource(4000), _data(5)
-    loader = Loader(
-        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3)
-    )  # fmt: skip
+    loader = Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3))
     seen = []
     with caplog.at_level(logging.INFO, "raydistill"):
         for batch in loader.epoch(0):
@@ -573,7 +578,7 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
     data, device = _data(20, prefetch_batches=prefetch), torch.device("cuda")
     loader = Loader(
         NumberedSource(4000), data, split="train", seed=11, rank=0, world_size=1, loader_workers=workers, device=device
-    )  # fmt: skip
+    )
     fetched = []
     for batch in on_device(loader.epoch(0), device):
         torch.cuda._sleep(2_000_000)  # a slow step: the copy after the next stands in a queue behind it

@@ -122,12 +122,16 @@ def test_the_longer_side_counts_whichever_it_is(make_folder: MakeFolder, tmp_pat
         photo(3, *size).save(root / "train" / "a" / f"{name}.png")
     small = packed(root, tmp_path / "small", Mode(max_side=150))
     assert {tuple(size) for size in zip(small.widths_N.tolist(), small.heights_N.tolist(), strict=True)} >= {
-        (50, 150), (150, 50), (1, 150)
-    }  # fmt: skip
+        (50, 150),
+        (150, 50),
+        (1, 150),
+    }
     raw = packed(root, tmp_path / "raw", Mode(raw=50))
     assert {tuple(size) for size in zip(raw.widths_N.tolist(), raw.heights_N.tolist(), strict=True)} >= {
-        (50, 150), (150, 50), (2, 1000)
-    }  # fmt: skip
+        (50, 150),
+        (150, 50),
+        (2, 1000),
+    }
 
 
 # What is no whole image
@@ -194,8 +198,12 @@ def with_bad(make_folder: MakeFolder) -> Path:
 def test_unreadable_images_are_left_out_and_listed(with_bad: Path, tmp_path: Path, mode: Mode) -> None:
     source = packed(with_bad, tmp_path / "packed", mode)
     assert [source.name(index) for index in range(len(source))] == [
-        "train/a/000.jpg", "train/a/001.jpg", "train/b/000.jpg", "train/b/001.jpg", "train/b/trailing.jpg",
-    ]  # fmt: skip
+        "train/a/000.jpg",
+        "train/a/001.jpg",
+        "train/b/000.jpg",
+        "train/b/001.jpg",
+        "train/b/trailing.jpg",
+    ]
     listed = [json.loads(line) for line in (tmp_path / "packed" / UNREADABLE).read_text().splitlines()]
     assert {line["name"] for line in listed} == {f"train/a/{name}" for name in BAD}
     for line in listed:

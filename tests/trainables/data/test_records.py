@@ -252,8 +252,12 @@ def _with_rows(packed: Path, content: bytes) -> None:
 def test_rows_that_point_outside_their_shard_are_refused(packed: Path) -> None:
     batch = pa.ipc.open_file(packed / "train.rows.arrow").get_batch(0)
     for column, values in (
-        ("offset", [-1, 2**62, 10**6]), ("size", [-1, 2**62, 10**6]), ("label", [-1, 3]), ("width", [-1]), ("height", [-1])
-    ):  # fmt: skip
+        ("offset", [-1, 2**62, 10**6]),
+        ("size", [-1, 2**62, 10**6]),
+        ("label", [-1, 3]),
+        ("width", [-1]),
+        ("height", [-1]),
+    ):
         for value in values:
             changed = batch.column(column).to_numpy().copy()
             changed[4] = value

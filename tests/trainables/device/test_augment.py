@@ -12,10 +12,10 @@ from service.config.experiment import load
 from tests.trainables.device.pictures import pictures
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.config import DataConfig, DeviceAugmentConfig
-from trainables.device.augment import Inputs, TrainInputs
+from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.model_input import normalizer
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 
 ALL: dict[str, Any] = {
@@ -28,13 +28,13 @@ ALL: dict[str, Any] = {
 IMAGES = pictures(8, 16)
 
 
-def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> Inputs:
+def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> DeviceBatch:
     """What the models see of these rows of IMAGES, as one batch; their labels and dataset-wide indices are the rows."""
     device, data = torch.device("cpu"), DataConfig()
     normalize = normalizer(data.mean, data.std, device, torch.float64, torch.contiguous_format)
     prepare = TrainInputs(DeviceAugmentConfig.model_validate(sections), normalize, seed=seed, image_size=16, device=device)
     rows_B = torch.tensor(rows, dtype=torch.int64)
-    return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, rows_B, epoch, len(rows), None))
+    return prepare(DeviceBatch(IMAGES[rows_B], rows_B, rows_B, rows_B, epoch, len(rows)))
 
 
 def test_without_augmentation_the_input_is_the_normalised_image() -> None:
@@ -81,7 +81,7 @@ def test_a_rank_without_samples_augments_nothing() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_path: Path, accumulate: int) -> None:
+def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: RankPool, tmp_path: Path, accumulate: int) -> None:
     teacher = {"weights": write_teacher(tmp_path / "teacher.safetensors")}
     data = {"last_batch": "drop", "global_batch_size": 120, "device_augment": ALL}
     settings = {"data": data, "teacher": teacher, "optim": {"epochs": 2, "accumulate": accumulate}}
@@ -90,9 +90,13 @@ def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_pat
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
-def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"teacher": None, "data": {"last_batch": "drop", "device_augment": ALL}, "train": {"checkpoint_every": 3},
-                "optim": {"epochs": 2}}  # fmt: skip
+def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    settings = {
+        "teacher": None,
+        "data": {"last_batch": "drop", "device_augment": ALL},
+        "train": {"checkpoint_every": 3},
+        "optim": {"epochs": 2},
+    }
     whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
     pieces = ranks.run(1, train, config(tmp_path / "pieces", **settings), 3)[0]
     assert pieces["died"]

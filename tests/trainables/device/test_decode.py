@@ -89,16 +89,30 @@ def _without_pixels(data: bytes) -> bytes:
 
 def _config(root: Path, decoder: str, **changes: object) -> DataConfig:
     return DataConfig.model_validate(
-        {"path": str(root), "image_size": SIZE, "global_batch_size": 6, "augment": "crop_flip", "last_batch": "short",
-         "max_bad": 0.3, "decoder": decoder, **changes}
-    )  # fmt: skip
+        {
+            "path": str(root),
+            "image_size": SIZE,
+            "global_batch_size": 6,
+            "augment": "crop_flip",
+            "last_batch": "short",
+            "max_bad": 0.3,
+            "decoder": decoder,
+            **changes,
+        }
+    )
 
 
 def _loader(data: DataConfig, rank: int = 0, world: int = 1, workers: int = 0, device: torch.device = CPU) -> Loader:
     return Loader(
-        open_source(data, "train"), data, split="train", seed=11, rank=rank, world_size=world, loader_workers=workers,
+        open_source(data, "train"),
+        data,
+        split="train",
+        seed=11,
+        rank=rank,
+        world_size=world,
+        loader_workers=workers,
         device=device,
-    )  # fmt: skip
+    )
 
 
 def _epoch(loader: Loader, device: torch.device = CPU, start: int = 0) -> Iterator[DeviceBatch]:

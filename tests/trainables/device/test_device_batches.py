@@ -14,7 +14,7 @@ NUM_BATCHES = 40
 
 
 class ThriftyLoader:
-    """Fills the buffer of batch k again as soon as batch k+2 is asked for, as the contract allows."""
+    """Fills the memory of batch k again as soon as batch k+2 is taken, whoever still refers to it: earlier than any loader."""
 
     def __init__(self, shape: tuple[int, int, int, int], pin_memory: bool) -> None:
         self._buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(2)]

@@ -10,7 +10,7 @@ from scipy import stats
 
 from tests.trainables.device.pictures import pictures
 from tests.trainables.methods.calls import make, terms
-from trainables.device.augment import Inputs
+from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
 from trainables.device.random_numbers import Draws
 from trainables.engine.step import losses, micro_batches
@@ -95,8 +95,8 @@ def test_the_cross_entropy_of_a_mixed_image_is_that_of_its_soft_label() -> None:
 
 
 def test_micro_batches_keep_an_images_two_labels_and_share_together() -> None:
-    mixed = Inputs(IMAGES, LABELS, Mix(LABELS ^ 1, LABELS / COUNT))
-    parts = micro_batches(mixed, LABELS + 100, 3)
+    mixed = DeviceBatch(IMAGES, LABELS, LABELS + 100, LABELS + 100, epoch=0, mix=Mix(LABELS ^ 1, LABELS / COUNT))
+    parts = micro_batches(mixed, 3)
     assert [len(part.labels_B) for part in parts] == [22, 21, 21]
     for part in parts:
         assert torch.equal(part.indices_B, part.labels_B + 100)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainables.distributed.batch_norm import GlobalBatchNorm2d, convert, normalizes_alone
+from trainables.distributed.batch_norm import GlobalBatchNorm2d, convert, has_local_batch_norm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group, all_reduce_sum
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 
 SIZES = [(3, 5), (8, 0), (4, 4), (1, 7, 0), (0, 0, 8)]
 
@@ -40,7 +40,7 @@ def compare(group: Group, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_loss_over_gathered_rows_and_its_gradient_are_those_of_one_rank(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+def test_a_loss_over_gathered_rows_and_its_gradient_are_those_of_one_rank(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     ((loss, gradient),) = ranks.run(1, compare, sizes)
     for theirs, their_gradient in ranks.run(len(sizes), compare, sizes):
         torch.testing.assert_close(theirs, loss, rtol=1e-13, atol=0)
@@ -60,7 +60,7 @@ def compare_together(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 7, 0)], ids=str)
-def test_one_message_carries_what_several_would(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+def test_one_message_carries_what_several_would(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     for found in ranks.run(len(sizes), compare_together, sizes):
         for apart, together in zip(found[:6], found[6:], strict=True):
             assert together.shape == apart.shape
@@ -74,7 +74,7 @@ def gathered_labels(group: Group, sizes: tuple[int, ...]) -> list[int]:
     return found
 
 
-def test_whole_numbers_are_gathered_in_the_order_of_ranks(ranks: Ranks) -> None:
+def test_whole_numbers_are_gathered_in_the_order_of_ranks(ranks: RankPool) -> None:
     assert ranks.run(3, gathered_labels, (1, 7, 0)) == [list(range(8))] * 3
 
 
@@ -95,7 +95,7 @@ def normalise(group: Group, sizes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_batch_norm_over_all_rows_and_its_gradients_are_those_of_one_rank(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+def test_batch_norm_over_all_rows_and_its_gradients_are_those_of_one_rank(ranks: RankPool, sizes: tuple[int, ...]) -> None:
     ((out, *rest),) = ranks.run(1, normalise, sizes)
     theirs = ranks.run(len(sizes), normalise, sizes)
     torch.testing.assert_close(torch.cat([answer[0] for answer in theirs]), out, rtol=1e-11, atol=1e-12)
@@ -126,7 +126,7 @@ def normalise_without_waiting(group: Group) -> bool:
     return maps.grad is not None
 
 
-def test_no_layer_waits_for_the_device_in_its_forward_or_backward_pass(ranks: Ranks) -> None:
+def test_no_layer_waits_for_the_device_in_its_forward_or_backward_pass(ranks: RankPool) -> None:
     assert ranks.run(2, normalise_without_waiting) == [True, True]
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingWaits():
         torch.ones(1).item()
@@ -162,8 +162,8 @@ def test_one_value_a_channel_becomes_the_shift_and_nothing_becomes_nothing() -> 
 def test_a_converted_model_has_the_same_names_and_values_and_takes_no_images_at_all() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert normalizes_alone(model)
+    assert has_local_batch_norm(model)
     convert(model, Group())
-    assert not normalizes_alone(model)
+    assert not has_local_batch_norm(model)
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Lost, Ranks
+from trainables.distributed.rank_pool import RankDiedError, RankPool
 
 
 def total(group: Group) -> float:
@@ -34,11 +34,11 @@ def refuse(group: Group) -> None:
         raise ValueError("not here")
 
 
-def test_every_run_has_a_group_of_its_own_size(ranks: Ranks) -> None:
+def test_every_run_has_a_group_of_its_own_size(ranks: RankPool) -> None:
     assert [ranks.run(2, total), ranks.run(3, total), ranks.run(2, total)] == [[3.0] * 2, [6.0] * 3, [3.0] * 2]
 
 
-def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ranks: Ranks) -> None:
+def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ranks: RankPool) -> None:
     with pytest.raises(ValueError, match="not here") as caught:
         ranks.run(2, refuse)
     assert "in refuse" in caught.value.__notes__[0]
@@ -46,14 +46,14 @@ def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ra
 
 
 def test_a_pool_that_lost_a_rank_starts_anew() -> None:
-    pool = Ranks(2)
-    with pytest.raises(Lost, match="rank 1 ended without an answer"):
+    pool = RankPool(2)
+    with pytest.raises(RankDiedError, match="rank 1 ended without an answer"):
         pool.run(2, die_on_rank_1)
     assert pool.run(2, total) == [3.0, 3.0]
 
     (last,) = pool.run(2, own_process)[1:]
     os.kill(last, signal.SIGKILL)  # between two runs
-    with pytest.raises(Lost, match="rank 1 ended"):
+    with pytest.raises(RankDiedError, match="rank 1 ended"):
         pool.run(2, total)
     assert pool.run(1, refuse_nobody) == [7]
     assert pool.run(2, total) == [3.0, 3.0]

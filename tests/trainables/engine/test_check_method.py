@@ -15,7 +15,7 @@ from tests.trainables.jobs import Recorded, no_telemetry
 from tests.trainables.methods import mine
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import check_method
 from trainables.engine.check_method import Case, Finding, check
 from trainables.engine.check_method_jobs import job_config
@@ -24,18 +24,18 @@ from trainables.engine.step import train_step
 from trainables.methods import METHODS
 
 
-def problems(ranks: Ranks, name: str) -> dict[str, str]:
+def problems(ranks: RankPool, name: str) -> dict[str, str]:
     """Title → problem of what the method does not do."""
     name = name if name in METHODS else f"{mine.__file__}:{name}"
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
 @pytest.mark.parametrize("name", ["Alike", "Prepared", "PooledRivals"])
-def test_a_method_that_keeps_the_contract_has_no_problems(ranks: Ranks, name: str) -> None:
+def test_a_method_that_keeps_the_contract_has_no_problems(ranks: RankPool, name: str) -> None:
     assert problems(ranks, name) == {}
 
 
-def test_the_method_that_the_documentation_shows_keeps_the_contract(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_method_that_the_documentation_shows_keeps_the_contract(ranks: RankPool, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "own-method.md").read_text()
     (code,) = [block for block in page.split("```python\n")[1:] if "class Margin(Method)" in block]
     (tmp_path / "mine.py").write_text(code.partition("```")[0])
@@ -44,7 +44,7 @@ def test_the_method_that_the_documentation_shows_keeps_the_contract(ranks: Ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_of_ours_keeps_the_contract(ranks: Ranks, name: str) -> None:
+def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> None:
     assert problems(ranks, name) == {}
 
 
@@ -77,32 +77,32 @@ def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding
 
 
 @pytest.mark.slow
-def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: Ranks) -> None:
+def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: RankPool) -> None:
     found = list(problems(ranks, "Forgetful").values())
     assert found[0] == "it returns kept and declares kept, lost"
     assert found[1].startswith("no loss reaches methods.Forgetful.unused.weight, methods.Forgetful.unused.bias")
 
 
 @pytest.mark.slow
-def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: Ranks) -> None:
+def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: RankPool) -> None:
     assert problems(ranks, "Slopes") == {}
 
 
-def test_rows_of_all_workers_without_a_word_are_found_out(ranks: Ranks) -> None:
+def test_rows_of_all_workers_without_a_word_are_found_out(ranks: RankPool) -> None:
     first = next(check(Case(f"{mine.__file__}:Unsaid", {}), ranks.run))
     assert first.title == "its terms are those that it declares, of samples or of the batch"
     assert "declare requires = Requirements(whole_batch=True)" in str(first.problem)
 
 
 @pytest.mark.slow
-def test_a_root_at_zero_is_found_out(ranks: Ranks) -> None:
+def test_a_root_at_zero_is_found_out(ranks: RankPool) -> None:
     ((title, problem),) = problems(ranks, "Rooted").items()
     assert title == "a student that equals its teacher has finite gradients"
     assert problem.startswith("the gradient is not finite of student.")
 
 
 @pytest.mark.slow
-def test_memory_outside_the_checkpoint_is_found_out(ranks: Ranks) -> None:
+def test_memory_outside_the_checkpoint_is_found_out(ranks: RankPool) -> None:
     ((title, problem),) = problems(ranks, "Counting").items()
     assert title == "a job that was cut off goes on exactly"
     assert "differs" in problem
@@ -115,13 +115,13 @@ def test_no_method_waits_for_the_gpu(tmp_path: Path, name: str) -> None:
     device = torch.device("cuda")
     config = job_config(Case(name, {}), tmp_path / "job", precision="fp32")
     with contextlib.closing(build(config, Group(0, 1, 0, device), Recorded(), no_telemetry)) as job:
-        first = job.train_state.init_epochs * job.train_loader.steps_per_epoch
+        first = job.epochs.num_init * job.epochs.steps_per_epoch
         batches = on_device(job.train_loader.epoch(0), device)
         for number in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
             batch = next(batches)
             torch.cuda.set_sync_debug_mode("error" if number else "default")
             try:
-                train_step(job.train_state, batch, first + number, job.timer)
+                train_step(job.train_state, batch, first + number, job.metrics.timer)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         batches.close()

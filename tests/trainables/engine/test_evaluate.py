@@ -22,7 +22,7 @@ from trainables.data.source import open_source
 from trainables.data.storage import folder_cleaner as keeper
 from trainables.data.storage.staging import stage
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.evaluate import correct_counts, evaluate, evaluate_checkpoint
 from trainables.models.registry import build_model
 
@@ -75,7 +75,7 @@ def plain_loop(num_samples: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 8, 23])
-def test_every_sample_counts_once_for_any_world_size(ranks: Ranks, num_samples: int) -> None:
+def test_every_sample_counts_once_for_any_world_size(ranks: RankPool, num_samples: int) -> None:
     expected = plain_loop(num_samples)
     for world_size in (1, 2, 3):
         for result in ranks.run(world_size, evaluate_first, num_samples):
@@ -101,7 +101,7 @@ def diverging_buffers(group: Group) -> dict[str, Any]:
     return {"loss": result["loss"], "mean": float(model[1].running_mean[0]), "training": model.training}
 
 
-def test_all_ranks_evaluate_rank_0s_running_statistics(ranks: Ranks) -> None:
+def test_all_ranks_evaluate_rank_0s_running_statistics(ranks: RankPool) -> None:
     alone, both = ranks.run(1, diverging_buffers), ranks.run(2, diverging_buffers)
     assert {result["mean"] for result in both} == {0.0}
     assert both[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-12)

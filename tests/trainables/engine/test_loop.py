@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,12 @@ from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, 
 from tests.trainables.methods import mine
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import build
 from trainables.errors import TrainingError
+from trainables.metrics import peak_memory
+from trainables.metrics.peak_memory import PeakMemory
 from trainables.rundir import StageDir
 
 LONG: dict[str, Any] = {"teacher": None, "model": "mlp_small", "precision": "fp32", "optim": {"epochs": 6, "lr": 0.05}}
@@ -32,7 +33,7 @@ def until(folder: Path, **train_section: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_training_ends_after_the_epoch_that_reaches_its_target(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+def test_a_training_ends_after_the_epoch_that_reaches_its_target(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     result = ranks.run(world_size, train, until(tmp_path, until_top1_pct=80))[0]
     history, summary = result["progress"].history, result["calls"][-1][2]
     assert [row["val/top1_pct"] >= 80 for row in history] == [False] * (len(history) - 1) + [True]
@@ -41,13 +42,13 @@ def test_a_training_ends_after_the_epoch_that_reaches_its_target(ranks: Ranks, t
     assert summary["time_to_accuracy_s"] == summary["train_s"] > 0
 
 
-def test_a_target_out_of_reach_leaves_no_time_to_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_target_out_of_reach_leaves_no_time_to_it(ranks: RankPool, tmp_path: Path) -> None:
     result = ranks.run(1, train, until(tmp_path, until_top1_pct=100))[0]
     assert len(result["progress"].history) == 6
     assert not {"time_to_accuracy_s", "steps_to_accuracy"} & result["calls"][-1][2].keys()
 
 
-def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: RankPool, tmp_path: Path) -> None:
     result = ranks.run(2, train, until(tmp_path, until_top1_pct=100, until_s=1e-3))[0]
     assert len(result["progress"].history) == 1
     assert result["calls"][-1][2]["train_s"] > 1e-3
@@ -55,7 +56,7 @@ def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["step", "epoch"])
-def test_time_before_a_death_counts_once_it_is_in_a_checkpoint(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_time_before_a_death_counts_once_it_is_in_a_checkpoint(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     whole = ranks.run(2, train, until(tmp_path / "whole", until_top1_pct=80, checkpoint_every=8))[0]
     places = [place for place, (name, *_) in enumerate(whole["calls"], start=1) if name == kind]
     settings = until(tmp_path / "pieces", until_top1_pct=80, checkpoint_every=8)
@@ -105,13 +106,13 @@ def test_evaluations_change_nothing_of_what_is_learned_nor_does_a_death_between_
     assert accuracies[1] == accuracies[2] == [None, None, None, accuracies[0][3], None, accuracies[0][5]]
 
 
-def test_a_target_is_looked_for_where_an_epoch_is_evaluated(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_target_is_looked_for_where_an_epoch_is_evaluated(ranks: RankPool, tmp_path: Path) -> None:
     result = ranks.run(2, train, until(tmp_path, until_top1_pct=20, evaluate_every=2))[0]
     assert evaluated(result["calls"]) == [2]
     assert result["calls"][-1][2]["steps_to_accuracy"] == 30
 
 
-def test_a_training_whose_time_is_up_is_evaluated_at_its_end(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_training_whose_time_is_up_is_evaluated_at_its_end(ranks: RankPool, tmp_path: Path) -> None:
     result = ranks.run(2, train, until(tmp_path, until_s=1e-3, evaluate_every=5))[0]
     assert evaluated(result["calls"]) == [1]
     assert "top1_pct" in result["calls"][-1][2]
@@ -130,7 +131,7 @@ def test_the_target_is_the_students_alone(tmp_path: Path) -> None:
     assert (teacher.until_top1_pct, teacher.until_s) == (None, None)
 
 
-def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {"Prepared": {"init_epochs": 1}}}
     settings = config(tmp_path / "job", teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
@@ -158,23 +159,28 @@ def test_a_loss_that_is_not_finite_ends_the_job_names_the_step_and_leaves_the_la
 
 def test_memory_is_that_of_the_steady_state_and_says_what_is_reserved_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own functions are replaced: they need a GPU."""
-    peak, emptied = {"bytes": 900 << 20}, []
+    peak, emptied = {"bytes": 900 << 20, "reserved": 500 << 20}, []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=300 << 20))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["bytes"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 500 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak["reserved"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 << 20, 1000 << 20))
-    job: Any = SimpleNamespace(group=Group(device=torch.device("cuda:0")), memory_peak=None)
-    loop.reset_memory_peak(job.group.device)
+    device = torch.device("cuda:0")
+    memory = PeakMemory(device, first_step=3)
+    memory.before_step(2)
+    assert emptied == []
+    memory.before_step(3)
     assert emptied == [True]
-    assert loop.memory(job) == {
+    assert memory.summary(Group(device=device)) == {
         "peak_memory_mib": 300.0,
         "reserved_memory_mib": 500.0,
         "free_memory_mib": 200.0,
         "gpu_memory_mib": 1000.0,
     }
-    job.memory_peak = 100 << 20, 400 << 20  # of the training, before an evaluation took more
-    found = loop.memory(job)
+    peak.update(bytes=100 << 20, reserved=400 << 20)
+    memory.end_training(4)
+    peak.update(bytes=700 << 20, reserved=800 << 20)  # of an evaluation
+    found = memory.summary(Group(device=device))
     assert (found["peak_memory_mib"], found["reserved_memory_mib"]) == (100.0, 400.0)
 
 
@@ -187,6 +193,6 @@ def test_the_peak_of_the_memory_begins_anew_before_a_later_step_than_the_first(
     settings = config(tmp_path, optim={"epochs": epochs}, train={"warmup_steps": warmup, "max_steps": max_steps})
     reset_at = []
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        monkeypatch.setattr(loop, "reset_memory_peak", lambda _: reset_at.append(job.state.progress.step))
+        monkeypatch.setattr(peak_memory, "reset_peaks", lambda _: reset_at.append(job.progress.step))
         loop.run(job)
         assert reset_at == [before or job.train_loader.steps_per_epoch]

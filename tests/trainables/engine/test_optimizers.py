@@ -20,13 +20,14 @@ from tests.trainables.methods.references.basic import Array
 from tests.trainables.methods.references.training import DotState, dot_update
 from trainables.config import DistillConfig, LossOptimConfig, OptimConfig, TrainConfig
 from trainables.device.device_batches import on_device
-from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.group import GlobalCount, Group
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.engine.optim import learning_rate
-from trainables.engine.optimizers import Updates, build_updates
+from trainables.engine.optimizers import LossOptimizer, build_optimizers
 from trainables.engine.step import train_step
+from trainables.engine.updates import PerLossUpdate, UpdateSettings
 from trainables.errors import ExperimentError
 
 SECOND = f"{mine.__file__}:SecondHead"
@@ -38,6 +39,14 @@ def trained(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         loop.run(job)
         return {name: tensor.detach().clone() for name, tensor in job.train_state.distillation_module.named_parameters()}
+
+
+NOT_COUNTED = GlobalCount(1, Group())
+
+
+def per_loss_update(optimizers: tuple[LossOptimizer, ...]) -> PerLossUpdate:
+    """An update whose module is never called."""
+    return PerLossUpdate(nn.Identity(), optimizers, UpdateSettings(torch.amp.GradScaler("cpu", enabled=False), Group()))
 
 
 class Heavy:
@@ -94,7 +103,7 @@ def two_heads(output: Path, **optim: Any) -> TrainConfig:
     return config(output, teacher=None, distill=HEADS, optim=tuned)
 
 
-def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks: Ranks, tmp_path: Path) -> None:
+def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks: RankPool, tmp_path: Path) -> None:
     own = {"SecondHead": {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}}
     expected = by_hand(
         two_heads(tmp_path / "hand", losses=own), {"task": Heavy(0.05, 0.9, 1e-3, 15), "next": Heavy(0.2, 0.5, 0.01, 15)}
@@ -112,7 +121,7 @@ def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks:
     ],
 )
 def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_changes(
-    ranks: Ranks, tmp_path: Path, own: dict[str, Any], deceive: tuple[float, float, float]
+    ranks: RankPool, tmp_path: Path, own: dict[str, Any], deceive: tuple[float, float, float]
 ) -> None:
     expected = by_hand(
         rivals(tmp_path / "hand", losses=own),
@@ -137,8 +146,8 @@ def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> lis
     method = make(f"{mine.__file__}:{kind}", student_shapes=((4,),))
     if declared:
         method.optimizers = declared  # type: ignore[misc]
-    updates = build_updates(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
-    return [(set(update.losses), update.optim.lr) for update in updates]
+    optimizers = build_optimizers(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
+    return [(set(each.losses), each.optim.lr) for each in optimizers]
 
 
 def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
@@ -153,7 +162,7 @@ def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
 def test_a_term_changes_what_it_says_beside_the_task_too() -> None:
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
     method.optimizers = {"judge": LossOptimConfig()}  # type: ignore[misc]
-    judge, rest = build_updates(student, {"m": method}, OptimConfig())
+    judge, rest = build_optimizers(student, {"m": method}, OptimConfig())
     assert judge.losses == {"m/judge"}
     assert set(judge.parameters) == set(method.parameters())
     assert rest.losses == {"task", "m/deceive"}
@@ -166,7 +175,7 @@ def test_a_term_that_would_change_more_than_it_says_is_refused(declared: tuple[s
     method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
     method.optimizers = {} if name == "dot" else {term: LossOptimConfig() for term in declared}  # type: ignore[misc]
     with pytest.raises(ExperimentError, match=r"m's judge changes less than .* own, optim.losses: \{m/judge: \{\}\}"):
-        build_updates(student, {"m": method}, OptimConfig(name=name))
+        build_optimizers(student, {"m": method}, OptimConfig(name=name))
 
 
 def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
@@ -174,18 +183,21 @@ def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
     student.bias.requires_grad_(False)
     method.optimizers = {}  # type: ignore[misc]
     method.term_parameters = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
-    (update,) = build_updates(student, {"m": method}, OptimConfig())
+    (update,) = build_optimizers(student, {"m": method}, OptimConfig())
     assert {id(p) for group in update.optimizer.param_groups for p in group["params"]} == {
         id(p) for p in (student.weight, *method.parameters())
     }
 
 
-def test_what_is_never_trained_has_no_optimizer(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_is_never_trained_has_no_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
     job = config(
-        tmp_path, model="convnet_small", teacher={"model": "convnet_large", "weights": weights}, train={"max_steps": 2},
+        tmp_path,
+        model="convnet_small",
+        teacher={"model": "convnet_large", "weights": weights},
+        train={"max_steps": 2},
         distill={"method": ["ft"], "options": {"ft": {"init_epochs": 0}}},
-    )  # fmt: skip
+    )
     for optim in ({"losses": {"task": LossOptimConfig(momentum=0.8)}}, {"name": "dot", "nesterov": False}):
         (state,) = ranks.run(1, trained, job.model_copy(update={"optim": job.optim.model_copy(update=optim)}))
         assert all(bool(tensor.isfinite().all()) for tensor in state.values())
@@ -194,7 +206,7 @@ def test_what_is_never_trained_has_no_optimizer(ranks: Ranks, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["ab", "fsp"])
 def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
     method, student = make(name, student_shapes=((4, 6, 6),) * 3, teacher_shapes=((4, 6, 6),) * 3), nn.Linear(2, 2)
-    (update,) = build_updates(student, {name: method}, OptimConfig())
+    (update,) = build_optimizers(student, {name: method}, OptimConfig())
     assert set(update.parameters) == {*student.parameters(), *method.parameters()}
 
 
@@ -204,13 +216,21 @@ def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
         ({"losses": {"m": {}}}, {}, "optim.losses: there is no loss 'm' here: write one of kd, m/deceive, m/judge, task"),
         ({"losses": {"m/zzz": {}}}, {}, "optim.losses: there is no loss 'm/zzz' here: write one of"),
         ({}, {"zzz": LossOptimConfig()}, "distill.method: m declares an optimizer for 'zzz', which is no term of it"),
-        ({"losses": {"kd": {"momentum": 0}}, "nesterov": True}, {}, "optim.losses: kd: nesterov needs a momentum above 0"),
+        (
+            {"losses": {"kd": {"momentum": 0}}, "nesterov": True},
+            {},
+            "optim.losses.kd.nesterov needs optim.losses.kd.momentum",
+        ),
         (
             {"nesterov": True},
             {"judge": LossOptimConfig(momentum=0.0)},
-            "optim.losses: m/judge: nesterov needs a momentum",
+            "optim.losses.m/judge.nesterov needs optim.losses.m/judge.momentum",
         ),
-        ({"losses": {"task": {"warmup_epochs": 10}}}, {}, "optim.losses: task: warmup_epochs 10 leaves none of 10 epochs"),
+        (
+            {"losses": {"task": {"warmup_epochs": 10}}},
+            {},
+            "optim.losses.task.warmup_epochs 10 leaves no epoch of",
+        ),
         ({"name": "dot"}, {}, "optim.name: m brings optimizers of its own, and dot has others: set optim.name to sgd or adamw"),
     ],
 )
@@ -221,14 +241,14 @@ def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared:
     assert "\n" not in str(caught.value)
 
 
-def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: Ranks, tmp_path: Path) -> None:
+def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
     with pytest.raises(ExperimentError, match=r"which has one optimizer: leave out Prepared, or Rivals, which brings its own$"):
         ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
 
 
-def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: Ranks, tmp_path: Path) -> None:
+def test_dot_gives_the_task_and_the_methods_a_momentum_each(ranks: RankPool, tmp_path: Path) -> None:
     expected = by_hand(two_heads(tmp_path / "hand"), {"task": DotsTask(0.05, 15), "next": DotsOther(0.05, 15)})
     for n in (1, 2):
         ours = ranks.run(n, trained, two_heads(tmp_path / str(n), name="dot", delta=0.05))[0]
@@ -272,16 +292,17 @@ class DotsOther(DotsOne):
 def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> None:
     optim = OptimConfig(name="dot", lr=0.5, momentum=0.5, delta=0.25, weight_decay=0.125)
     student, method = nn.Linear(2, 1).double(), make("kd")  # the task reaches the weight, and in the end the bias too
-    updates = Updates(build_updates(student, {"kd": method}, optim), Group())
-    updates.set_learning_rates(0, 10, 1)
-    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
-        group["fused"] = fused  # as on a GPU
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizers = build_optimizers(student, {"kd": method}, optim)
+    update = per_loss_update(optimizers)
+    for each in optimizers:
+        each.set_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
+        for group in each.optimizer.param_groups:
+            group["fused"] = fused  # as on a GPU
     values = {name: p.detach().clone() for name, p in student.named_parameters()}
     velocity = dict.fromkeys(["task.weight", "task.bias", "kd.weight", "kd.bias"], 0.0)
     for both in (False, True, False):
-        updates.backward(Slopes(student, both), torch.ones(()), scaler)
-        updates.step(scaler)
+        update.backward(Slopes(student, both), torch.ones(()))
+        update.step(NOT_COUNTED)
         for name, value in values.items():
             task, kd = name == "weight" or both, name == "bias" or both
             found = torch.zeros_like(value)
@@ -319,10 +340,10 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
     )
     student = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     method = make("fitnet", student_shapes=((2, 3, 3),), teacher_shapes=((3, 3, 3),))
-    updates = Updates(build_updates(student, {"fitnet": method}, optim), Group())
-    for group in (group for update in updates.updates for group in update.optimizer.param_groups):
+    optimizers = build_optimizers(student, {"fitnet": method}, optim)
+    update = per_loss_update(optimizers)
+    for group in (group for each in optimizers for group in each.optimizer.param_groups):
         group["fused"] = fused  # as on a GPU
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     named = dict(student.named_parameters()) | {f"method.{name}": p for name, p in method.named_parameters()}
     expected = {name: DotState(p.detach().numpy().copy()) for name, p in named.items()}
     numbers, seen = np.random.default_rng(0), set[tuple[bool, bool]]()
@@ -330,9 +351,10 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
         reach = {side: [name for name in named if numbers.random() < 0.6] for side in ("task", "methods")}
         reach["task"] = [name for name in reach["task"] if not name.startswith("method.")]
         found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
-        updates.set_learning_rates(step, 6, 1)
-        updates.backward(Reaching(named, found), torch.ones(()), scaler)
-        updates.step(scaler)
+        for each in optimizers:
+            each.set_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
+        update.backward(Reaching(named, found), torch.ones(()))
+        update.step(NOT_COUNTED)
         lr = learning_rate(step, 6, optim, optim.lr)
         for name, p in named.items():
             slopes = found["task"].get(name), found["methods"].get(name)
@@ -356,16 +378,16 @@ class Reaching:
 
 def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
     student = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    updates = Updates(build_updates(student, {"kd": make("kd")}, OptimConfig(losses={"task": LossOptimConfig()})), Group())
+    optimizers = build_optimizers(student, {"kd": make("kd")}, OptimConfig(losses={"task": LossOptimConfig()}))
+    update = per_loss_update(optimizers)
     seen = list[bool]()
 
     def watch(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             seen.extend(p.grad.stride() == p.stride() for p in group["params"] if p.grad is not None)
 
-    for update in updates.updates:
-        update.optimizer.register_step_pre_hook(watch)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for each in optimizers:
+        each.optimizer.register_step_pre_hook(watch)
 
     class Sums:
         """Whose gradients are one number, in no memory order."""
@@ -373,26 +395,26 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
         def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
             return torch.stack([p.sum() for p in student.parameters()]).sum()
 
-    updates.backward(Sums(), torch.ones(()), scaler)
-    updates.step(scaler)
+    update.backward(Sums(), torch.ones(()))
+    update.step(NOT_COUNTED)
     assert seen == [True] * 8
 
 
 def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
     student = nn.Linear(2, 1).double()
     optim = OptimConfig(losses={"task": LossOptimConfig()})
-    updates = Updates(build_updates(student, {"kd": make("kd")}, optim), Group())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    optimizers = build_optimizers(student, {"kd": make("kd")}, optim)
+    update = per_loss_update(optimizers)
     held: list[weakref.ref[Tensor]] = []
 
     def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         assert not [found for found in held if found() is not None]
         held.extend(weakref.ref(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
-    for update in updates.updates:
-        update.optimizer.register_step_pre_hook(begins)
-    updates.backward(Slopes(student, True), torch.ones(()), scaler)
-    updates.step(scaler)
+    for each in optimizers:
+        each.optimizer.register_step_pre_hook(begins)
+    update.backward(Slopes(student, True), torch.ones(()))
+    update.step(NOT_COUNTED)
     assert len(held) == 4
 
 
@@ -407,15 +429,15 @@ def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
     settings = (rivals if num_optimizers == 3 else two_heads)(tmp_path, **optim)
     forwards = list[int]()
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        assert len(job.train_state.updates.updates) == num_optimizers
-        job.model.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
+        assert len(job.train_state.optimizers) == num_optimizers
+        job.student.register_forward_hook(lambda _, images, __: forwards.append(len(images[0])))
         with contextlib.closing(on_device(job.train_loader.epoch(0), job.train_state.group.device)) as batches:
             for step in range(2):
-                train_step(job.train_state, next(batches), step, job.timer)
+                train_step(job.train_state, next(batches), step, job.metrics.timer)
     assert forwards == [100, 100]
 
 
-def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: Ranks, tmp_path: Path) -> None:
+def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole(ranks: RankPool, tmp_path: Path) -> None:
     own = {"task": {"momentum": 0.5}}
     whole = ranks.run(1, trained, two_heads(tmp_path / "whole", losses=own))[0]
     for n in (1, 2):
@@ -423,7 +445,7 @@ def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole
         assert relative_difference(whole, parts) < 1e-9
 
 
-def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_job_with_several_optimizers_resumes_exactly(ranks: RankPool, tmp_path: Path) -> None:
     own = {"task": {"momentum": 0.5}, "Rivals/judge": {"name": "adamw", "lr": 0.01}}
     whole = ranks.run(2, train, rivals(tmp_path / "whole", losses=own))[0]
     settings = rivals(tmp_path / "cut", losses=own)
@@ -432,13 +454,13 @@ def test_a_job_with_several_optimizers_resumes_exactly(ranks: Ranks, tmp_path: P
     assert relative_difference(whole["state"], resumed["state"]) == 0.0
 
 
-def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     settings = two_heads(tmp_path, losses={"kd": {"lr": 0.1}})
     with pytest.raises(ExperimentError, match=r"optim.losses: there is no loss 'kd' here: write one of SecondHead, task"):
         ranks.run(1, train, settings)
 
 
-def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {}}
     states = {}

@@ -12,10 +12,9 @@ from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
 from tests.trainables.methods import mine
 from tests.trainables.methods.calls import make, terms
-from trainables.device.augment import Inputs
-from trainables.device.device_batches import on_device
+from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import build
 from trainables.engine.step import losses, micro_batches, train_step
 from trainables.errors import ExperimentError, TrainingError
@@ -73,9 +72,12 @@ def test_terms_of_samples_and_of_the_batch_are_weighed_and_named() -> None:
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_a_weights_schedule_is_in_the_loss_of_each_step(tmp_path: Path, decay: str) -> None:
     settings = config(
-        tmp_path, teacher={"weights": write_teacher(tmp_path / "t.safetensors")}, optim={"epochs": 2}, train={"log_every": 1},
+        tmp_path,
+        teacher={"weights": write_teacher(tmp_path / "t.safetensors")},
+        optim={"epochs": 2},
+        train={"log_every": 1},
         distill={"options": {"kd": {"weight": 0.8, "warmup_epochs": 1, "decay": decay}}},
-    )  # fmt: skip
+    )
     steps = [metrics for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
     assert len(steps) == 30
     for step, recorded in enumerate(steps):
@@ -116,35 +118,41 @@ def test_a_student_in_half_precision_is_answered_for_in_single_precision() -> No
 
 def test_an_empty_batch_becomes_blanks_that_nothing_is_asked_about() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    (part,) = micro_batches(Inputs(torch.zeros((0, 3, 8, 8)), none), none, 4)
+    (part,) = micro_batches(DeviceBatch(torch.zeros((0, 3, 8, 8)), none, none, none, epoch=0), 4)
     assert tuple(part.images_BCHW.shape) == (2, 3, 8, 8)
     assert len(part.labels_B) == len(part.indices_B) == 0
 
 
 def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
-    parts = micro_batches(Inputs(torch.zeros((3, 3, 8, 8)), torch.arange(3)), torch.arange(3), 5)
+    three = torch.arange(3)
+    parts = micro_batches(DeviceBatch(torch.zeros((3, 3, 8, 8)), three, three, three, epoch=0), 5)
     assert [part.labels_B.tolist() for part in parts] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("options", [{}, {"channels_last": True}, {"compile": True}], ids=str)
 def test_precision_layout_and_compilation_work_with_ddp(
-    ranks: Ranks, tmp_path: Path, precision: str, options: dict[str, bool]
+    ranks: RankPool, tmp_path: Path, precision: str, options: dict[str, bool]
 ) -> None:
     if options.get("compile") and precision == "fp16":
         pytest.skip("one compiled run is enough: compilation takes most of this file's time")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
-        tmp_path, model="convnet_small", precision=precision, teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop"}, optim={"epochs": 2, "lr": 0.05}, train=options,
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision=precision,
+        teacher={"model": "convnet_large", "weights": weights},
+        data={"last_batch": "drop"},
+        optim={"epochs": 2, "lr": 0.05},
+        train=options,
+    )
     result = ranks.run(2, train, settings)[0]
     losses_seen = [metrics["train/loss"] for kind, _, metrics in result["calls"] if kind == "step"]
     assert losses_seen[-1] < losses_seen[0]
     assert not any("_orig_mod" in name or "module" in name.split(".") for name in result["state"])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(
         tmp_path, precision="fp32", teacher=None, optim={"epochs": 3, "lr": 1e30, "momentum": 0.0, "nesterov": False}
     )
@@ -155,7 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(ranks: Ranks
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path, model="resnet18", precision="fp32", teacher=None, data={"global_batch_size": 1})
     with pytest.raises(TrainingError, match=r"one image, which the batch norm of resnet18 cannot.*last_batch=drop") as caught:
         ranks.run(1, train, settings)
@@ -169,7 +177,7 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
         ("Unprepared", "returns zzz and declares kept: give what init_loss returns the names in init_terms"),
     ],
 )
-def test_terms_that_a_method_does_not_declare_are_refused(ranks: Ranks, tmp_path: Path, name: str, says: str) -> None:
+def test_terms_that_a_method_does_not_declare_are_refused(ranks: RankPool, tmp_path: Path, name: str, says: str) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:{name}"], "options": {}}
     with pytest.raises(ExperimentError) as caught:
@@ -184,16 +192,20 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
     device = torch.device("cuda")
     weights = write_teacher(tmp_path / "t.safetensors", "convnet_large")
     settings = config(
-        tmp_path, model="convnet_small", precision="fp32", teacher={"model": "convnet_large", "weights": weights},
-        data={"last_batch": "drop", "device_augment": augment}, optim={"accumulate": 2},
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision="fp32",
+        teacher={"model": "convnet_large", "weights": weights},
+        data={"last_batch": "drop", "device_augment": augment},
+        optim={"accumulate": 2},
+    )
     job = build(settings, Group(0, 1, 0, device), Recorded(), no_telemetry)
     batches = on_device(job.train_loader.epoch(0), device)
     for step in range(3):  # kernels are loaded and cuDNN chooses its algorithms in the first
         batch = next(batches)
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            train_step(job.train_state, batch, step, job.timer)
+            train_step(job.train_state, batch, step, job.metrics.timer)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     batches.close()

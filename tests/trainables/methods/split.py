@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.methods.contract import Method, ModelOutputs
 
 
@@ -76,7 +76,7 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
     return found + [buffer.clone() for buffer in method.buffers()]
 
 
-def assert_ranks_equal_one(ranks: Ranks, case: Case, split: tuple[int, ...]) -> None:
+def assert_ranks_equal_one(ranks: RankPool, case: Case, split: tuple[int, ...]) -> None:
     """To 1e-9 in float64, and all ranks say the same."""
     (one,) = ranks.run(1, steps, case, (sum(split),))
     several = ranks.run(len(split), steps, case, split)

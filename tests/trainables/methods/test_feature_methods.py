@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 from trainables.methods import load
 from trainables.methods.ab import beyond_the_boundary
@@ -92,7 +92,7 @@ def on_a_rank(group: Group, name: str, sizes: tuple[int, ...]) -> tuple[dict[str
 
 
 @pytest.mark.parametrize("name", TEACHER)
-def test_three_workers_with_uneven_rows_equal_one(ranks: Ranks, name: str) -> None:
+def test_three_workers_with_uneven_rows_equal_one(ranks: RankPool, name: str) -> None:
     sizes = (5, 0, 3)
     (terms, features, own) = on_a_rank(Group(), name, (sum(sizes),))
     parts = ranks.run(len(sizes), on_a_rank, name, sizes)

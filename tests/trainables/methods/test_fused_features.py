@@ -15,7 +15,7 @@ from tests.trainables.methods.against import teacher_model
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.references import features as reference
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.ofd import margins, partial_distance
@@ -217,7 +217,7 @@ def whole_and_parts(group: Group, name: str, sizes: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_three_workers_compute_what_one_does(ranks: Ranks, name: str) -> None:
+def test_three_workers_compute_what_one_does(ranks: RankPool, name: str) -> None:
     ((terms, features, trained, state),) = ranks.run(1, whole_and_parts, name, (ROWS,))
     parts = ranks.run(3, whole_and_parts, name, (5, 0, 3))
     exact = {"rtol": 1e-9, "atol": 1e-12}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, assert_ranks_equal_one, draw
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.methods import load
 from trainables.methods.contract import ModelOutputs
 
@@ -73,5 +73,5 @@ def test_methods_that_compare_samples_say_so() -> None:
 
 
 @pytest.mark.parametrize("case", [Case("dkd"), Case("dml", {"peer": "mlp_small"}), *CASES], ids=str)
-def test_any_number_of_ranks_says_what_one_does(ranks: Ranks, case: Case) -> None:
+def test_any_number_of_ranks_says_what_one_does(ranks: RankPool, case: Case) -> None:
     assert_ranks_equal_one(ranks, case, (5, 0, 2))

@@ -20,15 +20,15 @@ from tests.trainables.jobs import Recorded, config, no_telemetry, relative_diffe
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
 from trainables.engine.job import build
 from trainables.engine.loop import train_epoch
+from trainables.engine.single_image_latency import single_image_latency
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
-from trainables.metrics.single_image_latency import image_costs
 from trainables.models.registry import build_model
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
@@ -69,8 +69,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
         student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
         trained = nn.ModuleList([student.conv1, student.layer1, student.layer2, student.layer3]).train()
         sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-        train_state.distillation_module.train()
-        train_state.distillation_module.begin_stage(-1)
+        train_state.begin_epoch(job.epochs.at(0))
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for step in range(3):
                 batch = next(batches)
@@ -81,8 +80,9 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
                 sgd.zero_grad()
                 loss.backward()
                 sgd.step()
-                train_state.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
-                train_step(train_state, batch, step, job.timer)
+                for each in train_state.optimizers:
+                    each.set_learning_rate(step - job.train_loader.steps_per_epoch, steps_per_epoch=1, global_batch_size=20)
+                train_step(train_state, batch, step, job.metrics.timer)
         ours = {name: p.detach() for name, p in train_state.distillation_module.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
         norm = train_state.distillation_module.student.get_submodule("bn1")
@@ -178,10 +178,10 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        return not group.is_main or image_costs(job.train_state, 8)["one_image_ms"] > 0
+        return not group.is_main or single_image_latency(job.train_state, 8)["one_image_ms"] > 0
 
 
-def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: RankPool, tmp_path: Path) -> None:
     settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
     assert ranks.run(2, costs_on_the_main_rank_alone, settings) == [True, True]
 
@@ -196,7 +196,7 @@ def answered(group: Group, settings: TrainConfig) -> Tensor:
         return logits
 
 
-def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: Ranks, tmp_path: Path) -> None:
+def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: RankPool, tmp_path: Path) -> None:
     settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
     ((alone,), (first, second)) = ranks.run(1, answered, settings), ranks.run(2, answered, settings)
     torch.testing.assert_close(first, alone, rtol=1e-10, atol=1e-12)
@@ -205,6 +205,6 @@ def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["reviewkd", "ofd"])
-def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: Ranks, method: str) -> None:
+def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: RankPool, method: str) -> None:
     findings = {each.title: each.problem for each in check(Case(method, {"teacher_norm": "batch"}), ranks.run)}
     assert {title: problem for title, problem in findings.items() if problem} == {}

@@ -10,7 +10,7 @@ import torch
 
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, answers, assert_ranks_equal_one
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 from trainables.methods.rkd import angle_differences
 
@@ -80,7 +80,7 @@ def test_a_student_that_sees_as_the_teacher_does_loses_nothing(case: Case) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_number_of_ranks_says_what_one_does(ranks: Ranks, case: Case) -> None:
+def test_any_number_of_ranks_says_what_one_does(ranks: RankPool, case: Case) -> None:
     assert case.make().requires_whole_batch
     assert_ranks_equal_one(ranks, case, (5, 0, 2))
 
@@ -88,7 +88,7 @@ def test_any_number_of_ranks_says_what_one_does(ranks: Ranks, case: Case) -> Non
 @pytest.mark.slow
 def test_eight_ranks_say_what_one_does() -> None:
     crd = Case("crd", {"negatives": 6, "embedding": 3}, **ROWS, steps=3)
-    with contextlib.closing(Ranks(8)) as ranks:
+    with contextlib.closing(RankPool(8)) as ranks:
         for case in (Case("sp", **MAPS), crd, Case("dml", {"peer": "mlp_small"}, steps=2)):
             assert_ranks_equal_one(ranks, case, (5, 0, 2, 3, 1, 1, 4, 0))
             assert_ranks_equal_one(ranks, case, (0, 0, 0, 2, 0, 0, 0, 1))

@@ -27,7 +27,7 @@ from tests.trainables.methods.references.basic import Array, flat, linear, relu
 from tests.trainables.methods.references.training import cross_entropy, mutual, ps_kd, ps_kd_alpha
 from trainables.distributed.batch_norm import GlobalBatchNorm2d, convert
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.models.registry import build_model
@@ -236,7 +236,7 @@ def remembered_on(group: Group) -> tuple[Tensor, Tensor]:
     return method.get_buffer("last_MK").clone(), losses[1]
 
 
-def test_all_ranks_remember_what_one_would(ranks: Ranks) -> None:
+def test_all_ranks_remember_what_one_would(ranks: RankPool) -> None:
     (one,), several = ranks.run(1, remembered_on), ranks.run(2, remembered_on)
     for table, _ in several:
         assert torch.equal(table, one[0])

@@ -13,7 +13,7 @@ from tests.faults.injected import slow_all_reduce, slow_rank
 from tests.trainables.jobs import config, no_telemetry, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.metrics.allreduce_wait import AllreduceWait, exposed_ms, standard_error
@@ -30,11 +30,13 @@ def summary_of(group: Group, settings: TrainConfig, fault: str) -> tuple[dict[st
     if fault:
         undo()
     job.close()
-    return summary, median(job.waits.by_step.values())
+    return summary, median(job.metrics.allreduce_wait.by_step.values())
 
 
 @pytest.mark.parametrize("fault", ["", "network", "rank"])
-def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+def test_all_ranks_wait_for_a_slow_network_and_only_the_others_for_a_slow_rank(
+    ranks: RankPool, tmp_path: Path, fault: str
+) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     settings = config(
         tmp_path, precision="fp32", teacher={"weights": weights}, train={"max_steps": 24, "warmup_steps": 4}, optim={"epochs": 9}
@@ -65,7 +67,7 @@ def test_what_the_last_rank_of_each_step_waits_is_the_all_reduces() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    waits = AllreduceWait(nn.Linear(2, 2), torch.device("cpu"), 20, 0)
+    waits = AllreduceWait(nn.Linear(2, 2), torch.device("cpu"), log_every=20, warmup_steps=0)
     for _ in range(30):
-        waits.note()
+        waits.end_step()
     assert waits.summary() == {}

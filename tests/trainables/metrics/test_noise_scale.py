@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.trainables.jobs import (
     Recorded,
-    build_unwatched,
+    build_unmeasured,
     config,
     equal,
     no_telemetry,
@@ -25,7 +25,7 @@ from trainables.config import TrainConfig
 from trainables.data.order import rank_part
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import GlobalCount, Group, all_reduce_sum
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.engine.step import train_step
@@ -42,13 +42,13 @@ def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         assert job.train_state.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
-            before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
             kept = {
                 "before": before,
                 "images": job.train_state.prepare(batch).images_BCHW.clone(),
                 "labels": batch.labels_B.clone(),
             }
-            train_step(job.train_state, batch, step, job.timer)
+            train_step(job.train_state, batch, step, job.metrics.timer)
             told.append(kept | {"noise": all_reduce_sum(job.train_state.noise.take(), group).tolist()})
     return told
 
@@ -74,7 +74,7 @@ def from_definition(state: dict[str, Tensor], images: Tensor, labels: Tensor, si
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 3), (2, 1), (3, 1), (3, 2)])
 def test_a_steps_estimates_are_those_of_its_parts_own_gradients(
-    ranks: Ranks, tmp_path: Path, world_size: int, accumulate: int
+    ranks: RankPool, tmp_path: Path, world_size: int, accumulate: int
 ) -> None:
     settings = config(tmp_path, teacher=None, data=SHORT, optim={"accumulate": accumulate})
     by_rank = ranks.run(world_size, steps_taken, settings)
@@ -100,7 +100,7 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
         for _ in range(parts):
             x = mean + deviation * torch.randn(size, 8, generator=generator, dtype=torch.float64)
             (model(x).sum() / (parts * size)).backward()
-            noise.end_part(size)
+            noise.end_micro_batch(size)
         noise.end_step(GlobalCount(parts * size, Group(), parts=parts), scaler)
         model.zero_grad()
     trace, square, big, measured = noise.take().tolist()
@@ -112,17 +112,21 @@ def test_over_many_steps_the_known_covariance_comes_out() -> None:
 
 def train_unwatched(group: Group, settings: TrainConfig) -> dict[str, Tensor]:
     """The same job under DDP as torch has it."""
-    with contextlib.closing(build_unwatched(group, settings)) as job:
+    with contextlib.closing(build_unmeasured(group, settings)) as job:
         loop.run(job)
-    return {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (3, 1), (3, 2)])
-def test_what_is_trained_is_bit_for_bit_what_ddp_trains(ranks: Ranks, tmp_path: Path, world_size: int, accumulate: int) -> None:
+def test_what_is_trained_is_bit_for_bit_what_ddp_trains(
+    ranks: RankPool, tmp_path: Path, world_size: int, accumulate: int
+) -> None:
     settings = {
-        "model": "convnet_small", "precision": "fp32", "optim": {"epochs": 2, "lr": 0.05, "accumulate": accumulate},
+        "model": "convnet_small",
+        "precision": "fp32",
+        "optim": {"epochs": 2, "lr": 0.05, "accumulate": accumulate},
         "teacher": {"weights": write_teacher(tmp_path / "t.safetensors")},
-    }  # fmt: skip
+    }
     watched = ranks.run(world_size, train, config(tmp_path / "watched", **settings))
     bare = ranks.run(world_size, train_unwatched, config(tmp_path / "bare", **settings))
     assert all(equal(one["state"], other) for one, other in zip(watched, bare, strict=True))
@@ -135,7 +139,7 @@ def test_micro_batches_that_are_watched_train_the_same_bits(tmp_path: Path) -> N
     assert equal(watched, train_unwatched(Group(), config(tmp_path / "bare", **settings)))
 
 
-def test_the_scalers_factor_is_divided_out(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_scalers_factor_is_divided_out(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "optim": {"epochs": 1, "lr": 0.01}}
     seen = {
         precision: ranks.run(2, train, config(tmp_path / precision, precision=precision, **settings))[0]["calls"][-2][2]
@@ -151,14 +155,14 @@ def test_a_step_that_overflowed_and_one_of_a_single_part_tell_nothing() -> None:
     for factors in ((1.0, 3.0), (1.0, float("inf")), (2.0,)):
         for factor in factors:
             model(torch.full((1, 1), factor / len(factors))).sum().backward()
-            noise.end_part(1)
+            noise.end_micro_batch(1)
         noise.end_step(GlobalCount(len(factors), Group(), parts=len(factors)), scaler)
         model.zero_grad()
     assert noise.take().tolist() == pytest.approx([2.0, 3.0, 4.0, 1.0])  # of 1 and 3: variance 2, mean 2, 4 − 2/2 = 3
     assert noise.take().tolist() == [0.0] * len(SUMS)
 
 
-def test_log_lines_epochs_and_the_summary_have_it_where_there_is_something_to_compare(ranks: Ranks, tmp_path: Path) -> None:
+def test_log_lines_epochs_and_the_summary_have_it_where_there_is_something_to_compare(ranks: RankPool, tmp_path: Path) -> None:
     for world_size, accumulate in ((2, 1), (1, 2)):
         optim = {"epochs": 2, "accumulate": accumulate}
         calls = ranks.run(world_size, train, config(tmp_path / str(world_size), teacher=None, optim=optim))[0]["calls"]
@@ -171,7 +175,7 @@ def test_log_lines_epochs_and_the_summary_have_it_where_there_is_something_to_co
     assert not [name for _, _, metrics in alone for name in metrics if "noise" in name or "grad_norm" in name]
 
 
-def test_a_resumed_job_knows_the_noise_as_if_it_had_not_died(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_resumed_job_knows_the_noise_as_if_it_had_not_died(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "optim": {"epochs": 2}, "train": {"checkpoint_every": 6}}
     whole = ranks.run(2, train, config(tmp_path / "whole", **settings))[0]
     for die_after in (5, None):

@@ -13,7 +13,7 @@ from tests.trainables.jobs import config, equal, train, write_teacher
 from trainables.config import TrainConfig
 from trainables.distributed.batch_norm import convert
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.forward import seeded
@@ -121,7 +121,7 @@ def logits_of_a_part(group: Group) -> torch.Tensor:
     return logits_BK
 
 
-def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_those_of_all_workers(ranks: Ranks) -> None:
+def test_it_reads_its_last_map_where_batch_norms_were_replaced_by_those_of_all_workers(ranks: RankPool) -> None:
     trunk = EndsWithNorm()
     ReusedClassifier(trunk, build_model("convnet_large", num_classes=10, image_size=8, seed=5), name="a+b", image_size=8)
     assert trunk.stage1[1]._forward_hooks  # the case that is meant
@@ -141,7 +141,7 @@ def simkd(output_dir: Path, weights: str, **sections: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
     results = ranks.run(world_size, train, simkd(tmp_path / "run", weights))
     state, teacher = results[0]["state"], build_model("convnet_large", num_classes=10, image_size=8, seed=11)
@@ -160,7 +160,7 @@ def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: R
     assert epoch["epoch/train/loss"] == pytest.approx(epoch["epoch/train/simkd/feature"])
 
 
-def test_a_student_of_simkd_goes_on_where_it_was_and_may_teach(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_student_of_simkd_goes_on_where_it_was_and_may_teach(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_large")
     two = {"optim": {"epochs": 2, "lr": 0.05}}
     whole = ranks.run(1, train, simkd(tmp_path / "whole", weights, **two))[0]

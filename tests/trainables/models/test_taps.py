@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import construct
@@ -390,7 +390,7 @@ def sum_of_taps_gradients(group: Group, num_images: int) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_taps_read_through_ddp_and_their_gradients_are_summed_over_ranks(ranks: Ranks) -> None:
+def test_taps_read_through_ddp_and_their_gradients_are_summed_over_ranks(ranks: RankPool) -> None:
     two = ranks.run(2, sum_of_taps_gradients, 5)
     one = sum_of_taps_gradients(Group(), 5)
     for rank in two:

@@ -13,12 +13,13 @@ from tests.trainables.jobs import config, relative_difference, train, write_teac
 from tests.trainables.methods.calls import make, terms
 from tests.trainables.methods.references.training import several_teachers
 from trainables.config import DistillConfig, TeacherConfig, TrainConfig
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.methods.select import select_methods
 from trainables.models.weights import load_teacher
-from trainables.teachers.ensemble import MeanReader, check_several, load_network, mean_logits, teacher_reader
-from trainables.teachers.network import Teacher
+from trainables.teachers.build import load_network, teacher_reader
+from trainables.teachers.ensemble import EnsembleReader, check_ensemble, mean_logits
+from trainables.teachers.network import TeacherNetwork
 
 CLASSES = [str(label) for label in range(10)]
 
@@ -53,7 +54,7 @@ def test_equal_teachers_are_as_one_and_huge_logits_stay_finite() -> None:
 
 def test_each_method_reads_the_mean_at_its_own_temperature() -> None:
     logits_BEK = draw(4, 2, 5)
-    seen = MeanReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).pop(logits_BEK, 3)
+    seen = EnsembleReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).pop(logits_BEK, 3)
     for key, at in (("kd", 4.0), ("mine", 1.0)):
         expected = (logits_BEK[:3] / at).softmax(2).mean(1)
         torch.testing.assert_close((seen[key].logits_BK / at).softmax(1), expected)
@@ -76,7 +77,7 @@ def test_the_teachers_are_loaded_and_frozen_and_answer_together(tmp_path: Path) 
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
     images_BCHW = draw(5, 3, 8, 8).float()
-    answer_BK = Teacher(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_BK
+    answer_BK = TeacherNetwork(network, teacher_reader(teachers, network, chosen, 8))(images_BCHW, 4)["kd"].logits_BK
     expected = torch.zeros(4, 10)
     for each, share in zip((teachers, *teachers.others), (0.25, 0.5, 0.25), strict=True):
         assert each.weights is not None
@@ -99,19 +100,19 @@ def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> 
     teachers = given(tmp_path, 1.0, 1.0)
     reads = select_methods(DistillConfig.model_validate({"options": {"kd": {"teacher_taps": ["pooled"]}}}))
     with pytest.raises(ExperimentError) as caught:
-        check_several(teachers, reads)
+        check_ensemble(teachers, reads)
     assert str(caught.value) == (
         "distill.method: kd reads the features (pooled) of a teacher, and of 2 teachers there is only a mean of probabilities:"
         " leave out teacher.others, or take a method on logits, such as kd"
     )
-    check_several(teachers.model_copy(update={"others": ()}), reads)
+    check_ensemble(teachers.model_copy(update={"others": ()}), reads)
 
 
 def job(folder: Path, name: str) -> TrainConfig:
     return config(folder / name, teacher=given(folder, 1.0, 3.0).model_dump())
 
 
-def test_two_workers_learn_from_several_teachers_what_one_does(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_workers_learn_from_several_teachers_what_one_does(tmp_path: Path, ranks: RankPool) -> None:
     (one,) = ranks.run(1, train, job(tmp_path, "one"))
     for each in ranks.run(2, train, job(tmp_path, "two")):
         assert relative_difference(one["state"], each["state"]) < 1e-9

@@ -135,8 +135,10 @@ class CachedSource:
             self._samples.is_full = True
             _log.warning(
                 "data.cache: its %s are full: further %s images are read from %s every time",
-                human(self._samples.limit_bytes), self._split, self._data.path,
-            )  # fmt: skip
+                human(self._samples.limit_bytes),
+                self._split,
+                self._data.path,
+            )
         return content
 
 

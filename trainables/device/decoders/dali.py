@@ -62,17 +62,25 @@ class Dali:
         on_gpu = self._device.type == "cuda"
         # the default executor: its outputs live as long as they are held, also over the next run
         pipeline = Pipeline(
-            batch_size=_MOST_IMAGES, num_threads=self._threads, device_id=self._device.index if on_gpu else None,
+            batch_size=_MOST_IMAGES,
+            num_threads=self._threads,
+            device_id=self._device.index if on_gpu else None,
             prefetch_queue_depth=1,
-        )  # fmt: skip
+        )
         with pipeline:
             files = fn.external_source(name="files", dtype=types.UINT8, ndim=1)
             starts, ends = (fn.external_source(name=name, dtype=types.INT32, ndim=1) for name in ("starts", "ends"))
             images = fn.decoders.image_slice(
-                files, start=starts, end=ends, axes=[0, 1], device="mixed" if on_gpu else "cpu", output_type=types.RGB,
-                adjust_orientation=False, jpeg_fancy_upsampling=True,
+                files,
+                start=starts,
+                end=ends,
+                axes=[0, 1],
+                device="mixed" if on_gpu else "cpu",
+                output_type=types.RGB,
+                adjust_orientation=False,
+                jpeg_fancy_upsampling=True,
                 affine=False,  # or the workers of a node would share their first cores
-            )  # fmt: skip
+            )
             pipeline.set_outputs(images)
         pipeline.build()
         return pipeline

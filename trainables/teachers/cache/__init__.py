@@ -1,1 +1,1 @@
-"""What a teacher answered, kept on disk: an augmentation is a function of (seed, epoch, sample), and so is the answer to it."""
+"""A teacher's logits on disk (`teacher.cache`): an augmentation is a function of (seed, epoch, sample), and so are its logits."""

@@ -1,4 +1,4 @@
-"""`distill cache`: the teacher runs over the training split in each of its augmentations, and its answers are kept.
+"""`distill cache`: run the teacher over the training split in each of its augmentations, and write its logits.
 
 Shapes: B samples of this rank's part of a global batch.
 """
@@ -9,62 +9,74 @@ import contextlib
 from collections.abc import Callable
 
 from trainables.config import FillConfig
+from trainables.data.loader import Loader
 from trainables.device.augment import TrainInputs
 from trainables.device.device_batches import on_device
-from trainables.device.model_input import autocast, normalizer
+from trainables.device.model_input import autocast, normalizer, tensor_format
 from trainables.distributed.group import Group, gather_objects
-from trainables.engine.job import open_loaders
-from trainables.engine.modules import cached_teacher, numbers
 from trainables.errors import DataError
+from trainables.teachers.build import cached_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.network import TeacherRequest
+from trainables.teachers.interface import TeacherRequest
+
+Report = Callable[[str, int, float, dict[str, float]], None]
 
 
-def fill(config: FillConfig, group: Group, report: Callable[[str, int, float, dict[str, float]], None]) -> dict[str, float]:
-    """Keep what is not kept yet, and return `images` (for which the teacher ran) and `missing` (rows that could not be read).
+def stored_order(config: FillConfig) -> FillConfig:
+    """The job with every image of the training split in the order in which they are stored."""
+    data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
+    return config.model_copy(update={"data": data})
 
-    In the order in which images are stored, each worker its part of a batch; an epoch begins at the first image that is missing.
+
+def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loader, report: Report) -> dict[str, float]:
+    """Write the logits that are missing. Returns `images` (for which the teacher ran), `missing` (unreadable) and `rows`.
+
+    `config` is of `stored_order`, and `loader` reads its training split: each worker its part of a batch, and an epoch begins at
+    the first image that is missing.
 
     Raises:
         DistillError: see `open_store`; unreadable data; a disk that cannot be written.
     """
-    data = config.data.model_copy(update={"last_batch": "short", "shuffle": "none"})
-    config = config.model_copy(update={"data": data})
-    classes, (loader, val_loader) = open_loaders(config, group)
-    dtype, layout = numbers(config)
-    with contextlib.closing(loader), contextlib.closing(val_loader):
-        normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
-        prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
-        in_precision = autocast(config.precision, group.device)
-        steps_per_epoch, epochs = loader.steps_per_epoch, config.kept_epochs
-        about = {"steps_per_epoch": steps_per_epoch, "samples_per_epoch": loader.samples_per_epoch, "epochs": epochs}
-        report("start", 0, 0.0, {**about, "num_workers": group.world_size, "max_steps": 0})
-        images, missing = 0, 0
-        with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
-            for epoch in range(epochs):
-                done = epoch * steps_per_epoch
-                missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
-                if missing_N.any():  # rank 0 decides: a shared file system may show a part to one node later than to another
-                    start = int(missing_N.argmax())
-                    batches = on_device(loader.epoch(epoch, start), group.device, loader.seed_epoch(epoch))
-                    for step, batch in enumerate(batches, start=done + start // data.global_batch_size + 1):
-                        batch.wait()
-                        rows = len(batch.labels_B)
-                        with in_precision():
-                            teacher(prepare(batch).images_BCHW, rows, TeacherRequest(batch.known_B, batch.epoch))
-                        if step % config.train.log_every == 0:
-                            report("step", step, step / steps_per_epoch, {})
-                            _check_written(teacher, group)
-                    images += sum(gather_objects(teacher.end_epoch(), group))
-                    _check_written(teacher, group)
-                    missing += int(teacher.store.open(epoch).missing_N.sum())
-                report("step", done + steps_per_epoch, epoch + 1.0, {})
-        return {"images": float(images), "missing": float(missing), "rows": float(loader.num_samples * epochs)}
+    num_steps, num_epochs = loader.steps_per_epoch, config.kept_epochs
+    sizes = {"steps_per_epoch": num_steps, "samples_per_epoch": loader.samples_per_epoch, "epochs": num_epochs}
+    report("start", 0, 0.0, {**sizes, "num_workers": group.world_size, "max_steps": 0})
+    num_images, num_missing = 0, 0
+    with contextlib.closing(cached_teacher(config, group, classes, loader, ["cache"])) as teacher:
+        for epoch in range(num_epochs):
+            missing_N = gather_objects(teacher.store.open(epoch).missing_N if group.is_main else None, group)[0]
+            if missing_N.any():  # rank 0 decides: a shared file system may show a segment to one node later than to another
+                _run_epoch(config, group, loader, teacher, report, epoch=epoch, start=int(missing_N.argmax()))
+                num_images += sum(gather_objects(teacher.end_epoch(), group))
+                _check_written(teacher, group)
+                num_missing += int(teacher.store.open(epoch).missing_N.sum())
+            report("step", (epoch + 1) * num_steps, epoch + 1.0, {})
+    return {"images": float(num_images), "missing": float(num_missing), "rows": float(loader.num_samples * num_epochs)}
+
+
+def _run_epoch(
+    config: FillConfig, group: Group, loader: Loader, teacher: CachedTeacher, report: Report, *, epoch: int, start: int
+) -> None:
+    """Run the teacher over an epoch's images from position `start` on."""
+    data, num_steps = config.data, loader.steps_per_epoch
+    dtype, layout = tensor_format(config)
+    normalize = normalizer(data.mean, data.std, group.device, dtype, layout)
+    prepare = TrainInputs(data.device_augment, normalize, seed=config.seed, image_size=data.image_size, device=group.device)
+    precision = autocast(config.precision, group.device)
+    batches = on_device(loader.epoch(epoch, start), group.device, loader.seed_epoch(epoch))
+    first_step = epoch * num_steps + start // data.global_batch_size + 1
+    for step, batch in enumerate(batches, start=first_step):
+        batch.wait()
+        with precision():
+            images_BCHW = prepare(batch).images_BCHW
+            teacher(images_BCHW, len(batch.labels_B), TeacherRequest(batch.host_indices_B, batch.epoch))
+        if step % config.train.log_every == 0:
+            report("step", step, step / num_steps, {})
+            _check_written(teacher, group)
 
 
 def _check_written(teacher: CachedTeacher, group: Group) -> None:
-    """End on every rank where the disk has failed one. Raises DataError."""
-    for reason in filter(None, gather_objects(teacher.unwritten(), group)):
+    """End on every rank where the disk of one failed. Raises DataError."""
+    for reason in filter(None, gather_objects(teacher.write_error(), group)):
         raise DataError(
             f"teacher.cache: {teacher.store.folder} cannot be written ({reason}): free room or name another folder, and run it "
             "again: what is written stays"

@@ -1,6 +1,6 @@
-"""How the logits of an image are kept in half precision, all of them or the largest k, and what that costs a loss.
+"""The format of cached logits: half precision, all of them or the largest k, and what that costs a loss.
 
-Shapes: B samples, K classes, k kept ones (K where all are).
+Shapes: B samples, K classes, k stored ones (K where all are).
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import torch
 from torch import Tensor
 
 ROUNDING = 2.0**-11
-"""Half precision: a number is kept with this error, relative to itself."""
-_LEAST = -65504.0
+"""The relative error of a number in half precision."""
+_HALF_MIN = -65504.0
 _INT16_CLASSES = 2**15
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What is kept of an image's logits z: `top`, the largest, in single precision, and the others as what they are below it.
+class LogitsFormat:
+    """The columns that store an image's logits z: `top`, the largest, in single precision; `logits`, all minus `top`, in half.
 
-    A softmax does not see what is added to all logits, and where probability is, z - max z is small and half precision exact.
+    A softmax does not change with what is added to all logits, and where probability is, z - max z is small and half precision
+    exact.
 
-    With `top_k` the k largest are kept, and beside them `rest`: the others take the one logit that has their sum,
+    With `top_k` the k largest are stored, and `rest`: the others get the one logit that has their sum,
     logsumexp(rest) - log(K - k). At T = 1 they so keep their probability together, which is spread evenly among them.
 
     **How far T²·KL(teacher ‖ student) may be off.** Let r be the largest difference of two logits of the student, p =
     softmax(z/T), d_j = max z - z_j, and h(x) = -x·log x - (1 - x)·log(1 - x).
 
     - Rounding, to first order: T·2⁻¹¹·Σ_j p_j·d_j·|g_j - Σ_i p_i·g_i|, where g = log p - log softmax(student/T).
-    - The largest k alone: T²·(δ·log(K - 1) + h(δ) + δ·r/T), with δ ≤ 1 - 1/K. Where T ≥ 1, δ is what the rest, as it is kept,
-      weighs at T: x^(1/T) is concave, so that it weighs less as it was (Jensen). Where T < 1, δ = R/(R + Σ_kept e^(z_j/T)) with
+    - The largest k alone: T²·(δ·log(K - 1) + h(δ) + δ·r/T), with δ ≤ 1 - 1/K. Where T ≥ 1, δ is what the rest, as it is stored,
+      weighs at T: x^(1/T) is concave, so that it weighs less as it was (Jensen). Where T < 1, δ = R/(R + Σ_stored e^(z_j/T)) with
       R = e^(z_k·(1/T - 1))·Σ_rest e^(z_j), since no logit of the rest is above z_k. No set of classes gains more than δ (total
       variation); the first two terms bound what that does to the entropy (Zhang 2007, "Estimating mutual information via
       Kolmogorov distance", theorem 6; Audenaert 2007), the last what it does to the cross-entropy.
@@ -43,23 +44,23 @@ class Layout:
     top_k: int | None = None
 
     @property
-    def kept(self) -> int:
-        """k: how many logits are kept of an image."""
+    def num_stored(self) -> int:
+        """k: how many logits of an image are stored."""
         return self.num_classes if self.top_k is None else self.top_k
 
     @property
     def columns(self) -> dict[str, tuple[str, int]]:
-        """What is kept of an image: name → type, and how many numbers; 0 for a single one."""
-        whole: dict[str, tuple[str, int]] = {"top": ("float32", 0), "logits": ("float16", self.kept)}
+        """What is stored of an image: column → dtype, and how many numbers; 0 for a single one."""
+        dense: dict[str, tuple[str, int]] = {"top": ("float32", 0), "logits": ("float16", self.num_stored)}
         if self.top_k is None:
-            return whole
+            return dense
         classes = "int16" if self.num_classes <= _INT16_CLASSES else "int32"
-        return {**whole, "classes": (classes, self.kept), "rest": ("float16", 0)}
+        return {**dense, "classes": (classes, self.num_stored), "rest": ("float16", 0)}
 
     @property
     def row_bytes(self) -> int:
         """Bytes of an image, with its index."""
-        return 4 + sum(max(count, 1) * np.dtype(kind).itemsize for kind, count in self.columns.values())
+        return 4 + sum(max(width, 1) * np.dtype(dtype).itemsize for dtype, width in self.columns.values())
 
     def encode(self, logits_BK: Tensor) -> dict[str, Tensor]:
         """The columns (B,) or (B, k) of these logits, on their device; nothing waits for it."""
@@ -71,21 +72,23 @@ class Layout:
         others_BK = logits_BK.scatter(1, classes_Bk, -math.inf)
         rest_B = others_BK.logsumexp(1) - math.log(self.num_classes - self.top_k)
         top_B = logits_Bk[:, 0]
-        kind: Any = getattr(torch, self.columns["classes"][0])
+        class_dtype: Any = getattr(torch, self.columns["classes"][0])
         return {
-            "top": top_B.float(), "logits": _half(logits_Bk - top_B[:, None]), "classes": classes_Bk.to(kind),
+            "top": top_B.float(),
+            "logits": _half(logits_Bk - top_B[:, None]),
+            "classes": classes_Bk.to(class_dtype),
             "rest": _half(rest_B - top_B),
-        }  # fmt: skip
+        }
 
     def decode(self, columns: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """The logits (B, K) that the columns stand for, on their device."""
+        """The logits (B, K) that the columns store, on their device."""
         top_B1 = columns["top"].to(dtype)[:, None]
-        kept_Bk = columns["logits"].to(dtype)
+        logits_Bk = columns["logits"].to(dtype)
         if self.top_k is None:
-            return kept_Bk + top_B1
+            return logits_Bk + top_B1
         rest_BK = columns["rest"].to(dtype)[:, None].expand(-1, self.num_classes)
-        return rest_BK.scatter(1, columns["classes"].long(), kept_Bk) + top_B1
+        return rest_BK.scatter(1, columns["classes"].long(), logits_Bk) + top_B1
 
 
 def _half(values: Tensor) -> Tensor:
-    return values.clamp(min=_LEAST).half()
+    return values.clamp(min=_HALF_MIN).half()

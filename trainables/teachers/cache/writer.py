@@ -1,6 +1,6 @@
-"""Writes what a teacher answers, in a thread of its own: the step waits neither for the device nor for the disk.
+"""Writes a teacher's logits in a thread of its own: the step waits neither for the device nor for the disk.
 
-Shapes: B samples, k kept logits, R rows of a part.
+Shapes: B samples, k stored logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,111 +17,110 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.teachers.cache.store import Columns, Store
+from trainables.teachers.cache.store import Columns, LogitsStore
 
 log = logging.getLogger("raydistill")
 
-PART_BYTES = 32 << 20
-PART_S = 60.0
-"""A part is written when it is so large, or so old: a kill loses at most that."""
-_MOST_WAITING = 64  # batches: where the disk is slower than the teacher, it is the teacher that waits
+SEGMENT_BYTES = 32 << 20
+SEGMENT_AGE_S = 60.0
+"""A segment is written at this size or age: a kill loses at most that."""
+_MAX_QUEUED = 64  # batches: where the disk is slower than the teacher, the teacher waits
 
 
-@dataclass
-class _Batch:
-    epoch: int
-    samples_B: NDArray[np.int64]
-    columns: dict[str, Tensor]
-    wanted_B: NDArray[np.bool_]
-    copied: torch.cuda.Event | None
+class CacheWriter:
+    """Adds a running teacher's logits to a store. A disk that fails ends the writing, not the training."""
 
-
-class Keeper:
-    """What is kept of a running teacher. A disk that fails ends the keeping, not the training."""
-
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: LogitsStore) -> None:
         self._store = store
-        self._queue: queue.Queue[_Batch | threading.Event | None] = queue.Queue(_MOST_WAITING)
-        self._waiting: list[Columns] = []
-        self._bytes, self._epoch, self._since_s = 0, 0, 0.0
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_QUEUED)
+        self._buffered: list[Columns] = []
+        self._num_bytes, self._epoch, self._oldest_s = 0, 0, 0.0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="cache writer", daemon=True)
         self._thread.start()
 
-    def add(self, epoch: int, samples_B: NDArray[np.int64], columns: dict[str, Tensor], wanted_B: NDArray[np.bool_]) -> None:
-        """Keep the columns of the `wanted_B` of these samples; on a GPU they are copied to the host meanwhile."""
+    def add(self, epoch: int, indices_B: NDArray[np.int64], columns: dict[str, Tensor], missing_B: NDArray[np.bool_]) -> None:
+        """Write the columns of the `missing_B` of these samples; those on a GPU are copied to the host meanwhile."""
         copied = None
         if columns["top"].is_cuda:
-            columns = {name: _copied(tensor) for name, tensor in columns.items()}
+            columns = {name: _copy_to_host(tensor) for name, tensor in columns.items()}
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()  # type: ignore[no-untyped-call]
-        self._queue.put(_Batch(epoch, samples_B.copy(), columns, wanted_B, copied))
+        self._tasks.put(partial(self._buffer, epoch, indices_B.copy(), columns, missing_B, copied))
 
     @property
-    def failure(self) -> OSError | None:
-        """Of the disk: nothing is kept since then."""
-        return self._failure if isinstance(self._failure, OSError) else None
+    def disk_error(self) -> OSError | None:
+        """Of the disk: nothing is written since."""
+        return self._error if isinstance(self._error, OSError) else None
 
     def flush(self) -> None:
-        """Wait until all of it is on disk. Raises what the thread failed of, unless that was the disk."""
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
-        if self._failure is not None and not isinstance(self._failure, OSError):
-            raise self._failure
+        """Wait until all of it is on disk. Raises the thread's exception, unless that was the disk's."""
+        self._tasks.put(self._write)
+        self._tasks.join()
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
 
     def close(self) -> None:
         """Write the rest and end the thread."""
-        self._queue.put(None)
+        self._tasks.put(self._write)
+        self._tasks.put(None)
         self._thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
             try:
-                wait_s = max(0.0, self._since_s + PART_S - time.monotonic()) if self._waiting else None
-                item = self._queue.get(timeout=wait_s)
+                task = self._tasks.get(timeout=self._remaining_s())
             except queue.Empty:
-                self._try(self._write)
+                self._attempt(self._write)
                 continue
-            if isinstance(item, _Batch):
-                self._try(partial(self._take, item))
-                continue
-            self._try(self._write)
-            if item is None:
+            if task is None:
                 return
-            item.set()
+            self._attempt(task)
+            self._tasks.task_done()
 
-    def _try(self, work: Callable[[], None]) -> None:
-        """A failure ends the keeping; whoever waits for this thread waits no longer for it."""
+    def _remaining_s(self) -> float | None:
+        """Seconds until the buffered rows are due; None: there are none."""
+        return max(0.0, self._oldest_s + SEGMENT_AGE_S - time.monotonic()) if self._buffered else None
+
+    def _attempt(self, task: Callable[[], None]) -> None:
+        """Run a task unless one has failed before: a failure ends the writing, and `flush` does not wait for what follows."""
         try:
-            if self._failure is None:
-                work()
+            if self._error is None:
+                task()
         except Exception as error:
-            self._failure, self._waiting = error, []
+            self._error, self._buffered = error, []
             if isinstance(error, OSError):
                 log.warning(
-                    "teacher.cache: %s cannot be written (%s): this worker keeps nothing more, and its training goes on",
-                    self._store.folder, error.strerror or error,
-                )  # fmt: skip
+                    "teacher.cache: %s cannot be written (%s): this worker writes no more logits, and its training goes on",
+                    self._store.folder,
+                    error.strerror or error,
+                )
 
-    def _take(self, batch: _Batch) -> None:
-        if batch.epoch != self._epoch or self._bytes >= PART_BYTES:
+    def _buffer(
+        self,
+        epoch: int,
+        indices_B: NDArray[np.int64],
+        columns: dict[str, Tensor],
+        missing_B: NDArray[np.bool_],
+        copied: torch.cuda.Event | None,
+    ) -> None:
+        if epoch != self._epoch or self._num_bytes >= SEGMENT_BYTES:
             self._write()
-        if batch.copied is not None:
-            batch.copied.synchronize()  # type: ignore[no-untyped-call]
-        if not self._waiting:
-            self._since_s = time.monotonic()
-        columns = {name: tensor.numpy()[batch.wanted_B] for name, tensor in batch.columns.items()}
-        self._waiting.append({"sample": batch.samples_B[batch.wanted_B].astype(np.int32), **columns})
-        self._bytes += int(batch.wanted_B.sum()) * self._store.layout.row_bytes
-        self._epoch = batch.epoch
+        if copied is not None:
+            copied.synchronize()  # type: ignore[no-untyped-call]
+        if not self._buffered:
+            self._oldest_s = time.monotonic()
+        rows = {name: tensor.numpy()[missing_B] for name, tensor in columns.items()}
+        self._buffered.append({"sample": indices_B[missing_B].astype(np.int32), **rows})
+        self._num_bytes += int(missing_B.sum()) * self._store.format.row_bytes
+        self._epoch = epoch
 
     def _write(self) -> None:
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        if waiting:
-            self._store.write(self._epoch, {name: np.concatenate([part[name] for part in waiting]) for name in waiting[0]})
+        buffered, self._buffered, self._num_bytes = self._buffered, [], 0
+        if buffered:
+            self._store.write(self._epoch, {name: np.concatenate([rows[name] for rows in buffered]) for name in buffered[0]})
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory that is on its way."""
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, begun and not waited for."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,1 +1,1 @@
-"""The teacher as a service (`teacher.service`): one network answers for several students, in processes of its own."""
+"""The teacher as a service (`teacher.service`): Ray actors compute its logits for several students."""

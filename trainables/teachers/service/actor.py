@@ -1,4 +1,4 @@
-"""A service as a process of its own: the shell that an actor of Ray wears. Knows no Ray."""
+"""A teacher service as a process of its own: the class of a Ray actor. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import torch
 
 from trainables.config import TrainConfig
 from trainables.failures import kind_of
-from trainables.teachers.service.protocol import Question, Reply
-from trainables.teachers.service.served_network import LiveNetwork
-from trainables.teachers.service.server import Service
+from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
+from trainables.teachers.service.served_network import ServedNetwork
+from trainables.teachers.service.server import TeacherService
 
 T = TypeVar("T")
 
 
 class TeacherActor:
-    """`Service`, awaited: as many questions at once as there are."""
+    """A `TeacherService` with coroutines as methods: any number of requests wait in it at once."""
 
     def __init__(self, device: str, threads: int) -> None:
-        """`threads` compute on a CPU."""
+        """`threads`: compute threads on a CPU."""
         torch.set_num_threads(threads)
 
-        def build(settings: dict[str, Any], classes: Sequence[str]) -> LiveNetwork:
-            return LiveNetwork(TrainConfig.model_validate(settings), classes, torch.device(device))
+        def build(settings: dict[str, Any], classes: Sequence[str]) -> ServedNetwork:
+            return ServedNetwork(TrainConfig.model_validate(settings), classes, torch.device(device))
 
-        self._service = Service(build)
+        self._service = TeacherService(build)
 
     async def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> None:
-        """See `Service`."""
-        await _done(self._service.open(key, settings, classes, num_samples))
+        """See `TeacherService`."""
+        await _result(self._service.open(key, settings, classes, num_samples))
 
-    async def answer(self, question: Question) -> Reply:
-        """See `Service`."""
-        return await _done(self._service.answer(question))
+    async def logits(self, request: LogitsRequest) -> LogitsResponse:
+        """See `TeacherService`."""
+        return await _result(self._service.logits(request))
 
     async def counts(self) -> dict[str, int]:
-        """See `Service`."""
+        """See `TeacherService`."""
         return self._service.counts()
 
 
-async def _done(future: Future[T]) -> T:
-    """The result. A process whose GPU has failed can compute no more: it ends, and Ray starts another."""
+async def _result(future: Future[T]) -> T:
+    """The future's result. Where the GPU has failed, the process can compute no more: it exits, and Ray starts another."""
     try:
         return await asyncio.wrap_future(future)
     except RuntimeError as error:

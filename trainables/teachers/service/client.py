@@ -1,6 +1,6 @@
-"""The worker's side of a teacher's service: batches are asked about while they wait for their step.
+"""The worker's client of a teacher service: the logits of a batch are requested while it waits for its step.
 
-Shapes: B samples of this rank, b of them that one service answers, C channels, H=W pixels, K classes.
+Shapes: B samples of this rank, b of them that one actor serves, C channels, H=W pixels, K classes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,200 +21,183 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainables.config import TrainConfig
-from trainables.data.loader import Batch, Loader
-from trainables.distributed.group import Group, gather_objects
-from trainables.errors import ClusterError, DistillError
+from trainables.data.loader import Batch
+from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
-from trainables.teachers.network import TeacherRequest
-from trainables.teachers.service.protocol import Line, Question, Reply, TeacherServiceLostError
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse, TeacherConnection
 
 log = logging.getLogger("raydistill")
 
-AHEAD = 4
-"""Batches that a worker has asked about before their step: so many answers may be on their way, and no more."""
-PATIENCE_S = 600.0
-"""A question that is not answered for so long, whatever was started again meanwhile, ends the training."""
-_POLL_S, _PAUSE_S = 1.0, 0.5
+PREFETCH_BATCHES = 4
+"""Batches whose logits are requested before their step."""
+RESPONSE_TIMEOUT_S = 600.0
+"""Without a response for so long, whatever was restarted meanwhile, the training ends."""
+_POLL_S, _RETRY_S = 1.0, 0.5
 
 
 @dataclass
-class _Part:
-    """Rows of a batch that one service answers."""
+class _PendingBatch:
+    """A batch whose logits were requested."""
 
-    rows_b: NDArray[np.intp]
-    reply: Future[Reply]
-
-
-@dataclass
-class _Coming:
-    """A batch that was asked about."""
-
-    samples_B: NDArray[np.int64]
-    parts: list[_Part]
-    given: int = 0
-    """Rows that steps have taken."""
+    indices_B: NDArray[np.int64]
+    responses: list[tuple[NDArray[np.intp], Future[LogitsResponse]]]
+    """Rows of the batch, and the response for them; one for each connection."""
+    num_used: int = 0
+    """Rows that steps have used, from the first on."""
     logits_BK: Tensor | None = None
+    """On the device, once a step has waited for the responses."""
 
 
 class ServiceTeacher:
-    """Answers that a service computes, see `TeacherInterface`. A sample is always asked of the same one of several lines."""
+    """Logits that a teacher service computes, see `TeacherInterface`. A sample is always requested from the same connection."""
 
     def __init__(
-        self, lines: Sequence[Line], key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int,
-        methods: Sequence[str], *, device: torch.device, dtype: torch.dtype, patience_s: float = PATIENCE_S,
-    ) -> None:  # fmt: skip
-        """`key`, `settings`, `classes`, `num_samples`: see `Service.open`. `methods`: who reads the answers."""
-        if not lines:
-            raise ValueError("a teacher's service without a line to it")
-        self._lines, self._key, self._patience_s = tuple(lines), key, patience_s
-        self._about = settings, tuple(classes), num_samples
+        self,
+        connections: Sequence[TeacherConnection],
+        *,
+        key: str,
+        settings: dict[str, Any],
+        classes: Sequence[str],
+        num_samples: int,
+        methods: Sequence[str],
+        device: torch.device,
+        dtype: torch.dtype,
+        timeout_s: float = RESPONSE_TIMEOUT_S,
+    ) -> None:
+        """`key`, `settings`, `classes`, `num_samples`: see `TeacherService.open`. `methods`: their keys."""
+        if not connections:
+            raise ValueError("a client of the teacher service without a connection to it")
+        self._connections, self._key, self._timeout_s = tuple(connections), key, timeout_s
+        self._open_arguments = settings, tuple(classes), num_samples
+        self._num_classes = len(classes)
         self._methods, self._device, self._dtype = tuple(methods), device, dtype
-        self._coming: deque[_Coming] = deque()
-        self._pool = ThreadPoolExecutor((AHEAD + 1) * len(lines), thread_name_prefix="teacher")
+        self._pending: deque[_PendingBatch] = deque()
+        self._pool = ThreadPoolExecutor((PREFETCH_BATCHES + 1) * len(connections), thread_name_prefix="teacher")
         self._closed = threading.Event()
-        self._ran_for = 0
+        self._num_computed = 0
 
-    def ahead(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `TeacherInterface`. One more with each step, up to AHEAD: the first step does not wait until so many are loaded."""
-        self._coming.clear()
-        waiting, given = deque[Batch](), 0
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """See `TeacherInterface`. One batch more with each step, so that the first step does not wait until all are loaded."""
+        self._pending.clear()
+        waiting, num_yielded = deque[Batch](), 0
         with contextlib.closing(batches):
             for batch in batches:
-                self._coming.append(self._ask(batch, epoch))
+                self._pending.append(self._request(batch, epoch))
                 waiting.append(batch)
-                if len(waiting) > min(AHEAD, given + 1):
+                if len(waiting) > min(PREFETCH_BATCHES, num_yielded + 1):
                     yield waiting.popleft()
-                    given += 1
+                    num_yielded += 1
             yield from waiting
 
-    def __call__(self, images_BCHW: Tensor, num_rows: int, asked: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
-        """See `TeacherInterface`. Waits for the answer where it is not there yet, but not for the device."""
-        if asked is None:
-            logits_BK = torch.zeros((num_rows, len(self._about[1])), device=self._device, dtype=self._dtype)
-            return {method: ModelOutputs(logits_BK) for method in self._methods}
-        coming = self._coming[0]
-        rows = slice(coming.given, coming.given + num_rows)
-        if not np.array_equal(coming.samples_B[rows], asked.samples_B.numpy()):
-            raise RuntimeError("teacher.service: a step asks about other samples than those that came before it")
-        if coming.logits_BK is None:
-            coming.logits_BK = self._collect(coming)
-        coming.given += num_rows
-        if coming.given == len(coming.samples_B):
-            self._coming.popleft()
-        logits_BK = coming.logits_BK[rows]
-        return {method: ModelOutputs(logits_BK) for method in self._methods}
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """See `TeacherInterface`. Waits for the responses where they are not there yet, but not for the device."""
+        if request is None:
+            return self._outputs(torch.zeros((num_rows, self._num_classes), device=self._device, dtype=self._dtype))
+        pending = self._pending[0]
+        rows = slice(pending.num_used, pending.num_used + num_rows)
+        if not np.array_equal(pending.indices_B[rows], request.indices_B.numpy()):
+            raise RuntimeError("teacher.service: a step has other samples than those whose logits were requested for it")
+        if pending.logits_BK is None:
+            pending.logits_BK = self._collect(pending)
+        pending.num_used += num_rows
+        if pending.num_used == len(pending.indices_B):
+            self._pending.popleft()
+        return self._outputs(pending.logits_BK[rows])
 
     def end_epoch(self) -> int:
-        """See `TeacherInterface`: images of which this worker was the first to ask."""
-        ran_for, self._ran_for = self._ran_for, 0
-        return ran_for
+        """See `TeacherInterface`: images that this worker was the first to request."""
+        num_computed, self._num_computed = self._num_computed, 0
+        return num_computed
 
     def close(self) -> None:
-        """Ask no more."""
+        """Send no more requests."""
         self._closed.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, batch: Batch, epoch: int) -> _Coming:
-        samples_B = batch.indices_B.numpy().copy()
-        images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
-        whose_B = samples_B % len(self._lines)
-        parts = []
-        for number, line in enumerate(self._lines):
-            rows_b = np.flatnonzero(whose_B == number)
-            if len(rows_b):
-                reply = self._pool.submit(self._learn, line, samples_B[rows_b], images_BHWC, rows_b, epoch)
-                parts.append(_Part(rows_b, reply))
-        return _Coming(samples_B, parts)
+    def _outputs(self, logits_BK: Tensor) -> dict[str, ModelOutputs]:
+        return {method: ModelOutputs(logits_BK) for method in self._methods}
 
-    def _collect(self, coming: _Coming) -> Tensor:
-        """The logits (B, K) of a batch, on the device; on a GPU their copy is on its way."""
-        pinned = self._device.type == "cuda"
-        shape = len(coming.samples_B), len(self._about[1])
-        logits_BK = torch.empty(shape, dtype=self._dtype, pin_memory=pinned)
-        for part in coming.parts:
-            reply = part.reply.result()
-            logits_BK.numpy()[part.rows_b] = reply.logits_BK
-            self._ran_for += reply.computed
+    def _request(self, batch: Batch, epoch: int) -> _PendingBatch:
+        """Send the requests of a batch, each to the actor that serves its samples."""
+        indices_B = batch.indices_B.numpy().copy()
+        images_BHWC = batch.images_BCHW.permute(0, 2, 3, 1).numpy()
+        actors_B = indices_B % len(self._connections)
+        responses = []
+        for number, connection in enumerate(self._connections):
+            rows_b = np.flatnonzero(actors_B == number)
+            if len(rows_b):
+                exchange = partial(self._exchange, connection, indices_B[rows_b], images_BHWC, rows_b, epoch)
+                responses.append((rows_b, self._pool.submit(exchange)))
+        return _PendingBatch(indices_B, responses)
+
+    def _collect(self, pending: _PendingBatch) -> Tensor:
+        """Wait for the logits (B, K) of a batch; returns them on the device, on a GPU with their copy under way."""
+        shape = len(pending.indices_B), self._num_classes
+        logits_BK = torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        for rows_b, future in pending.responses:
+            response = future.result()
+            logits_BK.numpy()[rows_b] = response.logits_BK
+            self._num_computed += response.num_computed
         return logits_BK.to(self._device, non_blocking=True)
 
-    def _learn(
-        self, line: Line, samples_b: NDArray[np.int64], images_BHWC: NDArray[np.uint8], rows_b: NDArray[np.intp], epoch: int
-    ) -> Reply:
-        """The answer to some samples of a batch. First without images; then with those that the service has not seen.
+    def _exchange(
+        self,
+        connection: TeacherConnection,
+        indices_b: NDArray[np.int64],
+        images_BHWC: NDArray[np.uint8],
+        rows_b: NDArray[np.intp],
+        epoch: int,
+    ) -> LogitsResponse:
+        """The logits of some samples of a batch: requested without images first, then with those that the service lacks.
 
         Raises:
-            ClusterError: there was none for too long.
+            ClusterError: there was no response for too long.
             DistillError: the service cannot load the teacher.
         """
-        until_s, computed, lost = time.monotonic() + self._patience_s, 0, False
-        sent_b = np.zeros(len(samples_b), dtype=bool)
+        deadline_s, num_computed, lost = time.monotonic() + self._timeout_s, 0, False
+        sent_b = np.zeros(len(indices_b), dtype=bool)
         while True:
             sent = np.flatnonzero(sent_b)
-            images = None if not len(sent) else images_BHWC if len(sent) == len(images_BHWC) else images_BHWC[rows_b[sent]]
+            request = LogitsRequest(self._key, epoch, indices_b, sent, _select(images_BHWC, rows_b[sent]))
             try:
-                reply: Reply = self._wait(line("answer", Question(self._key, epoch, samples_b, sent, images)), until_s)
-                computed += reply.computed
-                if reply.logits_BK is not None:
-                    return reply._replace(computed=computed)
-                if reply.wanted is None:
-                    self._wait(line("open", self._key, *self._about), until_s)
+                response: LogitsResponse = self._wait(connection("logits", request), deadline_s)
+                num_computed += response.num_computed
+                if response.logits_BK is not None:
+                    return response._replace(num_computed=num_computed)
+                if response.missing is None:
+                    self._wait(connection("open", self._key, *self._open_arguments), deadline_s)
                     sent_b[:] = False
                 else:
-                    sent_b[reply.wanted] = True
+                    sent_b[response.missing] = True
             except TeacherServiceLostError as error:
                 if self._closed.is_set():
                     raise
-                if time.monotonic() >= until_s:
-                    raise ClusterError(self._gave_up()) from error
+                if time.monotonic() >= deadline_s:
+                    raise ClusterError(self._timeout_message()) from error
                 if not lost:
-                    log.warning("teacher.service: an actor is gone (%s): asking again until it is back", error)
+                    log.warning("teacher.service: an actor is gone (%s): repeating the request until it is back", error)
                 lost = True
-                self._closed.wait(_PAUSE_S)
+                self._closed.wait(_RETRY_S)
 
-    def _wait(self, result: Callable[[float], Any], until_s: float) -> Any:
+    def _wait(self, result: Callable[[float], Any], deadline_s: float) -> Any:
         while not self._closed.is_set():
             try:
                 return result(_POLL_S)
             except TimeoutError as error:
-                if time.monotonic() >= until_s:
-                    raise ClusterError(self._gave_up()) from error
+                if time.monotonic() >= deadline_s:
+                    raise ClusterError(self._timeout_message()) from error
         raise TeacherServiceLostError("the training is over")
 
-    def _gave_up(self) -> str:
+    def _timeout_message(self) -> str:
         return (
-            f"teacher.service: no answer for {self._patience_s:g} s: see that the cluster holds its {len(self._lines)} actors, "
-            "then `distill resume`; or set teacher.service to null"
+            f"teacher.service: no answer for {self._timeout_s:g} s: see that the cluster holds its {len(self._connections)} "
+            "actors, then `distill resume`; or set teacher.service to null"
         )
 
 
-def service_teacher(
-    config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str], lines: Sequence[Line], methods: Sequence[str],
-    dtype: torch.dtype,
-) -> ServiceTeacher:  # fmt: skip
-    """The teacher whom `lines` lead to. Every rank calls it.
-
-    Raises:
-        DistillError: the teacher or the data cannot be read, or the workers see different images.
-    """
-    images = agree_on_images(config.data.path, loader, group, "teacher.service")
-    told = gather_objects(_key(config, images, classes) if group.is_main else None, group)[0]
-    if isinstance(told, DistillError):
-        raise told
-    key, sha256 = told
-    settings = config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json")
-    return ServiceTeacher(lines, key, settings, classes, images.num_samples, methods, device=group.device, dtype=dtype)
-
-
-def _key(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[str, str] | DistillError:
-    """On rank 0: whose answers are asked for, and the teacher's hash.
-
-    A timing run shares no answers, since it is to say what its own teacher costs.
-    """
-    try:
-        parts = key_parts(config, images, classes, None)
-    except DistillError as error:
-        return error
-    own = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
-    return key_of(parts) + own, parts["teacher"]["sha256"]
+def _select(images_BHWC: NDArray[np.uint8], rows_R: NDArray[np.intp]) -> NDArray[np.uint8] | None:
+    """These rows; not copied where they are all, None where they are none."""
+    if not len(rows_R):
+        return None
+    return images_BHWC if len(rows_R) == len(images_BHWC) else images_BHWC[rows_R]

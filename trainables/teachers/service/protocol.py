@@ -1,6 +1,6 @@
-"""What a worker and a teacher's service say to each other. Knows neither Ray nor a network.
+"""The messages between a worker and the teacher service, and the connection that carries them. Knows neither Ray nor torch.
 
-Shapes: B samples asked about, R of them whose images come along, H=W pixels, C=3 channels, K classes.
+Shapes: B samples of a request, R of them sent with their images, H=W pixels, C=3 channels, K classes.
 """
 
 from __future__ import annotations
@@ -12,42 +12,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Question(NamedTuple):
-    """What a teacher says to these images, in this augmentation."""
+class LogitsRequest(NamedTuple):
+    """Asks for the teacher's logits of samples in one epoch's augmentation."""
 
     key: str
-    """Whose answer, see `trainables.teachers.cache.key`: of which network, to which data, with which augmentation."""
+    """See `trainables.teachers.cache.key`: which network, data and augmentation."""
     epoch: int
-    """By which the images are augmented."""
-    samples_B: NDArray[np.int64]
-    """Dataset-wide indices."""
+    """The epoch by which the images are augmented."""
+    indices_B: NDArray[np.int64]
+    """Dataset-wide sample indices."""
     rows_R: NDArray[np.int64]
-    """Those of the B whose images come along: what the service has said that it lacks."""
+    """Rows of the B whose images are sent: those that the service said are missing."""
     images_RHWC: NDArray[np.uint8] | None
-    """As a loader gives them, before what the device does; None: no row."""
+    """As a loader yields them, before the device's augmentation; None: no images."""
 
 
-class Reply(NamedTuple):
-    """The answer to a question; where `logits_BK` is None, what has to come first."""
+class LogitsResponse(NamedTuple):
+    """The logits of a request; where `logits_BK` is None, what the client has to do first."""
 
     logits_BK: NDArray[Any] | None = None
     """In float32 or wider."""
-    wanted: NDArray[np.int64] | None = None
-    """Rows whose images are needed: ask again, and send them. None where the teacher itself is not known: open it."""
-    computed: int = 0
-    """For how many of the images that came along the network runs."""
+    missing: NDArray[np.int64] | None = None
+    """Rows whose images the client has to send with the next request. None: the network is not loaded, call `open` first."""
+    num_computed: int = 0
+    """Number of images of this request that the network runs for."""
 
 
-class TeacherServiceLostError(Exception):
-    """Whoever was asked is gone, or is being started again: the answer does not come. Asking again cannot do harm."""
-
-
-class Line(Protocol):
-    """One service, however it is reached."""
+class TeacherConnection(Protocol):
+    """Calls the methods of one `TeacherService`."""
 
     def __call__(self, method: str, *arguments: Any) -> Callable[[float], Any]:
-        """Begin a call of one of the service's methods; nothing waits. What comes back waits for its result, so many seconds.
+        """Begin a call of a method and return at once. The result is a function that waits so many seconds for the return value.
 
-        The arguments may be changed once this has returned. The second call raises TimeoutError where there is none yet (ask
-        again), LostError, or what the method raised.
+        The arguments may be changed once this has returned. The function raises TimeoutError where there is no value yet (call
+        it again), TeacherServiceLostError, or what the method raised.
         """

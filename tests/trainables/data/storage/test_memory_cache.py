@@ -19,7 +19,7 @@ from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.source import Source, open_on_node, open_source
 from trainables.data.storage import folder_cleaner as keeper
 from trainables.data.storage import memory_cache as cache
-from trainables.data.storage.memory_cache import CachedSource, MethodBatch, cached
+from trainables.data.storage.memory_cache import CachedSource, Samples, cached
 from trainables.errors import DataError
 
 
@@ -123,7 +123,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
     """As where somebody else fills /dev/shm: what could not be kept is read again."""
-    samples, content = MethodBatch(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
+    samples, content = Samples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
     indices = range(0, 50_000, 2_500)  # their places lie in 20 of 98 pages
     kept = [samples.put(index, content) for index in indices]
     assert 5 < sum(kept) < 14

@@ -27,17 +27,17 @@ from tests.trainables.teachers.cache.test_key import folder
 from trainables.config import TrainConfig
 from trainables.data.storage.shared_folder import human
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, DataError, DistillError, ExperimentError
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.cache import cached_teacher as kept
+from trainables.teachers.cache import open_store
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.store import Store
-from trainables.teachers.network import TeacherRequest
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.cache.store import LogitsStore
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.service.protocol import TeacherConnection
 
 AUGMENTED = {"image_size": 8, "augment": "pad_crop_flip", "device_augment": {"random_erasing": 0.5}}
 
@@ -74,10 +74,10 @@ def of_photos(folder: Path, name: str, images: Path | str, **sections: Any) -> T
     return settings(folder, name, epochs=1, data=data, **sections)
 
 
-def refusal(group: Group, each: Sequence[TrainConfig], lines: Sequence[Line] = ()) -> str | None:
+def refusal(group: Group, each: Sequence[TrainConfig], connections: Sequence[TeacherConnection] = ()) -> str | None:
     """With which line the job of this rank, on a node of its own, is refused when it is built."""
     try:
-        build(each[group.rank], replace(group, local_rank=0), Recorded(), no_telemetry, lines=lines).close()
+        build(each[group.rank], replace(group, local_rank=0), Recorded(), no_telemetry, connections=connections).close()
     except DistillError as error:
         return str(error)
     return None
@@ -115,9 +115,13 @@ def test_a_job_that_finds_half_of_an_epoch_trains_as_if_it_had_found_none(tmp_pa
 
 def test_an_assistants_logits_are_kept_beside_the_teachers_for_all_trials(tmp_path: Path) -> None:
     sets = [
-        "teacher.model=mlp_large", "assistants=[{model: mlp_small}]", "student.model=mlp_small", "data.loader_workers=1",
-        "optim.epochs=1", f"teacher.cache={tmp_path / 'kept'}",
-    ]  # fmt: skip
+        "teacher.model=mlp_large",
+        "assistants=[{model: mlp_small}]",
+        "student.model=mlp_small",
+        "data.loader_workers=1",
+        "optim.epochs=1",
+        f"teacher.cache={tmp_path / 'kept'}",
+    ]
     experiment = load("digits", sets).experiment
     weights = write_teacher(tmp_path / "teacher.safetensors")
     train(Group(), experiment.stage("assistant1", tmp_path / "assistant1", {}, weights))
@@ -132,7 +136,7 @@ def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> 
         with contextlib.closing(build(settings(tmp_path, name), Group(), Recorded(), no_telemetry)) as job:
             loop.run(job)
             assert isinstance(job.train_state.teacher, CachedTeacher)
-            assert (job.train_state.teacher.live is None) == (name == "second")
+            assert (job.train_state.teacher.network is None) == (name == "second")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def answered(group: Group, each: Sequence[TrainConfig]) -> str | None:
     return None
 
 
-def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: RankPool) -> None:
     other = write_teacher(tmp_path / "other.safetensors", seed=12)
     each = [settings(tmp_path, "job"), settings(tmp_path, "job", teacher={"weights": other})]
     first, second = ranks.run(2, answered, each)
@@ -204,7 +208,7 @@ def test_a_rank_that_finds_another_teacher_is_refused(tmp_path: Path, ranks: Ran
     assert second.startswith(other)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
@@ -213,7 +217,7 @@ def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ran
         assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
 
 
-def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: Ranks) -> None:
+def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: RankPool) -> None:
     train(Group(), settings(tmp_path, "first", epochs=1))
     other = {"data": {"global_batch_size": 64, "loader_workers": 0}, "model": "mlp_large"}
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **other))) == [0]
@@ -242,7 +246,7 @@ def test_cache_epochs_repeats_augmentations_and_not_the_order(tmp_path: Path) ->
     assert ran_for(train(Group(), asked)) == [1442, 1442, 0]
 
 
-def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_fill_and_one_reads(tmp_path: Path, ranks: RankPool) -> None:
     first = ranks.run(2, train, settings(tmp_path, "first"))
     assert ran_for(first[0]) == [1442, 1442]
     second = train(Group(), settings(tmp_path, "second"))
@@ -277,7 +281,7 @@ def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
 def test_a_killed_job_leaves_whole_parts_and_the_next_one_goes_on(tmp_path: Path) -> None:
     asked = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(asked.model_dump_json())
-    process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.endless", str(tmp_path / "job.json")])
+    process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
     until = time.monotonic() + 60
     while len(list((tmp_path / "kept").rglob("*.arrow"))) < 2:
         assert process.poll() is None
@@ -308,8 +312,8 @@ def test_a_full_cache_on_a_disk_that_cannot_be_written_is_read(tmp_path: Path, m
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(kept, "write_json", refuse)
-    monkeypatch.setattr(Store, "write", refuse)
+    monkeypatch.setattr(open_store, "write_json", refuse)
+    monkeypatch.setattr(LogitsStore, "write", refuse)
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [0]
     with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(Permission denied\): name another folder"):
         train(Group(), settings(tmp_path, "third", epochs=2))

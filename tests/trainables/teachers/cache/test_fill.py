@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -13,10 +14,11 @@ from tests.trainables.jobs import train
 from tests.trainables.teachers.cache.test_cached_teacher import ran_for, settings
 from trainables.config import FillConfig, TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
+from trainables.engine.job import open_loaders
 from trainables.errors import DataError
-from trainables.teachers.cache.fill import fill
-from trainables.teachers.cache.store import Columns, Store
+from trainables.teachers.cache.fill import fill, stored_order
+from trainables.teachers.cache.store import Columns, LogitsStore
 
 
 def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], list[tuple[str, int]]]:
@@ -25,24 +27,27 @@ def fill_alone(group: Group, config: TrainConfig) -> tuple[dict[str, float], lis
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         said.append((kind, step))
 
-    return fill(FillConfig.model_validate(config.model_dump()), group, report), said
+    job = stored_order(FillConfig.model_validate(config.model_dump()))
+    classes, (loader, val_loader) = open_loaders(job, group)
+    with contextlib.closing(loader), contextlib.closing(val_loader):
+        return fill(job, group, classes, loader, report), said
 
 
 def fill_until_full(group: Group, config: TrainConfig) -> None:
     """The disk is full after the first epoch."""
-    write = Store.write
+    write = LogitsStore.write
 
-    def full(store: Store, epoch: int, columns: Columns) -> None:
+    def full(store: LogitsStore, epoch: int, columns: Columns) -> None:
         if epoch:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(store, epoch, columns)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "write", full)
+        patch.setattr(LogitsStore, "write", full)
         fill_alone(group, config)
 
 
-def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, ranks: Ranks) -> None:
+def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, ranks: RankPool) -> None:
     filled, said = ranks.run(2, fill_alone, settings(tmp_path, "fill"))[0]
     assert filled == {"images": 2 * 1442, "missing": 0, "rows": 2 * 1442}
     assert said[-1] == ("step", 2 * 15)
@@ -52,7 +57,7 @@ def test_every_worker_count_reads_what_two_workers_filled_ahead(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_ends_the_filling_and_what_is_written_stays(tmp_path: Path, ranks: Ranks, workers: int) -> None:
+def test_a_full_disk_ends_the_filling_and_what_is_written_stays(tmp_path: Path, ranks: RankPool, workers: int) -> None:
     with pytest.raises(DataError, match=r"teacher.cache: .* cannot be written \(No space left on device\): free room"):
         ranks.run(workers, fill_until_full, settings(tmp_path, "fill", epochs=3))
     assert fill_alone(Group(), settings(tmp_path, "fill", epochs=3))[0]["images"] == 2 * 1442

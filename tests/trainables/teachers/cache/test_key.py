@@ -26,7 +26,7 @@ from trainables.distributed.group import Group
 from trainables.models.registry import build_model
 from trainables.models.weights import teacher_sha256
 from trainables.teachers.cache import key
-from trainables.teachers.cache.key import Images, agree_on_images, key_of, key_parts
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
 
 
 def folder(root: Path, seed: int = 0) -> Path:
@@ -128,18 +128,22 @@ def test_a_teacher_is_its_tensors_whatever_file_they_come_from(tmp_path: Path) -
 
 
 def test_a_key_does_not_depend_on_the_order_in_which_its_parts_are_told() -> None:
-    assert key_of({"a": 1, "b": {"c": 2, "d": None}}) == key_of({"b": {"d": None, "c": 2}, "a": 1})
-    assert key_of({"a": 1}) != key_of({"a": 2})
+    assert cache_key({"a": 1, "b": {"c": 2, "d": None}}) == cache_key({"b": {"d": None, "c": 2}, "a": 1})
+    assert cache_key({"a": 1}) != cache_key({"a": 2})
 
 
-IMAGES = Images(num_samples=6, fingerprint="these", decoder="pil")
+IMAGES = ImageSet(num_samples=6, fingerprint="these", decoder="pil")
 TEN = tuple(str(label) for label in range(10))
 
 
 def parts(
-    weights: Path, images: Images = IMAGES, classes: Sequence[str] = TEN, top_k: int | None = None, model: str = "mlp_large",
+    weights: Path,
+    images: ImageSet = IMAGES,
+    classes: Sequence[str] = TEN,
+    top_k: int | None = None,
+    model: str = "mlp_large",
     **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The key's parts of a job; `changes` of its data, seed or precision."""
     sections = {name: changes.pop(name) for name in ("seed", "precision") if name in changes}
     data = {"augment": "pad_crop_flip", **changes}
@@ -187,7 +191,7 @@ def test_each_part_of_a_key_changes_it_alone(plain: Path, part: str) -> None:
     first, other = parts(plain), parts(plain, **ALONE[part])
     before, after = leaves(first), leaves(other)
     assert {name for name in before if before[name] != after[name]} == {part}
-    assert key_of(first) != key_of(other)
+    assert cache_key(first) != cache_key(other)
 
 
 def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,14 +200,14 @@ def test_a_key_has_no_other_parts(plain: Path, tmp_path: Path, monkeypatch: pyte
     save_file(build_model("mlp_large", num_classes=10, image_size=8, seed=12).state_dict(), tmp_path / "other.safetensors")
     assert parts(tmp_path / "other.safetensors")["teacher"]["sha256"] != first["teacher"]["sha256"]
     monkeypatch.setattr(key, "FORMAT", key.FORMAT + 1)
-    assert key_of(parts(plain)) != key_of(first)
+    assert cache_key(parts(plain)) != cache_key(first)
 
 
 def test_folders_with_equally_many_images_of_equal_sizes_have_keys_of_their_own(plain: Path, tmp_path: Path) -> None:
     def key_for(path: Path) -> str:
         data = DataConfig(path=str(path), global_batch_size=6, loader_workers=0)
         loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=0)
-        return key_of(parts(plain, agree_on_images(data.path, loader, Group(), "teacher.cache")))
+        return cache_key(parts(plain, agree_on_images(data.path, loader, Group(), "teacher.cache")))
 
     for name, seed in (("one", 0), ("other", 1), ("again", 0)):
         folder(tmp_path / name, seed)

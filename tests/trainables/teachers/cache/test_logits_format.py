@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainables.teachers.cache.logits_format import ROUNDING, Layout
+from trainables.teachers.cache.logits_format import ROUNDING, LogitsFormat
 
 
 def logits(seed: int, rows: int, classes: int, scale: float) -> Tensor:
@@ -24,8 +24,8 @@ def loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (p_BK.softmax(1) * (p_BK.log_softmax(1) - q_BK.log_softmax(1))).sum(1)
 
 
-def kept(layout: Layout, teacher_BK: Tensor) -> Tensor:
-    return layout.decode(layout.encode(teacher_BK), torch.float64)
+def kept(stored: LogitsFormat, teacher_BK: Tensor) -> Tensor:
+    return stored.decode(stored.encode(teacher_BK), torch.float64)
 
 
 def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
@@ -36,15 +36,15 @@ def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -
     return temperature * ROUNDING * (p_BK * below_BK * (gap_BK - (p_BK * gap_BK).sum(1, keepdim=True)).abs()).sum(1)
 
 
-def tail_bound(layout: Layout, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
+def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     """The docstring's second item, (B,)."""
-    classes = layout.num_classes
-    kept_Bk, places_Bk = teacher_BK.topk(layout.kept, dim=1)
+    classes = stored.num_classes
+    kept_Bk, places_Bk = teacher_BK.topk(stored.num_stored, dim=1)
     others_BK = teacher_BK.scatter(1, places_Bk, -math.inf)
     total_B, smallest_B = others_BK.logsumexp(1), kept_Bk[:, -1]
     if temperature >= 1:
-        even_B = (total_B - math.log(classes - layout.kept)) / temperature
-        rest_B = even_B.exp() * (classes - layout.kept)
+        even_B = (total_B - math.log(classes - stored.num_stored)) / temperature
+        rest_B = even_B.exp() * (classes - stored.num_stored)
     else:
         rest_B = (smallest_B * (1 / temperature - 1) + total_B).exp()
     share_B = (rest_B / (rest_B + (kept_Bk / temperature).exp().sum(1))).clamp(max=1 - 1 / classes)
@@ -58,7 +58,7 @@ def tail_bound(layout: Layout, student_BK: Tensor, teacher_BK: Tensor, temperatu
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    off = (loss(student, kept(Layout(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
+    off = (loss(student, kept(LogitsFormat(classes), teacher), temperature) - loss(student, teacher, temperature)).abs()
     assert (off <= 1.05 * rounding_bound(student, teacher, temperature) + 1e-6).all()
 
 
@@ -67,22 +67,22 @@ def test_all_logits_give_the_loss_within_a_rounding(classes: int, scale: float, 
 @pytest.mark.parametrize(("classes", "top_k"), [(3, 1), (10, 9), (10, 4), (1000, 20), (1000, 1)])
 def test_the_largest_logits_give_the_loss_within_the_bound(classes: int, top_k: int, scale: float, temperature: float) -> None:
     student, teacher = logits(1, 64, classes, scale), logits(2, 64, classes, scale)
-    layout = Layout(classes, top_k)
-    off = (loss(student, kept(layout, teacher), temperature) - loss(student, teacher, temperature)).abs()
-    allowed = tail_bound(layout, student, teacher, temperature) + rounding_bound(student, kept(layout, teacher), temperature)
+    stored = LogitsFormat(classes, top_k)
+    off = (loss(student, kept(stored, teacher), temperature) - loss(student, teacher, temperature)).abs()
+    allowed = tail_bound(stored, student, teacher, temperature) + rounding_bound(student, kept(stored, teacher), temperature)
     assert (off <= 1.05 * allowed + 1e-6).all()
 
 
 def test_the_bound_of_a_sure_teacher_is_small() -> None:
     student, teacher = logits(1, 64, 1000, 2.0), logits(2, 64, 1000, 1.0)
     teacher[torch.arange(64), torch.arange(64)] += 20
-    assert (tail_bound(Layout(1000, 10), student, teacher, 1.0) < 1e-3).all()
+    assert (tail_bound(LogitsFormat(1000, 10), student, teacher, 1.0) < 1e-3).all()
 
 
 def test_the_rest_has_its_probability_spread_evenly() -> None:
     teacher = logits(3, 8, 50, 2.0)
-    layout = Layout(50, 5)
-    p, q = (x.softmax(1) for x in (teacher, kept(layout, teacher)))
+    stored = LogitsFormat(50, 5)
+    p, q = (x.softmax(1) for x in (teacher, kept(stored, teacher)))
     places = teacher.topk(5, dim=1).indices
     assert torch.allclose(p.gather(1, places), q.gather(1, places), rtol=2e-3)
     rest = q.scatter(1, places, 0.0)
@@ -92,18 +92,20 @@ def test_the_rest_has_its_probability_spread_evenly() -> None:
 
 def test_the_largest_logit_is_kept_in_single_precision_and_huge_ones_stay_finite() -> None:
     teacher = torch.tensor([[123456.7, -1e6, 123450.0], [-math.inf, 2.0, 1.0]], dtype=torch.float64)
-    for layout in (Layout(3), Layout(3, 2)):
-        found = kept(layout, teacher)
+    for stored in (LogitsFormat(3), LogitsFormat(3, 2)):
+        found = kept(stored, teacher)
         assert found.isfinite().all()
         assert found.amax(1).tolist() == pytest.approx([123456.7, 2.0], rel=1e-7)
 
 
 def test_a_batch_without_samples_has_columns_without_rows() -> None:
-    for layout in (Layout(5), Layout(5, 2)):
-        assert kept(layout, torch.zeros(0, 5)).shape == (0, 5)
+    for stored in (LogitsFormat(5), LogitsFormat(5, 2)):
+        assert kept(stored, torch.zeros(0, 5)).shape == (0, 5)
 
 
-@pytest.mark.parametrize(("layout", "row_bytes"), [(Layout(100), 208), (Layout(1000, 20), 90), (Layout(40_000, 20), 130)])
-def test_the_size_of_a_row_is_what_its_columns_take(layout: Layout, row_bytes: int) -> None:
-    columns = layout.encode(logits(1, 7, layout.num_classes, 1.0))
-    assert layout.row_bytes == row_bytes == 4 + sum(column[0].nbytes for column in columns.values())
+@pytest.mark.parametrize(
+    ("stored", "row_bytes"), [(LogitsFormat(100), 208), (LogitsFormat(1000, 20), 90), (LogitsFormat(40_000, 20), 130)]
+)
+def test_the_size_of_a_row_is_what_its_columns_take(stored: LogitsFormat, row_bytes: int) -> None:
+    columns = stored.encode(logits(1, 7, stored.num_classes, 1.0))
+    assert stored.row_bytes == row_bytes == 4 + sum(column[0].nbytes for column in columns.values())

@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 import torch
 
-from trainables.teachers.cache.logits_format import Layout
-from trainables.teachers.cache.store import Columns, Store
-from trainables.teachers.cache.writer import Keeper
+from trainables.teachers.cache.logits_format import LogitsFormat
+from trainables.teachers.cache.store import Columns, LogitsStore
+from trainables.teachers.cache.writer import CacheWriter
 
-LAYOUT = Layout(6, 2)
+FORMAT = LogitsFormat(6, 2)
 LOGITS = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
 
 
 def columns(samples: list[int]) -> Columns:
-    encoded = LAYOUT.encode(LOGITS[samples])
+    encoded = FORMAT.encode(LOGITS[samples])
     return {"sample": np.array(samples, dtype=np.int32), **{name: tensor.numpy() for name, tensor in encoded.items()}}
 
 
-def read(store: Store, samples: list[int], epoch: int = 0) -> torch.Tensor:
+def read(store: LogitsStore, samples: list[int], epoch: int = 0) -> torch.Tensor:
     out = {
         name: np.empty((len(samples), width) if width else len(samples), dtype=kind)
-        for name, (kind, width) in LAYOUT.columns.items()
+        for name, (kind, width) in FORMAT.columns.items()
     }
     store.open(epoch).gather(np.array(samples), out)
-    return LAYOUT.decode({name: torch.from_numpy(values) for name, values in out.items()})
+    return FORMAT.decode({name: torch.from_numpy(values) for name, values in out.items()})
 
 
 def decoded(samples: list[int]) -> torch.Tensor:
-    return LAYOUT.decode(LAYOUT.encode(LOGITS[samples]))
+    return FORMAT.decode(FORMAT.encode(LOGITS[samples]))
 
 
 def test_rows_of_several_parts_are_gathered_in_the_order_asked_for(tmp_path: Path) -> None:
-    store = Store(tmp_path, LAYOUT, 20)
+    store = LogitsStore(tmp_path, FORMAT, 20)
     for samples in ([3, 1, 4], [15, 9], [2, 6, 5]):
         store.write(0, columns(samples))
     wanted = [9, 4, 2, 15, 3, 6]
@@ -45,7 +45,7 @@ def test_rows_of_several_parts_are_gathered_in_the_order_asked_for(tmp_path: Pat
 
 
 def test_the_same_part_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) -> None:
-    store = Store(tmp_path, LAYOUT, 20)
+    store = LogitsStore(tmp_path, FORMAT, 20)
     for samples in ([3, 1], [3, 1], [1, 7]):
         store.write(0, columns(samples))
     assert len(list(tmp_path.rglob("*.arrow"))) == 2
@@ -54,7 +54,7 @@ def test_the_same_part_twice_is_one_file_and_overlaps_are_equal(tmp_path: Path) 
 
 
 def test_other_files_are_not_looked_at(tmp_path: Path) -> None:
-    store = Store(tmp_path, LAYOUT, 20)
+    store = LogitsStore(tmp_path, FORMAT, 20)
     store.write(0, columns([3]))
     for name in ("notes.arrow", ".1-00.arrow.7.tmp"):
         (tmp_path / "epoch-00000" / name).write_bytes(b"no part")
@@ -63,40 +63,40 @@ def test_other_files_are_not_looked_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "other"])
 def test_a_damaged_part_is_as_if_it_were_not_there(tmp_path: Path, damage: str) -> None:
-    store = Store(tmp_path, LAYOUT, 20)
+    store = LogitsStore(tmp_path, FORMAT, 20)
     store.write(0, columns([3, 1]))
     store.write(0, columns([5]))
     (part,) = tmp_path.rglob("2-*.arrow")
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes({"bit": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "other": b"x" * 999}[damage])
-    fresh = Store(tmp_path, LAYOUT, 20)
+    fresh = LogitsStore(tmp_path, FORMAT, 20)
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [5]
     fresh.write(0, columns([3, 1]))  # the same content mends the file
     assert np.flatnonzero(~fresh.open(0).missing_N).tolist() == [1, 3, 5]
 
 
 def test_a_part_of_another_layout_or_data_set_is_left_out(tmp_path: Path) -> None:
-    Store(tmp_path, LAYOUT, 20).write(0, columns([3, 19]))
-    assert Store(tmp_path, Layout(6, 3), 20).open(0).missing_N.all()
-    assert Store(tmp_path, LAYOUT, 10).open(0).missing_N.all()
+    LogitsStore(tmp_path, FORMAT, 20).write(0, columns([3, 19]))
+    assert LogitsStore(tmp_path, LogitsFormat(6, 3), 20).open(0).missing_N.all()
+    assert LogitsStore(tmp_path, FORMAT, 10).open(0).missing_N.all()
 
 
 def test_only_what_is_wanted_is_kept_and_epochs_are_kept_apart(tmp_path: Path) -> None:
-    store = Store(tmp_path, LAYOUT, 20)
-    keeper = Keeper(store)
+    store = LogitsStore(tmp_path, FORMAT, 20)
+    writer = CacheWriter(store)
     for epoch, samples, wanted in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
-        keeper.add(epoch, np.array(samples), LAYOUT.encode(LOGITS[samples]), np.array(wanted))
-    keeper.flush()
+        writer.add(epoch, np.array(samples), FORMAT.encode(LOGITS[samples]), np.array(wanted))
+    writer.flush()
     assert [np.flatnonzero(~store.open(epoch).missing_N).tolist() for epoch in (0, 1)] == [[1, 3, 4], [6]]
     assert torch.equal(read(store, [4, 1]), decoded([4, 1]))
-    keeper.close()
+    writer.close()
 
 
 def test_a_disk_that_cannot_be_written_ends_the_keeping_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    keeper = Keeper(Store(tmp_path / "file", LAYOUT, 20))
+    writer = CacheWriter(LogitsStore(tmp_path / "file", FORMAT, 20))
     for _ in range(3):
-        keeper.add(0, np.array([1, 2]), LAYOUT.encode(LOGITS[:2]), np.array([True, True]))
-        keeper.flush()
-    keeper.close()
+        writer.add(0, np.array([1, 2]), FORMAT.encode(LOGITS[:2]), np.array([True, True]))
+        writer.flush()
+    writer.close()

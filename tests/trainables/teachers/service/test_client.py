@@ -16,18 +16,18 @@ import torch
 
 from tests.trainables.jobs import Recorded, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.teachers.cache.test_cached_teacher import losses_of, of_photos, ran_for, refusal
-from tests.trainables.teachers.cache.test_cached_teacher import settings as kept_settings
+from tests.trainables.teachers.cache.test_cached_teacher import settings as cache_settings
 from tests.trainables.teachers.cache.test_key import folder
-from tests.trainables.teachers.service.here import LineHere, lines
+from tests.trainables.teachers.service.local_service import LocalConnection, local_services
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
-from trainables.teachers.network import TeacherRequest
-from trainables.teachers.service.client import AHEAD, ServiceTeacher
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.service.client import PREFETCH_BATCHES, ServiceTeacher
+from trainables.teachers.service.protocol import TeacherConnection
 
 ROWS = 1442
 ALONE = Group()
@@ -35,18 +35,18 @@ ALONE = Group()
 
 def settings(folder: Path, name: str, *, teacher: dict[str, Any] | None = None, **sections: Any) -> TrainConfig:
     """A job whose teacher a service answers for."""
-    return kept_settings(folder, name, teacher={"cache": None, "service": 1, **(teacher or {})}, **sections)
+    return cache_settings(folder, name, teacher={"cache": None, "service": 1, **(teacher or {})}, **sections)
 
 
 def live(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     return train(Group(), settings(folder, name, teacher={"service": None}, **sections))
 
 
-def served(config: TrainConfig, to: Sequence[Line], group: Group = ALONE) -> dict[str, Any]:
+def served(config: TrainConfig, to: Sequence[TeacherConnection], group: Group = ALONE) -> dict[str, Any]:
     report = Recorded()
-    with contextlib.closing(build(config, group, report, no_telemetry, lines=to)) as job:
+    with contextlib.closing(build(config, group, report, no_telemetry, connections=to)) as job:
         loop.run(job)
-        state = {name: tensor.detach().clone() for name, tensor in job.model.state_dict().items()}
+        state = {name: tensor.detach().clone() for name, tensor in job.student.state_dict().items()}
     return {"calls": report.calls, "state": state}
 
 
@@ -56,7 +56,7 @@ def test_a_student_of_a_service_learns_what_the_live_teacher_teaches(
     tmp_path: Path, precision: str, within: float, count: int
 ) -> None:
     peer = live(tmp_path, "live", precision=precision, train={"log_every": 1})
-    with lines(count) as to:
+    with local_services(count) as to:
         ours = served(settings(tmp_path, "ours", precision=precision, train={"log_every": 1}), to)
     assert losses_of(ours) == pytest.approx(losses_of(peer), abs=within)
     assert relative_difference(ours["state"], peer["state"]) < 100 * within
@@ -66,9 +66,9 @@ def test_a_student_of_a_service_learns_what_the_live_teacher_teaches(
 def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: Path) -> None:
     told = [Recorded() for _ in range(3)]
     asked = [settings(tmp_path, f"student{n}", data={"global_batch_size": 50 + 7 * n}) for n in range(3)]
-    with lines(2) as to, contextlib.ExitStack() as jobs:
+    with local_services(2) as to, contextlib.ExitStack() as jobs:
         built = [
-            jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, lines=to)))
+            jobs.enter_context(contextlib.closing(build(config, Group(), report, no_telemetry, connections=to)))
             for config, report in zip(asked, told, strict=True)
         ]
         students = [threading.Thread(target=loop.run, args=(job,)) for job in built]
@@ -76,25 +76,25 @@ def test_several_students_at_once_cause_one_computation_of_each_image(tmp_path: 
             student.start()
         for student in students:
             student.join()
-        assert sum(line.service.counts()["computed"] for line in to if line.service) == 2 * ROWS
+        assert sum(connection.service.counts()["computed"] for connection in to if connection.service) == 2 * ROWS
     results = [{"calls": report.calls} for report in told]
     assert [sum(counts) for counts in zip(*map(ran_for, results), strict=True)] == [ROWS, ROWS]
     assert losses_of(results[1]) == pytest.approx(losses_of(live(tmp_path, "live", data={"global_batch_size": 57})), abs=1e-12)
 
 
 def with_its_own_service(group: Group, config: TrainConfig) -> dict[str, Any]:
-    with lines() as to:
+    with local_services() as to:
         return served(config, to, group)
 
 
-def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: Ranks) -> None:
+def test_two_ranks_ask_about_their_own_parts(tmp_path: Path, ranks: RankPool) -> None:
     ours = ranks.run(2, with_its_own_service, settings(tmp_path, "ours"))[0]
     assert losses_of(ours) == pytest.approx(losses_of(live(tmp_path, "live")), abs=1e-12)
     assert ran_for(ours) == [ROWS, ROWS]
 
 
 def test_without_augmentation_one_epoch_serves_all(tmp_path: Path) -> None:
-    with lines() as to:
+    with local_services() as to:
         plain = settings(tmp_path, "plain", epochs=3, data={"augment": "none", "device_augment": {}})
         assert ran_for(served(plain, to)) == [ROWS, 0, 0]
 
@@ -106,28 +106,31 @@ def test_micro_batches_and_resumed_epochs_get_their_own_answers(tmp_path: Path) 
     alone = asked.model_copy(update={"teacher": asked.teacher and asked.teacher.model_copy(update={"service": None})})
     peer = train(Group(), alone.model_copy(update={"output_dir": str(tmp_path / "peer")}))
     every = asked.model_copy(update={"train": asked.train.model_copy(update={"checkpoint_every": 3})})
-    with lines() as to:
+    with local_services() as to:
         report = Recorded(die_after=4)
-        with contextlib.closing(build(every, Group(), report, no_telemetry, lines=to)) as job, pytest.raises(InterruptedError):
+        with (
+            contextlib.closing(build(every, Group(), report, no_telemetry, connections=to)) as job,
+            pytest.raises(InterruptedError),
+        ):
             loop.run(job)
         ours = served(every, to)
-        assert sum(line.service.counts()["computed"] for line in to if line.service) == 2 * ROWS
+        assert sum(connection.service.counts()["computed"] for connection in to if connection.service) == 2 * ROWS
     assert relative_difference(ours["state"], peer["state"]) < 1e-10
 
 
 def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> None:
     asked = settings(tmp_path, "undisturbed", epochs=4)
-    with lines() as to:
+    with local_services() as to:
         undisturbed = served(asked, to)
-    with lines() as to:
+    with local_services() as to:
         over, computed = threading.Event(), list[int]()
 
-        def disturb(line: LineHere) -> None:
+        def disturb(connection: LocalConnection) -> None:
             while not over.wait(0.15 * 1.1 ** len(computed)):  # ever later: a slow machine must get on as well
-                computed.append(line.service.counts()["computed"] if line.service else 0)
-                line.kill()
+                computed.append(connection.service.counts()["computed"] if connection.service else 0)
+                connection.kill()
                 time.sleep(0.05)
-                line.start()
+                connection.start()
 
         killer = threading.Thread(target=disturb, args=(to[0],))
         killer.start()
@@ -140,21 +143,32 @@ def test_a_service_that_dies_and_comes_back_changes_nothing(tmp_path: Path) -> N
 
 
 def test_a_service_that_stays_away_ends_the_training_in_one_line(tmp_path: Path) -> None:
-    with lines() as to, contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, lines=to)) as job:
+    with (
+        local_services() as to,
+        contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=to)) as job,
+    ):
         to[0].kill()
-        asking = ServiceTeacher(
-            to, "key", {}, ("a", "b"), ROWS, ["kd"], device=torch.device("cpu"), dtype=torch.float64, patience_s=0.3
+        client = ServiceTeacher(
+            to,
+            key="key",
+            settings={},
+            classes=("a", "b"),
+            num_samples=ROWS,
+            methods=["kd"],
+            device=torch.device("cpu"),
+            dtype=torch.float64,
+            timeout_s=0.3,
         )
-        with contextlib.closing(asking):
-            batch = next(asking.ahead(job.train_loader.epoch(0), 0))
+        with contextlib.closing(client):
+            batch = next(client.prefetch(job.train_loader.epoch(0), 0))
             with pytest.raises(ClusterError, match=r"teacher.service: no answer for 0.3 s: see .* `distill resume`") as error:
-                asking(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
+                client(batch.images_BCHW, len(batch.labels_B), TeacherRequest(batch.indices_B, 0))
     assert "\n" not in str(error.value)
 
 
 def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tmp_path: Path) -> None:
     asked = settings(tmp_path, "ours")
-    with lines() as to, contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as job:
+    with local_services() as to, contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as job:
         (tmp_path / "teacher.safetensors").unlink()
         with pytest.raises(CheckpointError, match=r"teacher.safetensors"):
             loop.run(job)
@@ -164,10 +178,10 @@ def test_a_teacher_that_the_service_cannot_load_ends_the_training_in_its_line(tm
 def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path: Path, restarted: bool) -> None:
     asked, weights = settings(tmp_path, "ours"), tmp_path / "teacher.safetensors"
     right = weights.read_bytes()
-    with lines() as to:
+    with local_services() as to:
         if restarted:
             served(settings(tmp_path, "before", epochs=1), to)
-        with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as job:
+        with contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as job:
             write_teacher(weights, seed=12)
             if restarted:
                 to[0].kill()
@@ -180,11 +194,11 @@ def test_a_teacher_that_is_replaced_after_the_job_began_teaches_nothing(tmp_path
 
 
 def refused_by_its_own_service(group: Group, each: Sequence[TrainConfig]) -> str | None:
-    with lines() as to:
+    with local_services() as to:
         return refusal(group, each, to)
 
 
-def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_see_other_images_are_refused_in_one_line(tmp_path: Path, ranks: RankPool) -> None:
     each = [
         of_photos(tmp_path, "job", folder(tmp_path / name, seed), teacher={"cache": None, "service": 1})
         for name, seed in (("one", 0), ("other", 1))
@@ -206,31 +220,31 @@ def test_no_more_batches_are_asked_about_than_may_be_under_way(tmp_path: Path) -
 
             return never
 
-    with contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, lines=[Silent()])) as job:
+    with contextlib.closing(build(settings(tmp_path, "ours"), Group(), Recorded(), no_telemetry, connections=[Silent()])) as job:
         assert job.train_state.teacher is not None
-        ahead = job.train_state.teacher.ahead(job.train_loader.epoch(0), 0)
+        batches = job.train_state.teacher.prefetch(job.train_loader.epoch(0), 0)
         counts, images = list[int](), list[torch.Tensor]()
-        for batch in ahead:
+        for batch in batches:
             images.append(batch.images_BCHW)
-            counts.append(len(job.train_state.teacher._coming))  # type: ignore[attr-defined]
+            counts.append(len(job.train_state.teacher._pending))  # type: ignore[attr-defined]
         assert counts[0] == 2
         assert max(counts) == len(counts)  # nothing was taken: all of them are still to be
         assert [count - number for number, count in enumerate(counts)][:6] == [2, 3, 4, 5, 5, 5]
-        assert AHEAD + 1 == 5
+        assert PREFETCH_BATCHES + 1 == 5
 
 
 def test_batches_that_wait_for_their_answer_keep_their_images(tmp_path: Path) -> None:
     asked = settings(tmp_path, "ours", data={"global_batch_size": 20, "loader_workers": 2})
     peer = settings(tmp_path, "peer", teacher={"service": None}, data={"global_batch_size": 20, "loader_workers": 2})
     with (
-        lines() as to,
-        contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, lines=to)) as ours,
+        local_services() as to,
+        contextlib.closing(build(asked, Group(), Recorded(), no_telemetry, connections=to)) as ours,
         contextlib.closing(build(peer, Group(), Recorded(), no_telemetry)) as theirs,
     ):
         assert ours.train_state.teacher is not None
-        held = ours.train_state.teacher.ahead(ours.train_loader.epoch(0), 0)
+        batches = ours.train_state.teacher.prefetch(ours.train_loader.epoch(0), 0)
         before = None
-        for batch, other in zip(held, theirs.train_loader.epoch(0), strict=True):
+        for batch, other in zip(batches, theirs.train_loader.epoch(0), strict=True):
             time.sleep(0.001)  # the loader's threads overwrite what they may
             assert torch.equal(batch.images_BCHW, other.images_BCHW)
             if before is not None:
@@ -248,7 +262,7 @@ def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> 
 
 
 def test_the_same_training_twice_asks_nothing_new_and_ends_alike(tmp_path: Path) -> None:
-    with lines() as to:
+    with local_services() as to:
         first, second = (served(settings(tmp_path, name), to) for name in ("first", "second"))
     assert ran_for(second) == [0, 0]
     assert equal(first["state"], second["state"])
@@ -258,14 +272,14 @@ def test_the_same_training_twice_asks_nothing_new_and_ends_alike(tmp_path: Path)
 def test_on_a_gpu_a_step_takes_its_answer_without_waiting_for_the_device(tmp_path: Path) -> None:
     group = Group(device=torch.device("cuda"))
     with (
-        lines() as to,
-        contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, lines=to)) as job,
+        local_services() as to,
+        contextlib.closing(build(settings(tmp_path, "ours"), group, Recorded(), no_telemetry, connections=to)) as job,
     ):
         teacher = job.train_state.teacher
         assert isinstance(teacher, ServiceTeacher)
-        batch = next(teacher.ahead(job.train_loader.epoch(0), 0))
+        batch = next(teacher.prefetch(job.train_loader.epoch(0), 0))
         until_s = time.monotonic() + 60
-        while not all(part.reply.done() for part in teacher._coming[0].parts) and time.monotonic() < until_s:
+        while not all(response.done() for _, response in teacher._pending[0].responses) and time.monotonic() < until_s:
             time.sleep(0.01)
         torch.cuda.set_sync_debug_mode("error")
         try:

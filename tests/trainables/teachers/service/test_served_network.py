@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainables.teachers.service.test_client import settings
-from trainables.teachers.service.served_network import LiveNetwork
+from trainables.teachers.service.served_network import ServedNetwork
 
 CLASSES = tuple(str(label) for label in range(10))
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), dtype=np.uint8)
@@ -17,25 +17,25 @@ CPU = torch.device("cpu")
 
 
 def test_the_parts_in_which_images_come_do_not_matter(tmp_path: Path) -> None:
-    network, samples = LiveNetwork(settings(tmp_path, "ours"), CLASSES, CPU), np.arange(10)
-    whole = network.begin([IMAGES], samples, 3)()
-    parts = network.begin([IMAGES[:3], IMAGES[3:4], IMAGES[4:]], samples, 3)()
+    network, samples = ServedNetwork(settings(tmp_path, "ours"), CLASSES, CPU), np.arange(10)
+    whole = network.launch([IMAGES], samples, 3)()
+    parts = network.launch([IMAGES[:3], IMAGES[3:4], IMAGES[4:]], samples, 3)()
     assert np.array_equal(parts, whole)
     assert (whole.shape, whole.dtype) == ((10, network.num_classes), network.dtype)
-    backwards = network.begin([IMAGES[::-1]], samples[::-1].copy(), 3)()
+    backwards = network.launch([IMAGES[::-1]], samples[::-1].copy(), 3)()
     assert backwards[::-1] == pytest.approx(whole, abs=1e-12)
-    assert not np.allclose(network.begin([IMAGES], samples, 4)(), whole)  # another epoch augments otherwise
+    assert not np.allclose(network.launch([IMAGES], samples, 4)(), whole)  # another epoch augments otherwise
 
 
 @pytest.mark.gpu
 def test_a_gpu_has_the_next_batch_while_it_computes_one(tmp_path: Path) -> None:
     asked = settings(tmp_path, "ours")
-    ours, peer = (LiveNetwork(asked, CLASSES, torch.device(device)) for device in ("cuda", "cpu"))
-    ours.begin([IMAGES], np.arange(10), 0)()  # kernels are chosen
+    ours, peer = (ServedNetwork(asked, CLASSES, torch.device(device)) for device in ("cuda", "cpu"))
+    ours.launch([IMAGES], np.arange(10), 0)()  # kernels are chosen
     torch.cuda.set_sync_debug_mode("error")
     try:
-        begun = [ours.begin([IMAGES], np.arange(10), epoch) for epoch in range(3)]
+        begun = [ours.launch([IMAGES], np.arange(10), epoch) for epoch in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for epoch, wait in enumerate(begun):
-        assert wait() == pytest.approx(peer.begin([IMAGES], np.arange(10), epoch)(), abs=1e-9)
+        assert wait() == pytest.approx(peer.launch([IMAGES], np.arange(10), epoch)(), abs=1e-9)

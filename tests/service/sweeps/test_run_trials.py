@@ -8,16 +8,26 @@ from typing import Any
 import pytest
 
 from service.config.experiment import load
+from service.report import reporter
 from service.runs.display import Display
-from service.runs.train import Session
-from service.sweeps.sweep import unfinished
+from service.runs.result import RunResult
+from service.runs.session import Session
+from service.sweeps.run_trials import unfinished
 from service.sweeps.trials import plan_trials
 from trainables.rundir import RunDir, append_line
 
 EPOCH = {
-    "epoch/train_s": 2.0, "epoch/eval_s": 0.5, "epoch/checkpoint_s": 0.1, "epoch/other_s": 0.4, "epoch/wall_s": 3.0,
-    "epoch/train/loss": 1.5, "epoch/step_s": 0.1, "val/top1_pct": 60.0, "val/top5_pct": 90.0, "val/loss": 1.2,
-}  # fmt: skip
+    "epoch/train_s": 2.0,
+    "epoch/eval_s": 0.5,
+    "epoch/checkpoint_s": 0.1,
+    "epoch/other_s": 0.4,
+    "epoch/wall_s": 3.0,
+    "epoch/train/loss": 1.5,
+    "epoch/step_s": 0.1,
+    "val/top1_pct": 60.0,
+    "val/top5_pct": 90.0,
+    "val/loss": 1.2,
+}
 ASHA = ["sweep.policy=asha", "sweep.metric=top1_pct", "sweep.space.optim.lr=[0.1, 0.2]", "tracking.enabled=false"]
 
 
@@ -30,20 +40,37 @@ def stopped(root: Path, *epochs: dict[str, Any]) -> dict[str, float]:
     for number, numbers in enumerate(epochs, 1):
         append_line(metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
     with Display() as display:
-        outcome = unfinished(Session(resolved, run_dir, display, None, {}, "sweep"), trial)
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(root))
+        outcome = unfinished(Session(resolved, run_dir, display, reporter, None, result), trial)
     assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
     return outcome.metrics
 
 
 def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(tmp_path: Path) -> None:
     late = {name: value for name, value in EPOCH.items() if not name.startswith("val/")}
-    assert stopped(tmp_path, EPOCH, late) == pytest.approx({
-        "train_s": 4.0, "eval_s": 1.0, "checkpoint_s": 0.2, "other_s": 0.8, "wall_s": 6.0, "step_s": 0.1, "steps": 20.0,
-        "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
-    })  # fmt: skip
+    assert stopped(tmp_path, EPOCH, late) == pytest.approx(
+        {
+            "train_s": 4.0,
+            "eval_s": 1.0,
+            "checkpoint_s": 0.2,
+            "other_s": 0.8,
+            "wall_s": 6.0,
+            "step_s": 0.1,
+            "steps": 20.0,
+            "top1_pct": 60.0,
+            "top5_pct": 90.0,
+            "val_loss": 1.2,
+        }
+    )
 
 
 def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx({
-        "step_s": 0.1, "steps": 20.0, "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
-    })  # fmt: skip
+    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
+        {
+            "step_s": 0.1,
+            "steps": 20.0,
+            "top1_pct": 60.0,
+            "top5_pct": 90.0,
+            "val_loss": 1.2,
+        }
+    )

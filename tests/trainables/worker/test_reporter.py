@@ -1,28 +1,18 @@
-"""What a worker does beside the loop, without a Ray."""
+"""The records of a job: a failure to write or report one reaches the training thread."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import ray
 import ray.train
-import ray.train.torch
-import torch
 
 from tests.trainables.jobs import config
 from trainables.distributed.group import Group
 from trainables.errors import DataError
-from trainables.failures import WorkersFailedError
 from trainables.rundir import StageDir
-from trainables.worker.entry_points import EpochReports, Reporter, fit, group_arguments
-
-
-def test_nccl_is_given_the_workers_own_gpu_whatever_its_global_rank() -> None:
-    assert group_arguments("nccl", torch.device("cuda:1")) == {"backend": "nccl", "device_id": torch.device("cuda:1")}
-    assert group_arguments("gloo", torch.device("cpu")) == {"backend": "gloo"}
+from trainables.worker.reporter import EpochReports, Reporter
 
 
 def report_until_it_fails(reporter: Reporter) -> None:
@@ -40,19 +30,6 @@ def test_a_writer_of_records_that_fails_of_anything_stops_the_training_instead_o
     reporter = Reporter(config(tmp_path, teacher=None), StageDir(tmp_path), Group())
     with pytest.raises(TypeError, match="not JSON serializable"):
         report_until_it_fails(reporter)
-
-
-@pytest.mark.parametrize("lost", [ray.exceptions.ActorDiedError(), ray.exceptions.ActorUnavailableError("gone", None)], ids=repr)
-def test_a_worker_that_dies_while_its_training_is_launched_has_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: Exception
-) -> None:
-    def launch() -> None:
-        raise ray.train.ControllerError(lost)
-
-    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda *_, **__: SimpleNamespace(fit=launch))
-    with pytest.raises(WorkersFailedError) as ended:
-        fit(config(tmp_path, teacher=None), use_gpu=False, loader_workers=1, storage=tmp_path, name="x")
-    assert [failure.kind for failure in ended.value.failures] == ["worker_died"]
 
 
 def report_two(reports: EpochReports) -> None:

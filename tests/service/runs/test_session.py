@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from service.config.experiment import load
+from service.report import reporter
 from service.runs.run_directory import begin
-from service.runs.train import session
+from service.runs.session import session
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
 
@@ -17,7 +18,7 @@ def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Pat
     resolved, run_dir = load("digits", ["tracking.uri=http://127.0.0.1:9"]), RunDir(tmp_path / "r")
     run_dir.root.mkdir()
     begin(resolved, "train", run_dir, tmp_path)
-    with contextlib.suppress(KeyboardInterrupt), session(resolved, run_dir):
+    with contextlib.suppress(KeyboardInterrupt), session(resolved, run_dir, reporter):
         raise KeyboardInterrupt
     events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
     assert [event["op"] for event in events[-3:]] == ["artifact", "end", "artifact"]

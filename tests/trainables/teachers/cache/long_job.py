@@ -1,4 +1,4 @@
-"""`python -m tests.trainables.teachers.cache.endless JOB.json`: trains a job, for a test that kills it."""
+"""`python -m tests.trainables.teachers.cache.long_job JOB.json`: trains a job, for a test that kills it."""
 
 from __future__ import annotations
 

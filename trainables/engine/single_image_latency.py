@@ -19,7 +19,7 @@ _FURTHER = 16
 """Images beside the first, on a CPU. On a GPU few images cost nothing that could be measured: it is not full."""
 
 
-def image_costs(train_state: TrainState, image_size: int) -> dict[str, float]:
+def single_image_latency(train_state: TrainState, image_size: int) -> dict[str, float]:
     """`one_image_ms`: the teacher's forward, the student's forward, the loss and the backward on one image of zeros.
 
     That is what launching the work takes where a device has next to nothing to do. On a CPU also `further_image_ms`, what each

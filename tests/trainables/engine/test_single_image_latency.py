@@ -12,7 +12,7 @@ from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.metrics.single_image_latency import image_costs
+from trainables.engine.single_image_latency import single_image_latency
 
 IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
 
@@ -21,9 +21,13 @@ IMAGE_SIZE = 32  # at which what an image adds is well above what other processe
 def job(tmp_path: Path) -> Job:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small", image_size=IMAGE_SIZE)
     settings = config(
-        tmp_path, model="convnet_small", precision="fp32", data={"image_size": IMAGE_SIZE},
-        teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
-    )  # fmt: skip
+        tmp_path,
+        model="convnet_small",
+        precision="fp32",
+        data={"image_size": IMAGE_SIZE},
+        teacher={"model": "convnet_small", "weights": weights},
+        train={"max_steps": 4, "warmup_steps": 1},
+    )
     return build(settings, Group(), lambda *_: None, no_telemetry)
 
 
@@ -36,11 +40,11 @@ def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
 
 def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
     with contextlib.closing(job):
-        before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
-        job.model.train()
+        before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
+        job.student.train()
         random = torch.random.get_rng_state()
-        image_costs(job.train_state, IMAGE_SIZE)
-        assert equal(before, job.model.state_dict())
+        single_image_latency(job.train_state, IMAGE_SIZE)
+        assert equal(before, job.student.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
-        assert job.model.training
-        assert all(parameter.grad is None for parameter in job.model.parameters())
+        assert job.student.training
+        assert all(parameter.grad is None for parameter in job.student.parameters())

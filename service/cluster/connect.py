@@ -1,0 +1,131 @@
+"""Connect to the Ray of RAY_ADDRESS, or start one on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from service.cluster import local_ray
+from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, living_nodes, real_cpus
+from service.cluster.shared_folders import check_shared
+from trainables.errors import ClusterError
+from trainables.rundir import unwritable
+
+# Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
+# its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
+# a Ray of our own is no cluster. Gloo and NCCL go by the interface's name.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"),
+}
+
+
+@contextlib.contextmanager
+def connect(logical_cpus: int, runs_root: Path, cache: Path | None = None) -> Iterator[Cluster]:
+    """The cluster of `RAY_ADDRESS`, or a Ray of our own on loopback with `logical_cpus` CPUs (at least the cores, at most 4×).
+
+    `cache`: the folder of `teacher.cache`, where it will be written.
+
+    Raises:
+        ClusterError: no Ray at RAY_ADDRESS, or none can start here; or its nodes do not all see `runs_root` and `cache`, or may
+            not write there.
+    """
+    set_ray_environment()
+    check_ray_address()
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        _start_ray(logical_cpus)
+    except Exception as error:  # all kinds: where a node takes too long to start, Ray raises just that
+        raise ClusterError(_why_no_ray(error)) from error
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler aborts this process, without its cleaning up
+    try:
+        cluster = living_nodes(real_cpus() if is_local() else None)
+        check_shared(runs_root, str(runs_root), "give a shared folder with --runs or --out")
+        if cache is not None:
+            name = f"teacher.cache: {cache}"
+            full = cache.is_dir() and unwritable(cache) is not None  # see `preflight.check_cache`
+            check_shared(cache, name, "name a folder that all nodes share and may write", read_only=full)
+        yield cluster
+    finally:
+        local_ray.shut_down()
+
+
+def set_ray_environment() -> None:
+    """What Ray reads from the environment when it is imported or started."""
+    # A trial's end is noticed at the controller's next poll: two seconds are long for a short trial.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+    # By default any call of Ray's starts one: after Ctrl-C, in a thread whose training was just taken from it.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    if is_local():
+        os.environ.update(LOOPBACK)
+        # Ray starts workers at niceness 15: whatever else a machine does would go before the training, our sender to MLflow too.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        # A process for each trainer that asks whether a cloud is about to take a node away: seconds of a core to start.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    else:
+        # Ray asks twenty times, a second apart and with a line on the terminal each, also where it was refused for its token.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
+
+
+def _start_ray(logical_cpus: int) -> None:
+    import ray
+
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    if is_local():
+        cores = real_cpus()
+        cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
+        local_ray.watch_servers()
+    else:
+        ray.init(runtime_env=code_for_nodes(), **quiet)
+
+
+def _why_no_ray(error: Exception) -> str:
+    reason = (str(error) or type(error).__name__).splitlines()[0].split(". ")[0]
+    if is_local():
+        return f"Ray does not start on this machine: {reason}; mend that, or where the machine was too busy try again later"
+    return (
+        f"no Ray at {os.environ['RAY_ADDRESS']}: {reason}; start one, or give its token "
+        "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE), or unset RAY_ADDRESS to use this machine"
+    )
+
+
+def check_ray_address() -> None:
+    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes.
+
+    Raises:
+        ClusterError: see above.
+    """
+    if is_local():
+        return
+    address = os.environ["RAY_ADDRESS"]
+    if address.startswith("http"):
+        raise ClusterError(
+            f"RAY_ADDRESS is {address}, where jobs are submitted: use `distill submit`, or give Ray's own address, HOST:6379"
+        )
+    host, _, port = address.rpartition(":")
+    if address == "auto":  # the Ray of this machine, which Ray finds or not at once
+        return
+    if not port.isdecimal():
+        raise ClusterError(f"RAY_ADDRESS is {address}: write HOST:PORT, such as 10.0.0.1:6379, or unset it to use this machine")
+    try:
+        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=5).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray at {address}: {error.strerror or error}; start one, or unset RAY_ADDRESS to use this machine"
+        ) from error
+
+
+def code_for_nodes() -> dict[str, object] | None:
+    """Both packages for the cluster's nodes; a Ray job brings its own working directory."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return None
+    here = Path(__file__).parents[1]
+    return {"py_modules": [str(here), str(here.parent / "trainables")]}

@@ -1,0 +1,69 @@
+"""`pack` and `data`: packed data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from service.cluster.resources import real_cpus
+from service.commands.options import DIR, PROCESSES, print_all
+from service.report.contact_sheet import describe, write_sheet
+from service.runs.display import output
+from service.runs.pack import pack as run_pack
+from service.runs.pack import said
+from service.runs.pack import verify as run_verify
+from trainables.data.index import read_index
+from trainables.data.pack.modes import Mode
+from trainables.rundir import expanded
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
+@click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
+@click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
+@click.option("--check", is_flag=True, help="Decode every image: also finds damage that neither header nor end show.")
+@click.option("--strict", is_flag=True, help="Unreadable images are an error; otherwise they are left out and listed.")
+@PROCESSES
+def pack(
+    source: Path,
+    dest: Path,
+    max_side: int | None,
+    quality: int,
+    raw: int | None,
+    check: bool,
+    strict: bool,
+    processes: int | None,
+) -> None:
+    """Put a data set into a few large files, for data.path: an image folder, LMDB, tars, TFRecords, Parquet, CIFAR's binaries.
+
+    A killed `pack` goes on where it was when it is called again. With RAY_ADDRESS set it spreads over the cluster.
+    """
+    if max_side is not None and raw is not None:
+        raise click.UsageError("--max-side and --raw: give one of them")
+    mode = Mode(max_side, quality, raw)
+    try:
+        packing = run_pack(source, dest, mode, check=check, strict=strict, processes=processes or real_cpus())
+    except KeyboardInterrupt:
+        click.echo("interrupted; the same command goes on where it was", err=True)
+        raise
+    click.echo(said(dest, packing))
+
+
+@click.command()
+@DIR
+@click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
+@click.option("--sheet", type=click.Path(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@PROCESSES
+def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
+    """The content of a packed set: counts, classes, sizes, shapes, pictures."""
+    directory = expanded(directory).resolve()
+    index = read_index(directory)
+    print_all(output(), describe(directory, index))
+    if sheet:
+        click.echo(f"{write_sheet(directory, sheet)} pictures: {sheet}")
+    if verify:
+        run_verify(directory, index, processes or real_cpus())
+        click.echo(f"every checksum of {len(index.files())} files is right")

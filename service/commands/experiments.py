@@ -1,0 +1,68 @@
+"""`recipes` and `show`: what there is to run, and every value of an experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import click
+
+from service.commands.options import SET
+from service.config.dotted import flatten
+from service.config.experiment import load
+from service.config.files import recipes
+from service.config.reference import keys_below
+
+
+@click.command("recipes")
+def list_recipes() -> None:
+    """The experiments that ship with raydistill."""
+    found = recipes()
+    width = max(map(len, found))
+    for name, text in found.items():
+        click.echo(f"{name:{width}}  {text}")
+
+
+@click.command()
+@click.argument("recipe_or_file", required=False)
+@SET
+@click.option("--keys", "keys", is_flag=True, help="List all keys, or those below the key that is given instead.")
+def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> None:
+    """The resolved experiment, each value with where it comes from; --keys: every key.
+
+    \b
+    distill show digits --set optim.lr=0.2
+    distill show --keys             all keys of an experiment: type, default, meaning
+    distill show --keys optim       those of one section
+    """
+    if keys:
+        print_keys(recipe_or_file or "")
+    elif recipe_or_file is None:
+        raise click.UsageError("give a recipe or a file, or --keys")
+    else:
+        print_values(recipe_or_file, overrides)
+
+
+def print_keys(prefix: str) -> None:
+    """Name, type and default of each key, and its meaning in a line of its own."""
+    for key in keys_below(prefix):
+        default = {"": "", "required": "  required"}.get(key.default, f"  default {key.default}")
+        click.echo(f"{click.style(key.name, bold=True)}  {key.type}{default}")
+        click.echo(f"    {key.meaning}")
+
+
+def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
+    """Each value of an experiment and its source."""
+    resolved = load(recipe_or_file, overrides, method_files="ignore")
+    flat = flatten(resolved.experiment.model_dump(mode="json"))
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
+    left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))
+    for key, text in texts.items():
+        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of(key, resolved.sources)}")
+
+
+def source_of(key: str, sources: Mapping[str, str]) -> str:
+    """The file, recipe or override of a key, or of the nearest section around it; `default` where there is none."""
+    parts = key.split(".")
+    around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((sources[name] for name in around if name in sources), "default")

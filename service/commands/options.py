@@ -1,0 +1,49 @@
+"""Arguments and options that several commands have, and a printer for tables and lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainables.rundir import expanded
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+def default_runs_root() -> Path:
+    """`RAYDISTILL_RUNS`, else `runs/` here; inside a Ray job, whose working directory is thrown away, `~/runs`."""
+    if named := os.environ.get("RAYDISTILL_RUNS"):
+        return expanded(named).absolute()
+    here = Path.cwd()
+    return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
+
+
+RECIPE = click.argument("recipe_or_file")
+DIR = click.argument("directory", type=click.Path(path_type=Path))
+SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value, such as data.global_batch_size=256."
+)
+OUT = click.option("--out", type=click.Path(path_type=Path), help="Run directory; default: ROOT/<name>-<time>.")
+RUNS = click.option(
+    "--runs",
+    "root",
+    type=click.Path(path_type=Path),
+    default=default_runs_root,
+    show_default="RAYDISTILL_RUNS or runs/",
+    help="Root of all runs and of their MLflow store.",
+)
+DATA_PATH = "As data.path: digits, synthetic, a packed set, an image folder."
+PROCESSES = click.option(
+    "--processes", type=click.IntRange(min=1), help="Processes on this machine; default: one a core. The result is the same."
+)
+
+
+def print_all(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print tables and lines; a line longer than the terminal is not broken."""
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))

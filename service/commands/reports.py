@@ -1,0 +1,73 @@
+"""`report`, `compare` and `doctor`: what a run or a sweep came to. They run no code of the run's author."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from service.commands.options import DIR, RUNS, SET, print_all
+from service.config.experiment import load
+from service.runs.display import output
+from service.runs.run_directory import reopen
+
+HTML = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@DIR
+@click.option("--html", type=HTML, help="Where the page goes; default: DIR/report.html.")
+@click.option("--watch", is_flag=True, help="Follow a run: tables and page are renewed until it ends.")
+def report(directory: Path, html: Path | None, watch: bool) -> None:
+    """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
+    from service.report.page import write_page
+    from service.report.tables import report_of
+    from service.report.watch import watch as follow
+
+    console = output()
+    if watch:
+        run_dir, result = follow(directory, console, html)
+    else:
+        resolved, run_dir, result = reopen(directory)
+        for key in resolved.unknown:
+            click.echo(f"{run_dir.experiment}: {key}: no such key in this version, left out here")
+    print_all(console, report_of(result, run_dir))
+    click.echo(f"page: {write_page(run_dir, result, html)}")
+
+
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--html", type=HTML, help="Also write the comparison as a page here.")
+def compare(a: Path, b: Path, html: Path | None) -> None:
+    """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
+    from service.report.compare import compare as run_compare
+    from service.report.comparison import said, write_comparison
+    from service.report.run_records import open_records
+
+    comparison = run_compare(open_records(a), open_records(b))
+    print_all(output(), said(comparison))
+    if html:
+        write_comparison(comparison, html)
+        click.echo(f"page: {html}")
+
+
+@click.command()
+@click.argument("directory_or_recipe", metavar="DIR_OR_RECIPE")
+@SET
+@RUNS
+def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
+    """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
+    from service.doctor.read_run import read_run
+    from service.doctor.terminal_lines import tell
+
+    if Path(directory_or_recipe).is_dir():
+        if overrides:
+            raise click.UsageError("--set: changes a recipe; what a directory's run was told stands in its experiment.yaml")
+        cases = read_run(*reopen(Path(directory_or_recipe)))
+    else:
+        resolved = load(directory_or_recipe, overrides)
+        from service.doctor.probe import probe
+
+        cases = probe(resolved, root)
+    print_all(output(), tell(cases))

@@ -1,0 +1,100 @@
+"""`reproduce`: a table of published accuracies, run again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from service.cluster.local_ray import RayLostError
+from service.commands.options import OUT, RUNS, SET, print_all
+from service.reproduce import terminal
+from service.reproduce.plan import Request, changes, compose
+from service.reproduce.run_table import (
+    Reproduction,
+    cells,
+    check_same,
+    prepare,
+    run_parts,
+    seconds_left,
+    size_differences,
+    teachers_of,
+    write_result,
+)
+from service.reproduce.table import read_table
+from service.runs.display import output
+from service.runs.run_directory import check_places, new_run_dir
+from trainables.errors import ClusterError, TrainingError
+
+
+@click.command()
+@click.argument("table")
+@click.option("--pairs", help="Teacher–student pairs with commas between them; default: all.")
+@click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
+@click.option("--seeds", default="0,1,2", show_default=True)
+@click.option("--data", "data_path", help="As data.path; default: the recipe's.")
+@click.option(
+    "--teachers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of published checkpoints."
+)
+@SET
+@OUT
+@RUNS
+@click.option("--dry-run", is_flag=True, help="Print the plan and what there is of it in --out.")
+@click.option("--images-per-s", type=click.FloatRange(min=0, min_open=True), help="A training speed, for the plan's hours.")
+def reproduce(
+    table: str,
+    pairs: str | None,
+    methods: str | None,
+    seeds: str,
+    data_path: str | None,
+    teachers: Path | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    root: Path,
+    dry_run: bool,
+    images_per_s: float | None,
+) -> None:
+    """Run a TABLE of published accuracies (cifar100, imagenet, or a file) and compare; given again with --out it goes on."""
+    published = read_table(table)
+    request = Request.of(published, pairs, methods, seeds)
+    changed = changes(overrides)
+    parts = compose(published, request, overrides, data_path, teachers)
+    check_places(root, out)
+    stem = f"reproduce-{Path(table).stem}"
+    job = Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
+    check_same(job)
+    console = output()
+    console.print(terminal.plan_grid(job))
+    console.print(terminal.plan_line(job, seconds_left(job, images_per_s)), soft_wrap=True)
+    if dry_run:
+        if out is not None:
+            print_results(replace(job, changed=(*changed, *size_differences(job))))
+        return
+    prepare(job)
+    out = new_run_dir(root, stem, out).root.absolute()
+    job = replace(job, changed=(*changed, *size_differences(job)), out=out)
+    failed = run(job, table)
+    print_results(job)
+    if failed:
+        raise TrainingError("\n".join(failed))
+
+
+def run(job: Reproduction, table: str) -> list[str]:
+    """Run what is left and write the result. Returns one line for each sweep that failed."""
+    try:
+        failed = run_parts(job, click.echo)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; the same command with --out {job.out} goes on", err=True)
+        raise
+    except RayLostError as error:
+        raise ClusterError(f"{error}; the same command with --out {job.out} goes on") from error
+    click.echo(f"result: {write_result(job, table)}")
+    return failed
+
+
+def print_results(job: Reproduction) -> None:
+    """Ours and the published numbers, as far as there are any."""
+    found = cells(job)
+    teachers = terminal.teachers_grid(job.table, teachers_of(job))
+    print_all(output(), [teachers, terminal.cells_grid(job.table, found, job.changed), terminal.summary(found)])

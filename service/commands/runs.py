@@ -1,0 +1,120 @@
+"""`train`, `sweep`, `resume` and `cache`: what carries out an experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from service.commands.options import DIR, OUT, RECIPE, RUNS, SET
+
+if TYPE_CHECKING:
+    from service.config.experiment import Resolved
+    from service.runs.result import Kind
+    from trainables.rundir import RunDir
+
+# What is imported in a function is not needed to refuse a wrong experiment.
+
+
+@click.command()
+@RECIPE
+@SET
+@OUT
+@RUNS
+def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+    """Train the teacher if it has no weights, then distil the student."""
+    from service.config.experiment import load
+
+    start("train", load(recipe_or_file, overrides), out, root)
+
+
+@click.command()
+@RECIPE
+@SET
+@OUT
+@RUNS
+def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, root: Path) -> None:
+    """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
+    from service.config.experiment import load
+
+    start("sweep", load(recipe_or_file, overrides), out, root)
+
+
+@click.command()
+@DIR
+def resume(directory: Path) -> None:
+    """Continue an interrupted run or sweep: nothing is lost, nothing is run twice."""
+    from service.runs.method_copies import changed_methods
+    from service.runs.preflight import check_checkpoints
+    from service.runs.run_directory import reopen
+
+    _, run_dir, result = reopen(directory)
+    if result.status == "complete":
+        click.echo(f"{directory} is complete; its tables: distill report {directory}")
+        return
+    resolved, run_dir, result = reopen(directory, to_continue=True)
+    for line in changed_methods(run_dir):
+        click.echo(line)
+    check_checkpoints(run_dir)
+    check_inputs(result.kind, resolved)
+    run_to_the_end(result.kind, resolved, run_dir, Path(result.runs_root))
+
+
+@click.command()
+@RECIPE
+@SET
+@RUNS
+def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
+    """Fill teacher.cache: the teacher's logits for all epochs of an experiment. Interrupted, the same command goes on."""
+    from service.config.experiment import load
+    from service.runs.teacher_cache import fill
+
+    click.echo(fill(load(recipe_or_file, overrides), root))
+
+
+def start(kind: Kind, resolved: Resolved, out: Path | None, root: Path) -> None:
+    """Check the experiment, create its run directory, and run it."""
+    from service.runs.run_directory import begin, check_places, new_run_dir
+
+    check_places(root, out)
+    check_inputs(kind, resolved)
+    run_dir = new_run_dir(root, resolved.experiment.name, out)
+    begin(resolved, kind, run_dir, root)
+    run_to_the_end(kind, resolved, run_dir, root)
+
+
+def check_inputs(kind: Kind, resolved: Resolved) -> None:
+    """Refuse what can be refused before Ray starts."""
+    from service.runs.preflight import check_train
+    from service.sweeps.preflight import check_sweep
+
+    (check_train if kind == "train" else check_sweep)(resolved)
+
+
+def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) -> None:
+    """Run, or continue, the experiment of a run directory; print where its results are."""
+    from service.cluster.local_ray import RayLostError
+    from service.config.uris import without_password
+    from service.report import reporter
+    from service.runs.train import train as run_train
+    from service.sweeps.sweep import sweep as run_sweep
+    from service.tracking import compare_url
+    from trainables.errors import ClusterError
+
+    try:
+        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, reporter)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
+        raise
+    except RayLostError as error:
+        raise ClusterError(f"{error}; continue with `distill resume {run_dir.root}`") from error
+    click.echo(f"result: {run_dir.result}")
+    if run_dir.report.exists():
+        click.echo(f"page: {run_dir.report}")
+    if result.mlflow:
+        click.echo(f"records: {without_password(result.mlflow.uri)}")
+        click.echo(f"open them with: distill ui --runs {root}")
+        keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
+        if link := compare_url(run_dir, keys):
+            click.echo(f"then compare the trials at: {link}")

@@ -1,0 +1,92 @@
+"""Experiments as files: the shipped recipes, YAML files, and the `base` that one may build on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from service.config import strict_yaml
+from service.config.dotted import flatten, merge
+from trainables.errors import ExperimentError, near
+
+MAX_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class WrittenExperiment:
+    """What a file and its bases say, before it is checked."""
+
+    tree: dict[str, Any]
+    sources: dict[str, str]
+    """Dotted key → the file or recipe that its value comes from."""
+    where: str
+    """The file or recipe itself, for messages."""
+
+
+def recipes() -> dict[str, str]:
+    """Shipped recipes: name → the comment in their first line."""
+    found = {}
+    for file in sorted(resources.files("service.recipes").iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".yaml"):
+            found[file.name.removesuffix(".yaml")] = file.read_text().splitlines()[0].lstrip("# ")
+    return found
+
+
+def read_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:
+    """A recipe or file merged over its bases. `named_by`: the files whose `base` led here, the first one first.
+
+    Raises:
+        ExperimentError: there is no such recipe or file, it is no experiment, or its bases lead back to it.
+    """
+    if name in recipes():
+        text, where, path = (resources.files("service.recipes") / f"{name}.yaml").read_text(), f"recipe {name}", name
+    else:
+        text = _text_of(name, f"{named_by[-1]}: base: {name}" if named_by else name)
+        where, path = name, os.path.realpath(name)
+    if path in [os.path.realpath(file) for file in named_by]:
+        cycle = " → ".join(Path(file).name for file in (*named_by, name))
+        raise ExperimentError(f"{name}: `base` leads back to itself ({cycle})")
+    tree = _parse(text, where)
+    base = tree.pop("base", None)
+    sources = dict.fromkeys(flatten(tree), where)
+    if base is None:
+        return WrittenExperiment(tree, sources, where)
+    if not isinstance(base, str):
+        raise ExperimentError(f"{where}: base: give one recipe or file")
+    relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
+    below = read_file(relative, (*named_by, name))
+    below.tree.pop("name", None)  # a run is named after its own file, not after what that builds on
+    below.sources.pop("name", None)
+    return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, where)
+
+
+def _text_of(file: str, where: str) -> str:
+    """The text of an experiment's file. Raises ExperimentError where there is none."""
+    if not os.path.isfile(file):
+        if os.path.isdir(file):
+            raise ExperimentError(f"{where}: is a folder: give a YAML file in it, or a recipe ({', '.join(recipes())})")
+        similar = near(Path(file).stem, recipes())
+        hint = f"did you mean {similar[0]}?" if similar else f"recipes: {', '.join(recipes())}"
+        raise ExperimentError(f"{where or repr(file)}: neither a recipe nor a file; {hint}")
+    try:
+        if os.path.getsize(file) > MAX_FILE_BYTES:
+            raise ExperimentError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB, as no experiment is: give a YAML file")
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{where}: not a text file (byte {error.start}): give a YAML file") from error
+    except OSError as error:
+        raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    tree = strict_yaml.parse(text, where)
+    if not isinstance(tree, dict):
+        kind = {list: "a list", type(None): "empty", str: "text"}.get(type(tree), "a single value")
+        raise ExperimentError(f"{where}: an experiment is a mapping such as `data: {{path: digits}}`, this is {kind}")
+    for key in tree:
+        if not isinstance(key, str):
+            raise ExperimentError(f"{where}: {key}: no such key: keys are words such as data, student, optim")
+    return tree

@@ -1,0 +1,61 @@
+"""Rules between the keys of an experiment: those that every job must keep (`trainables.rules`), and those of the driver alone.
+
+A rule returns what is wrong and what to write instead, in one line; None: nothing is wrong. Rules about methods, which may have
+to load one, are in `service.config.method_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from service.config.sweep import SweepConfig
+from trainables.config import AssistantConfig, DistillConfig, TrainingConfig
+from trainables.rules import Problem, Settings, first_problem, warmup_leaves_an_epoch
+
+
+class ExperimentSettings(Settings, Protocol):
+    """The sections of an experiment that rules are about."""
+
+    @property
+    def assistants(self) -> tuple[AssistantConfig, ...]: ...
+    @property
+    def distill(self) -> DistillConfig: ...
+    @property
+    def train(self) -> TrainingConfig: ...
+    @property
+    def sweep(self) -> SweepConfig: ...
+
+
+def assistants_have_a_teacher(experiment: ExperimentSettings) -> Problem:
+    if experiment.teacher is not None or not experiment.assistants:
+        return None
+    return "assistants: there is no teacher whom they could assist: write teacher.model"
+
+
+def warmup_leaves_an_epoch_of_each_stage(experiment: ExperimentSettings) -> Problem:
+    lengths = {"teacher.epochs": experiment.teacher.epochs if experiment.teacher else None}
+    lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
+    for key, epochs in lengths.items():
+        problem = warmup_leaves_an_epoch(experiment.optim, epochs, key) if epochs is not None else None
+        if problem is not None:
+            return problem
+    return None
+
+
+def asha_compares_evaluated_epochs(experiment: ExperimentSettings) -> Problem:
+    grace, every = experiment.sweep.grace_epochs, experiment.train.evaluate_every
+    if experiment.sweep.policy != "asha" or grace % every == 0:
+        return None
+    return (
+        f"sweep.grace_epochs {grace}: asha compares trials after so many epochs first, and train.evaluate_every {every} "
+        f"leaves that one without an accuracy: write {-(-grace // every) * every}, or train.evaluate_every 1"
+    )
+
+
+RULES: tuple[Callable[[ExperimentSettings], Problem], ...] = (
+    first_problem,
+    assistants_have_a_teacher,
+    warmup_leaves_an_epoch_of_each_stage,
+    asha_compares_evaluated_epochs,
+)

@@ -1,0 +1,34 @@
+"""What a run or sweep shows at its end: tables and sentences on the terminal, and its page; see `service.runs.session`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import RenderableType
+
+from service.report import tables as terminal
+from service.runs.result import RunResult
+from trainables.rundir import RunDir
+
+
+def tables(result: RunResult) -> Sequence[RenderableType]:
+    """The trials of a sweep with what they say; of a run its stages, and where a step of its student goes."""
+    if result.kind == "sweep":
+        return terminal.compared(result)
+    phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
+    return [terminal.stage_table(result), phases]
+
+
+def verdict(result: RunResult) -> Sequence[str]:
+    """Which trial of a sweep won and why, in sentences."""
+    return terminal.verdict(result)
+
+
+def write_page_at_end(run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
+    """Write the page. What goes wrong here is said, and is no reason for a run to fail that has succeeded."""
+    from service.report.page import write_page  # imports scipy, which a run that is starting does not need
+
+    try:
+        write_page(run_dir, result)
+    except Exception as error:
+        say(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")

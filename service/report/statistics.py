@@ -1,0 +1,49 @@
+"""The statistics of comparisons: Holm's correction and Student's t for paired differences, both at one level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEVEL = 0.05
+"""Probability that any difference of a table is called significant by chance; 1 - LEVEL is that of confidence intervals."""
+
+
+class PairedTest(NamedTuple):
+    """A mean difference, half the width of its confidence interval, and the two-sided p-value."""
+
+    mean: float
+    half_width: float
+    p_value: float | None
+    """None: all differences are the same, so that the test says nothing."""
+
+
+def paired_t_test(differences: Sequence[float], *, rounding: float = 0.0) -> PairedTest | None:
+    """Student's t-test of differences against 0; None for fewer than two.
+
+    Differences whose standard error is at most `rounding` count as all the same.
+    """
+    from scipy import stats  # takes half a second, which a table without seeds does not need
+
+    if len(differences) < 2:
+        return None
+    error = float(stats.sem(differences))
+    mean = sum(differences) / len(differences)
+    if error <= rounding:
+        return PairedTest(mean, 0.0, None)
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return PairedTest(mean, float(high - low) / 2, float(test.pvalue))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values adjusted for all tests being made, in the order given.
+
+    Holm 1979, "A simple sequentially rejective multiple test procedure": the smallest counts as often as there are tests, the
+    next for one test less, and none is smaller than the one before it.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,40 @@
+"""A stage as its workers get it, and what they reserve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.cluster.resources import Reservation
+from service.config.method_rules import needs_teacher
+from trainables.config import TrainConfig
+from trainables.rundir import StageDir
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A stage and what it runs on."""
+
+    config: TrainConfig
+    use_gpu: bool
+    loader_workers: int
+    storage: Path
+    """Ray's own files; ours are under `config.output_dir`."""
+
+    @property
+    def stage_dir(self) -> StageDir:
+        return StageDir(Path(self.config.output_dir))
+
+    @property
+    def reservation(self) -> Reservation:
+        return reservation_of(self.config, self.loader_workers, self.use_gpu)
+
+
+def reservation_of(config: TrainConfig, loader_workers: int, use_gpu: bool) -> Reservation:
+    """What a stage reserves, with the actors of `teacher.service` that compute its teacher's logits."""
+    cpus_per_worker, gpus = config.scale.cpus_per_worker, int(use_gpu)
+    service = None
+    num_actors = config.teacher.service if config.teacher is not None else None
+    if num_actors is not None and config.distill is not None and needs_teacher(config.distill, ()):
+        service = Reservation(num_actors, cpus_per_worker, gpus)
+    return Reservation(config.scale.num_workers, cpus_per_worker + loader_workers, gpus, service)

@@ -1,0 +1,176 @@
+"""The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from rich.console import RenderableType
+
+from service.cluster.local_ray import RayLostError
+from service.config.dotted import flatten
+from service.config.experiment import Experiment, Resolved
+from service.runs.display import Display, wait_for
+from service.runs.outcome import VERSION
+from service.runs.result import MlflowTarget, RunResult, read_result, write_result
+from service.runs.run_directory import locked
+from service.tracking import Tracker, default_uri, sync_neighbours
+from trainables.rundir import RunDir, StageDir
+
+T = TypeVar("T")
+FLUSH_S = 30.0
+"""How long the end of a run waits for MLflow; what it did not take by then is sent later."""
+
+
+class Reporter(Protocol):
+    """How a result is shown. Commands give `service.report.reporter`, which runs and sweeps do not know."""
+
+    def tables(self, result: RunResult) -> Sequence[RenderableType]:
+        """What the terminal shows at the end of a run or sweep: tables, and lines as text."""
+
+    def verdict(self, result: RunResult) -> Sequence[str]:
+        """Which trial of a sweep won and why, in sentences."""
+
+    def write_page_at_end(self, run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
+        """Write `report.html`; what goes wrong is said, and raises nothing."""
+
+
+@dataclass
+class Session:
+    """A run or sweep being carried out: where it is written, who watches, who records."""
+
+    resolved: Resolved
+    run_dir: RunDir
+    display: Display
+    reporter: Reporter
+    tracker: Tracker | None
+    result: RunResult
+    """What `result.json` holds; `save` writes it."""
+    sending: bool = False
+    earlier_s: float = 0.0
+    """What earlier sessions of this run took."""
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def key(self) -> str:
+        """The MLflow run of this run or sweep, as the tracker knows it."""
+        return self.result.kind
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.resolved.experiment
+
+    def save(self, **changes: Any) -> None:
+        """Update `result.json`, atomically, with the seconds so far: a session that is killed loses only those since."""
+        changes["seconds"] = self.earlier_s + time.perf_counter() - self.began_s
+        self.result = self.result.model_copy(update=changes)
+        write_result(self.run_dir.result, self.result)
+
+    def wait_for(self, work: Callable[[], T], tick: Callable[[], None] = lambda: None) -> T:
+        """See `service.runs.display.wait_for`."""
+        return wait_for(work, self.display, tick)
+
+    def show_result(self) -> None:
+        """The tables and sentences of the result as it stands, on the terminal."""
+        for part in self.reporter.tables(self.result):
+            if isinstance(part, str):
+                self.display.say(part)
+            else:
+                self.display.console.print(part)
+
+
+@contextlib.contextmanager
+def session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Iterator[Session]:
+    """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
+    with locked(run_dir), Display() as display:
+        now = _open(resolved, run_dir, display, reporter)
+        display.say(f"{now.result.kind} {resolved.experiment.name} in {run_dir.root}")
+        try:
+            yield now
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
+            with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
+                now.save(status="interrupted" if interrupted else "failed", reason=str(error))
+            _close(now, "KILLED" if interrupted else "FAILED", 5.0)
+            raise
+        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
+        _close(now, "FINISHED", FLUSH_S)
+
+
+def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Reporter) -> Session:
+    began_s = time.perf_counter()
+    result = read_result(run_dir.result, run_dir.experiment)
+    experiment, kind, tracker, target = resolved.experiment, result.kind, None, None
+    if experiment.tracking.enabled:
+        uri = experiment.tracking.uri or default_uri(Path(result.runs_root))
+        target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
+        tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
+        tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=describe(kind))
+        tracker.artifact(kind, run_dir.experiment)
+    now = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
+    now.save(version=VERSION, status="running", reason="", mlflow=target)
+    return now
+
+
+def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
+    if now.tracker:  # first of all, so that a second Ctrl-C, while the page is made, leaves no run open
+        for key, ended in now.tracker.runs().items():
+            if ended is None and key != now.key:  # trials that were running when the sweep was interrupted
+                now.tracker.end_run(key, status)
+        now.tracker.artifact(now.key, now.run_dir.result)
+        now.tracker.end_run(now.key, status)
+    now.reporter.write_page_at_end(now.run_dir, now.result, now.display.say)
+    if now.tracker is None:
+        return
+    if now.run_dir.report.exists():
+        now.tracker.artifact(now.key, now.run_dir.report)
+    start_tracking(now)
+    delivery = now.tracker.close(timeout_s)
+    now.display.say(delivery.message)
+    if status == "FINISHED" and not delivery.num_pending:
+        for folder in sync_neighbours(Path(now.result.runs_root), now.run_dir):
+            now.display.say(f"MLflow was also sent what had waited in {folder}")
+
+
+def start_tracking(now: Session) -> None:
+    """Begin to send to MLflow, once: its import takes a core for seconds, which a run that is starting needs itself."""
+    if now.tracker and not now.sending:
+        now.sending = True
+        now.tracker.start()
+
+
+def describe(kind: str) -> dict[str, str]:
+    """Tags that say what code ran."""
+    tags = {"raydistill.kind": kind}
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or none that answers: the tag is left out
+        return tags
+    if commit.returncode == 0:
+        tags["git_commit"] = commit.stdout.strip()
+    return tags
+
+
+def written_ms(path: Path) -> int | None:
+    """When a result was written, in unix ms: what a resumed driver says of it again is then the same record, and counts once."""
+    return int(path.stat().st_mtime * 1000) if path.exists() else None
+
+
+def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
+    """A stage's final numbers in MLflow."""
+    if now.tracker and metrics:
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        now.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
+
+
+def record_student(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float]) -> None:
+    """The student's final numbers under plain names, and the student itself, in MLflow."""
+    record_numbers(now, key, stage, metrics)
+    if now.tracker and stage.best.exists() and now.experiment.tracking.log_model:
+        now.tracker.model(key, stage.best)

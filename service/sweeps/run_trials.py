@@ -1,0 +1,163 @@
+"""Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from service.cluster.resources import Cluster
+from service.runs.assignment import Assignment
+from service.runs.outcome import Outcome, write_outcome
+from service.runs.plan import Plan
+from service.runs.result import TrialRow
+from service.runs.session import Session, start_tracking
+from service.sweeps.trial_records import TrialRecords
+from service.sweeps.trials import Trial, load_outcomes
+from service.sweeps.tune import guide_trials, tune_trials, with_shared_starts
+from trainables.rundir import StageDir, final_names, headline, read_lines, write_atomic
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """Where the students' teacher is: its weights, and the names of the actors of `teacher.service`."""
+
+    weights: str | None
+    actors: tuple[str, ...]
+
+
+def run_pending(
+    now: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
+) -> None:
+    """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
+    guided = now.experiment.sweep.policy == "guided" and not any(trial.probe for trial in pending)
+    candidates = [trial for trial in trials if not trial.probe] if guided else pending
+    assignments = assign(now, candidates, cluster, teacher, guided=guided)
+    save_rows(now, trials)
+    if not assignments:
+        return
+    if guided:
+        assignments = with_shared_starts(assignments)
+        search = partial(guide_trials, now.result)
+    else:
+        search = partial(tune_trials, now.experiment.sweep)
+    watch = TrialWatch(now, records, trials)
+    max_concurrent = concurrency(now, assignments, cluster)
+    now.wait_for(lambda: search(assignments, now.run_dir, max_concurrent), watch.tick)
+    watch.tick()
+    if not guided:  # which has written how each point ended that it began
+        watch.end_unfinished(pending)
+    save_rows(now, trials)
+
+
+def assign(
+    now: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource, *, guided: bool
+) -> dict[str, Assignment]:
+    """The student's stage of each trial that can run, by trial; its experiment is written to its folder."""
+    assignments = {}
+    for trial in trials:
+        if trial.resolved is None or (trial.outcome is not None and trial.outcome.status == "infeasible"):
+            continue
+        run_dir = now.run_dir.trial(trial.id)
+        if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
+            shutil.rmtree(run_dir.measurement(trial.num_measurements).root, ignore_errors=True)
+        if trial.outcome is None:
+            write_atomic(run_dir.experiment, trial.resolved.to_yaml().encode())
+        plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": now.run_dir.root.name, "trial": trial.id}
+        assignments[trial.id] = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
+    return assignments
+
+
+def concurrency(now: Session, assignments: Mapping[str, Assignment], cluster: Cluster) -> int:
+    """How many trials may run at a time."""
+    config, reservations = now.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
+    count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
+    if count > 1 and config.steps and any(reservation.service for reservation in reservations):
+        now.display.say("one trial at a time: those beside it would take their part of teacher.service, and of its speed")
+        return 1
+    return count
+
+
+class TrialWatch:
+    """Sees trials begin and end while Ray Tune runs them, by their files; `tick` is called a few times a second."""
+
+    def __init__(self, now: Session, records: TrialRecords, trials: list[Trial]) -> None:
+        self._now, self._records, self._trials = now, records, trials
+        self._begun: set[StageDir] = set()
+        self._loaded_ns = {trial.id: changed_ns(self._result_of(trial)) for trial in trials}
+
+    def tick(self) -> None:
+        """Show and record which measurements have begun and which trials have a new result."""
+        start_tracking(self._now)
+        for trial in self._trials:
+            stage = self._now.run_dir.trial(trial.id).measurement(trial.num_measurements)
+            if stage.root.exists() and stage not in self._begun:
+                self._begun.add(stage)
+                self._records.begin(trial, stage)
+                self._now.display.follow(trial.id, stage)
+            written_ns = changed_ns(self._result_of(trial))
+            if written_ns != self._loaded_ns[trial.id]:
+                self._loaded_ns[trial.id] = written_ns
+                load_outcomes([trial], self._now.run_dir)
+                self._records.end(trial)
+                save_rows(self._now, self._trials)
+        self._now.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+
+    def end_unfinished(self, pending: Sequence[Trial]) -> None:
+        """Write and record the outcome of trials that left no result."""
+        for trial in pending:
+            if trial.outcome is None:
+                if self._now.run_dir.trial(trial.id).measurement(0) not in self._begun:
+                    self._records.begin(trial)
+                trial.outcome = unfinished(self._now, trial)
+                write_outcome(self._result_of(trial), trial.outcome)
+                self._records.end(trial)
+
+    def _result_of(self, trial: Trial) -> Path:
+        return self._now.run_dir.trial(trial.id).result
+
+
+def changed_ns(path: Path) -> int:
+    """When a file was last written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def unfinished(now: Session, trial: Trial) -> Outcome:
+    """The outcome of a trial that left no result: stopped by the scheduler, or lost with its process."""
+    run_dir = now.run_dir.trial(trial.id)
+    epochs = [record for record in read_lines(run_dir.stage("student").metrics) if record["kind"] == "epoch"]
+    if now.experiment.sweep.policy != "asha" or not epochs:
+        return Outcome(status="failed", reason=f"the trial's process died: see the logs under {run_dir.root}")
+    last = final_names(epochs[-1]["metrics"])
+    metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
+    metrics["steps"] = float(epochs[-1]["step"])
+    for name in ("train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"):  # an epoch's own in its record, the stage's here
+        metrics.pop(name, None)
+        if all(f"epoch/{name}" in record["metrics"] for record in epochs):  # not in those of an older version
+            metrics[name] = sum(record["metrics"][f"epoch/{name}"] for record in epochs)
+    evaluated = [headline(record["metrics"]) for record in epochs if "val/top1_pct" in record["metrics"]]
+    if evaluated:
+        metrics |= evaluated[-1]
+    return Outcome(status="stopped", reason=f"stopped by asha after epoch {epochs[-1]['epoch']:g}", metrics=metrics)
+
+
+def best_of(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None:
+    """The complete trial with the best metric; None where no complete trial has it."""
+    complete = [row for row in rows if row.status == "ok" and row.metrics.get(metric) is not None]
+    if not complete:
+        return None
+    pick: Callable[..., TrialRow] = max if mode == "max" else min
+    return pick(complete, key=lambda row: row.metrics[metric])
+
+
+def save_rows(now: Session, trials: Sequence[Trial]) -> None:
+    """Write the rows as they stand."""
+    config = now.experiment.sweep
+    rows = [trial.row(now.resolved, config.timing_steps is not None) for trial in trials]
+    best = best_of(rows, config.figure, config.mode)
+    now.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)

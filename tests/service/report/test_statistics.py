@@ -1,0 +1,30 @@
+"""Holm's correction and the paired t-test."""
+
+from __future__ import annotations
+
+import pytest
+from scipy import stats
+
+from service.report.statistics import holm, paired_t_test
+
+
+def test_holms_p_are_those_of_the_paper() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_the_paired_t_test_is_scipys() -> None:
+    a, b = [71.2, 70.8, 71.9, 71.0], [70.1, 70.5, 70.9, 70.7]
+    test, expected = paired_t_test([x - y for x, y in zip(a, b, strict=True)]), stats.ttest_rel(a, b)
+    assert test is not None
+    assert test.p_value == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert (test.mean - test.half_width, test.mean + test.half_width) == pytest.approx((low, high))
+
+
+def test_equal_differences_have_no_p_value_and_one_difference_no_test() -> None:
+    test = paired_t_test([0.5, 0.5, 0.5])
+    assert test is not None
+    assert (test.mean, test.half_width, test.p_value) == (0.5, 0.0, None)
+    assert paired_t_test([0.5]) is None

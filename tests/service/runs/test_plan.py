@@ -1,0 +1,44 @@
+"""What stages run on once every `auto` is resolved, and what they reserve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.cluster.resources import Cluster, Node, Reservation
+from service.config.experiment import load
+from service.runs.plan import Plan
+from trainables.rundir import RunDir
+
+
+def cluster(*nodes: tuple[float, float], cores: int | None = None) -> Cluster:
+    return Cluster(tuple(Node(str(i), cpus, gpus) for i, (cpus, gpus) in enumerate(nodes)), real_cpus=cores)
+
+
+def test_only_students_have_a_service_and_an_experiment_says_what_it_takes(tmp_path: Path) -> None:
+    asked = ["teacher.service=2", "scale.cpus_per_worker=2", "data.loader_workers=1"]
+    plan = Plan.on(load("digits", asked).experiment, cluster((16, 0)))
+    assert plan.reservation() == Reservation(1, 3, service=Reservation(2, 2))
+    assert plan.describe(cluster((16, 0))).endswith("on 1 node, and 2 for the teacher")
+    student = plan.assign("student", RunDir(tmp_path), {}, "/teacher", ("first", "second"))
+    assert (student.config.teachers, student.config.teacher and student.config.teacher.service) == (("first", "second"), 2)
+    assert student.reservation == plan.reservation()
+    assert plan.assign("teacher", RunDir(tmp_path), {}).config.teacher is None
+    refusal = Plan.on(load("digits", asked).experiment, cluster((6, 0))).refusal(cluster((6, 0)))
+    assert refusal is not None
+    assert refusal.endswith(": lower scale.num_workers or data.loader_workers, or teacher.service")
+
+
+def test_an_assistant_learns_from_the_network_and_its_student_from_the_service(tmp_path: Path) -> None:
+    experiment = load("digits", ["teacher.service=1", "assistants=[{model: convnet_small}]"]).experiment
+    stages = {name: experiment.stage(name, tmp_path, {}, "/weights").teacher for name in ("assistant1", "student")}
+    assert {name: (t.model, t.service) for name, t in stages.items() if t} == {
+        "assistant1": ("convnet_large", None),
+        "student": ("convnet_small", 1),
+    }
+
+
+def test_auto_is_a_limit_to_the_workers_and_a_number_is_an_order(tmp_path: Path) -> None:
+    for written, limit in (("auto", True), ("2", False)):
+        plan = Plan.on(load("digits", [f"data.loader_workers={written}"]).experiment, cluster((3, 0), cores=3))
+        config = plan.assign("student", RunDir(tmp_path), {}).config
+        assert (config.data.loader_workers, config.loader_auto) == (2, limit)

@@ -1,0 +1,168 @@
+"""Whoever reads a run runs no code of the run's author, and needs none of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.config.experiment import load as load_experiment
+from service.config.paths import with_absolute_file
+from service.runs.method_copies import changed_methods
+from service.runs.run_directory import begin, reopen
+from tests.service.commands import run
+from tests.service.report.runs import train_dir
+from trainables.errors import ExperimentError
+from trainables.methods import load, source_of, use_copies
+from trainables.rundir import RunDir
+
+METHOD = """
+from pathlib import Path
+from trainables.methods.contract import Method
+
+Path({marker!r}).touch()
+
+
+class Own(Method):
+    terms = ("none",)
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that exists once the code of the method has run."""
+    return tmp_path / "marker"
+
+
+@pytest.fixture
+def method(tmp_path: Path, marker: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(METHOD.format(marker=str(marker)))
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, method: Path) -> RunDir:
+    """A complete run whose method is a file."""
+    found = train_dir(tmp_path / "theirs")
+    text = found.experiment.read_text()
+    assert "  method:\n  - kd\n  " in text
+    text = text.replace("  method:\n  - kd\n  ", f"  method:\n  - {method}:Own\n  ")
+    searched = f"  space:\n    distill.method:\n    - {method}:Own\n    - kd\n"
+    assert "  space:" in text
+    before, _, after = text.partition("  space:")
+    found.experiment.write_text(before + searched + after[after.index("\n  points:") + 1 :])
+    return found
+
+
+READERS = {
+    "report": ["report", "{run}"],
+    "compare": ["compare", "{run}", "{run}"],
+    "doctor": ["doctor", "{run}"],
+    "sync": ["sync", "{run}"],
+    "show": ["show", "{run}/experiment.yaml"],
+    "resume of a complete run": ["resume", "{run}"],
+}
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["the file is there", "the file is gone"])
+@pytest.mark.parametrize("command", READERS.values(), ids=READERS)
+def test_a_command_that_reads_a_run_does_not_run_its_method(
+    command: list[str], there: bool, run_dir: RunDir, method: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not there:
+        method.unlink()
+    code, out, err = run(capsys, *(word.format(run=run_dir.root) for word in command))
+    assert (code, err) == (0, "")
+    assert out
+    assert not marker.exists()
+
+
+def test_evaluate_does_not_run_the_method_of_the_run_it_is_given(
+    run_dir: RunDir, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "evaluate", run_dir.root, "--data", "digits", "--runs", run_dir.root / "runs")
+    assert (code, err.count("\n")) == (2, 1)  # there is no checkpoint
+    assert not marker.exists()
+
+
+def test_the_source_of_a_method_is_read_and_not_run(method: Path, marker: Path) -> None:
+    found = source_of(f"{method}:Own")
+    assert found is not None
+    assert found[:2] == (method, method.read_text())
+    assert source_of("kd") is None
+    assert not marker.exists()
+
+
+# A run's copy of its methods
+
+
+@pytest.fixture
+def begun(tmp_path: Path, method: Path) -> Iterator[RunDir]:
+    """A run whose method is a file, begun and left."""
+    found = RunDir(tmp_path / "begun")
+    found.root.mkdir()
+    resolved = load_experiment("digits", [f"distill.method={method}:Own", f"sweep.space={{distill.method: [{method}:Own, kd]}}"])
+    begin(resolved, "train", found, tmp_path)
+    yield found
+    use_copies({})
+
+
+def test_a_run_keeps_its_methods_source_and_hash(begun: RunDir, method: Path) -> None:
+    index = json.loads(begun.methods_index.read_text())
+    sha256 = hashlib.sha256(method.read_bytes()).hexdigest()
+    assert index == {"version": 1, "copies": {str(method): {"file": f"own-{sha256[:12]}.py", "sha256": sha256}}}
+    assert (begun.methods / f"own-{sha256[:12]}.py").read_bytes() == method.read_bytes()
+
+
+def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, marker: Path) -> None:
+    copy = next(begun.methods.glob("*.py"))
+    assert with_absolute_file(f"{method}:Own") == f"{copy}:Own"
+    method.write_text("raise ValueError('another method')")
+    reopen(begun.root, to_continue=True)
+    marker.unlink()
+    assert load(f"{method}:Own").terms == ("none",)
+    assert list(changed_methods(begun)) == [
+        f"{method} has changed since the run began (1 lines added, 9 removed): the run goes on with its copy {copy}"
+    ]
+    method.unlink()
+    assert reopen(begun.root, to_continue=True)[0].experiment.distill.method == (f"{method}:Own",)
+    assert list(changed_methods(begun)) == [f"{method} is not there any more: the run goes on with its copy {copy}"]
+
+
+def test_a_run_whose_method_is_as_it_was_has_nothing_to_say(begun: RunDir) -> None:
+    assert list(changed_methods(begun)) == []
+
+
+def test_a_copy_that_was_changed_is_refused(begun: RunDir) -> None:
+    copy = next(begun.methods.glob("*.py"))
+    copy.write_text("")
+    with pytest.raises(ExperimentError, match=f"{copy} was changed after the run began: put back its text"):
+        reopen(begun.root, to_continue=True)
+    assert reopen(begun.root)[1] == begun
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no json", "cannot be read: Expecting value"),
+        ('{"version": 1, "copies": 3}', "copies: must be a section of keys, not 3"),
+        ('{"version": 2, "copies": {}}', "is of version 2, and this is 1: resume with the version that wrote it"),
+    ],
+)
+def test_a_damaged_index_is_one_line(begun: RunDir, text: str, words: str) -> None:
+    begun.methods_index.write_text(text)
+    with pytest.raises(ExperimentError) as refused:
+        reopen(begun.root, to_continue=True)
+    assert str(refused.value).startswith(str(begun.methods_index))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_without_methods_of_its_own_has_no_copies(tmp_path: Path) -> None:
+    found = RunDir(tmp_path / "plain")
+    begin(load_experiment("digits"), "train", found, tmp_path)
+    assert not found.methods.exists()

@@ -1,0 +1,60 @@
+"""Each name of Ray that is not public API, with the installed Ray: what `trainables.worker` relies on is so."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+import ray.exceptions
+import ray.train
+import ray.train.torch
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+
+from trainables.worker.process_group import ProcessGroup, ProcessGroupBackend
+from trainables.worker.ray_failures import failures_in, ray_failure
+from trainables.worker.ray_internals import (
+    RayTrainError,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+
+
+@pytest.mark.parametrize("kind", [WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError])
+def test_the_exceptions_of_ray_train_have_one_base(kind: type[Exception]) -> None:
+    assert issubclass(kind, RayTrainError)
+
+
+def test_a_failed_health_check_has_the_workers_own_failure_also_after_its_way_to_the_driver() -> None:
+    error = WorkerHealthCheckFailedError("rank 1", ray.exceptions.ActorDiedError())
+    for arrived in (error, pickle.loads(pickle.dumps(error))):
+        assert isinstance(arrived.health_check_failure, ray.exceptions.ActorDiedError)
+        failure = ray_failure(arrived, 1, "worker_died")
+        assert (failure.kind, failure.type) == ("worker_died", "ActorDiedError")
+
+
+def test_a_controller_error_has_its_failure_and_a_worker_group_error_those_of_its_workers() -> None:
+    late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(num_workers=3))
+    assert isinstance(late.controller_failure, WorkerGroupStartupTimeoutError)
+    assert [failure.type for failure in failures_in(late)] == ["WorkerGroupStartupTimeoutError"]
+    failed = ray.train.WorkerGroupError("two failed", {0: ValueError("a"), 2: KeyError("b")})
+    assert [(failure.rank, failure.type) for failure in failures_in(failed)] == [(0, "ValueError"), (2, "KeyError")]
+
+
+def test_a_worker_group_has_the_methods_by_which_the_process_group_is_made() -> None:
+    parameters = {
+        name: list(inspect.signature(getattr(WorkerGroup, name)).parameters)
+        for name in ("execute", "execute_single", "execute_single_async", "abort", "__len__")
+    }
+    assert parameters["execute"][:2] == ["self", "fn"]
+    assert parameters["execute_single"][:3] == parameters["execute_single_async"][:3] == ["self", "rank", "fn"]
+    assert parameters["abort"] == parameters["__len__"] == ["self"]
+
+
+def test_the_process_group_is_rays_torch_backend_with_another_start() -> None:
+    assert ProcessGroup().backend_cls is ProcessGroupBackend
+    theirs = ray.train.torch.TorchConfig().backend_cls
+    assert issubclass(ProcessGroupBackend, theirs)
+    assert list(inspect.signature(ProcessGroupBackend.on_start).parameters) == list(inspect.signature(theirs.on_start).parameters)
+    assert ProcessGroup().timeout_s > 0

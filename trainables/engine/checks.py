@@ -1,0 +1,87 @@
+"""The training's checks of itself: losses and parameters that are not finite, batches that cannot be normalised, bad images."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+
+from trainables.data.loader import Loader
+from trainables.distributed.group import all_reduce_sum, gather_objects
+from trainables.engine.job import Job
+from trainables.errors import TrainingError
+
+log = logging.getLogger("raydistill")
+
+
+@contextlib.contextmanager
+def single_image_errors(job: Job) -> Iterator[None]:
+    """Batch norm normalises over a channel's values: with one image and 1×1 maps there is one value, which torch refuses.
+
+    Raises:
+        TrainingError: in place of torch's error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise TrainingError(
+            f"{job.config.stage}: a worker's part of a batch came down to one image, which the batch norm of "
+            f"{job.config.model} cannot normalise: set data.last_batch=drop, another data.global_batch_size or optim.accumulate"
+        ) from error
+
+
+def raise_not_finite(job: Job) -> None:
+    """Name the first step whose loss was not finite on any rank; every rank calls it.
+
+    Raises:
+        TrainingError: always.
+    """
+    steps = [step for step in gather_objects(int(job.train_state.bad_step), job.group) if step >= 0]
+    raise TrainingError(
+        f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: lower optim.lr (now {job.config.optim.lr:g}), set "
+        f"optim.clip_grad_norm, or use precision bf16 or fp32; {_last_good_state(job)}"
+    )
+
+
+def check_finite(job: Job) -> None:
+    """Before anything is saved: an update that spoiled the parameters, or a batch norm's statistics, may follow a finite loss.
+
+    Raises:
+        TrainingError: on every rank.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=job.group.device)
+    module = job.train_state.distillation_module
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            total += tensor.detach().double().abs().sum()
+    if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
+        raise TrainingError(
+            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.progress.step}: "
+            f"lower optim.lr (now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {_last_good_state(job)}"
+        )
+
+
+def _last_good_state(job: Job) -> str:
+    return f"the last good state is {job.stage.last}" if job.stage.last.exists() else "no checkpoint had been written yet"
+
+
+def check_skipped(job: Job, loader: Loader, known: dict[int, str]) -> dict[int, str]:
+    """The images of one split that any rank could not read in this epoch, with those already `known`; rank 0 logs new ones.
+
+    See `Loader.skipped`. Every rank calls it.
+
+    Raises:
+        DataError: on every rank, where all ranks together skipped more of them than `data.max_bad` allows.
+    """
+    skipped = known | {index: image for part in gather_objects(loader.skipped, job.group) for index, image in part.items()}
+    for index in sorted(skipped.keys() - known.keys()):
+        if job.group.is_main and (loader, index) not in job.logged_skips:
+            log.warning("skipped %s", skipped[index])
+    job.logged_skips |= {(loader, index) for index in skipped}
+    loader.refuse_too_many(skipped)
+    return skipped

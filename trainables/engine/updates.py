@@ -1,0 +1,221 @@
+"""From losses to new parameters, one class a way to do it. The way is chosen when a job is built and when an epoch begins.
+
+With an optimizer for each loss, `a = G1(D(x))` and `b = G2(D(x))`, one forward gives both losses; each optimizer gets the
+gradients of its losses alone, all taken at the same parameters, and the changes of a parameter that they share are added up. No
+DDP: its buckets have one gradient a parameter. Gradients are averaged over ranks in one all-reduce a loss, after the last
+backward, so that none of it overlaps with one.
+
+Memory on top of one optimizer's: for each further optimizer its state and its gradients, and during their updates two copies of
+the shared parameters and a third of those that one changes; on several ranks a flat copy of one loss's gradients at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+
+from trainables.distributed.group import GlobalCount, Group
+from trainables.engine.loss_groups import LossKeys
+from trainables.engine.optimizers import DotSGD, LossOptimizer
+from trainables.metrics.noise_scale import GradientNoise
+
+
+class WeightedLosses(Protocol):
+    """The losses of a micro-batch, see `trainables.engine.step.Losses`."""
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What all updates of a job share."""
+
+    scaler: torch.amp.GradScaler
+    group: Group
+    clip_grad_norm: float | None = None
+    """Bounds the norm of the gradient of each optimizer's losses."""
+
+
+class ParameterUpdate:
+    """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; and `step` at the end."""
+
+    def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
+        """`module` is what a step's forward calls."""
+        self.module = module
+        self._scaler, self._group, self._clip_grad_norm = settings.scaler, settings.group, settings.clip_grad_norm
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
+        return contextlib.nullcontext()
+
+    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+        """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
+        raise NotImplementedError
+
+    def end_micro_batch(self, num_images: int) -> None:
+        """The backward of a micro-batch of `num_images` images is done."""
+
+    def step(self, count: GlobalCount) -> None:
+        """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
+        raise NotImplementedError
+
+    def _step_optimizer(self, optimizer: LossOptimizer) -> None:
+        """Clip, change the parameters, and drop their gradients."""
+        if self._clip_grad_norm is not None:
+            self._scaler.unscale_(optimizer.optimizer)
+            nn.utils.clip_grad_norm_(optimizer.parameters, self._clip_grad_norm)
+        self._scaler.step(optimizer.optimizer)
+        optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+class SharedUpdate(ParameterUpdate):
+    """One optimizer for all losses. `module` is under DDP where there are several ranks, which averages the gradients."""
+
+    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings) -> None:
+        super().__init__(module, settings)
+        self._optimizer = optimizer
+        self._no_sync = module.no_sync if isinstance(module, DistributedDataParallel) else contextlib.nullcontext
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._no_sync()
+
+    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+        self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, count: GlobalCount) -> None:
+        self._step_optimizer(self._optimizer)
+        self._scaler.update()
+
+
+class MeasuredUpdate(SharedUpdate):
+    """One optimizer for all losses, and a measurement of the steps' gradient noise."""
+
+    def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise) -> None:
+        super().__init__(module, optimizer, settings)
+        self._noise = noise
+
+    def end_micro_batch(self, num_images: int) -> None:
+        self._noise.end_micro_batch(num_images)
+
+    def step(self, count: GlobalCount) -> None:
+        self._noise.end_step(count, self._scaler)
+        super().step(count)
+
+
+class _CollectedGradients:
+    """Gradients of tensors from `torch.autograd.grad`, added up over micro-batches; they go around DDP."""
+
+    def __init__(self) -> None:
+        self._gradients: list[Tensor | None] = []
+
+    def add(self, total: Tensor, parameters: Sequence[nn.Parameter], *, retain_graph: bool = False) -> None:
+        new = torch.autograd.grad(total, parameters, retain_graph=retain_graph, allow_unused=True)
+        if not self._gradients:
+            self._gradients = list(new)
+            return
+        for index, (old, gradient) in enumerate(zip(self._gradients, new, strict=True)):
+            if old is not None and gradient is not None:
+                gradient = old + gradient
+            self._gradients[index] = old if gradient is None else gradient
+
+    def reached(self, parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+        """Those of `parameters` that have a gradient, which is known without the device."""
+        return {parameter for parameter, gradient in zip(parameters, self._gradients, strict=True) if gradient is not None}
+
+    def put_average(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
+        """Give the parameters the mean gradients of all ranks, and forget them here."""
+        gradients, self._gradients = average(self._gradients, group), []
+        _put(parameters, gradients)
+
+
+class PerLossUpdate(ParameterUpdate):
+    """An optimizer for each group of losses; `module` is not under DDP."""
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
+        super().__init__(module, settings)
+        self._optimizers = tuple(optimizers)
+        self._collected = [_CollectedGradients() for _ in optimizers]
+        counts = Counter(parameter for each in optimizers for parameter in each.parameters)
+        self._shared = [parameter for parameter, count in counts.items() if count > 1]
+
+    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+        for each, collected in zip(self._optimizers, self._collected, strict=True):
+            total = self._scaler.scale(losses.total(weight, each.losses))
+            collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
+
+    def step(self, count: GlobalCount) -> None:
+        """Every optimizer starts from the same parameters, also where its change depends on them, as weight decay does."""
+        self._name_shared_to_dot()
+        shared = [parameter.detach() for parameter in self._shared]
+        before = [parameter.clone() for parameter in shared]
+        changes = [torch.zeros_like(parameter) for parameter in before]
+        for each, collected in zip(self._optimizers, self._collected, strict=True):
+            collected.put_average(each.parameters, self._group)  # no loss's gradients outlive its update
+            self._step_optimizer(each)
+            torch._foreach_add_(changes, torch._foreach_sub(shared, before))
+            torch._foreach_copy_(shared, before)
+        torch._foreach_add_(shared, changes)
+        self._scaler.update()
+
+    def _name_shared_to_dot(self) -> None:
+        """DOT's optimizers depend on which parameters the gradients of both reach in this step."""
+        dots = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, DotSGD)]
+        if dots:
+            pairs = zip(self._optimizers, self._collected, strict=True)
+            shared = set.intersection(*(collected.reached(each.parameters) for each, collected in pairs))
+            for dot in dots:
+                dot.shared = shared
+
+
+class WarmUpUpdate(ParameterUpdate):
+    """A init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: LossOptimizer,
+        settings: UpdateSettings,
+        *,
+        parameters: Sequence[nn.Parameter],
+        losses: LossKeys,
+    ) -> None:
+        super().__init__(module, settings)
+        self._optimizer, self._parameters, self._losses = optimizer, parameters, losses
+        self._collected = _CollectedGradients()
+
+    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+        self._collected.add(self._scaler.scale(losses.total(weight, self._losses)), self._parameters)
+
+    def step(self, count: GlobalCount) -> None:
+        self._collected.put_average(self._parameters, self._group)
+        self._step_optimizer(self._optimizer)
+        self._scaler.update()
+
+
+def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
+    """Each gradient's mean over ranks, in one all-reduce; what no loss reaches stays None, as on every rank."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if group.world_size == 1 or not present:
+        return list(gradients)
+    flat = _flatten_dense_tensors(present)
+    dist.all_reduce(flat)
+    flat /= group.world_size
+    means = iter(_unflatten_dense_tensors(flat, present))
+    return [None if gradient is None else next(means) for gradient in gradients]
+
+
+def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None]) -> None:
+    """In the parameter's own memory order, as autograd leaves a gradient itself: fused optimizers read both by address."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = gradient

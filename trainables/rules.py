@@ -1,0 +1,205 @@
+"""Rules between the keys of a configuration. Each stands here once, and is checked twice with the same message.
+
+The driver checks them when it reads an experiment (`service.config.rules`), the worker when it builds its job. A rule returns
+what is wrong and what to write instead, in one line; None: nothing is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from trainables.config import DataConfig, OptimConfig, ScaleConfig, TeacherConfig
+
+Problem = str | None
+
+
+class Settings(Protocol):
+    """The sections that an experiment and a training job have alike."""
+
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def teacher(self) -> TeacherConfig | None: ...
+    @property
+    def optim(self) -> OptimConfig: ...
+    @property
+    def scale(self) -> ScaleConfig: ...
+
+
+class MethodRequirements(Protocol):
+    """What a method requires of the configuration, see `trainables.methods.contract.Requirements`."""
+
+    @property
+    def teacher(self) -> bool: ...
+    @property
+    def hard_labels(self) -> bool: ...
+    @property
+    def whole_batch(self) -> bool: ...
+    @property
+    def all_gather(self) -> bool: ...
+
+
+def worker_batch(settings: Settings) -> int:
+    """Samples of one worker's batch."""
+    return settings.data.global_batch_size // settings.scale.num_workers
+
+
+def batch_is_divisible(settings: Settings) -> Problem:
+    batch, workers = settings.data.global_batch_size, settings.scale.num_workers
+    if batch % workers == 0:
+        return None
+    lower = max(batch // workers, 1) * workers
+    return f"data.global_batch_size {batch} is not divisible by scale.num_workers {workers}: write {lower} or {lower + workers}"
+
+
+def resize_covers_crop(data: DataConfig) -> Problem:
+    resize, size = data.val_resize, data.image_size
+    if resize is None or resize >= size:
+        return None
+    return f"data.val_resize {resize} is below data.image_size {size}: write at least {size}, or leave it out"
+
+
+def enough_images(data: DataConfig, num_images: int) -> Problem:
+    """`num_images`: of the training split."""
+    batch = data.global_batch_size
+    if data.last_batch != "drop" or batch <= num_images:
+        return None
+    return (
+        f"data.global_batch_size: {batch} is more than the {num_images} training images of {data.path}; "
+        f"write at most {num_images}, or data.last_batch=short"
+    )
+
+
+def accumulate_fits_batch(settings: Settings) -> Problem:
+    accumulate, batch = settings.optim.accumulate, worker_batch(settings)
+    if accumulate <= batch:
+        return None
+    return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
+
+
+def mixing_has_pairs(settings: Settings) -> Problem:
+    data, workers, batch = settings.data, settings.scale.num_workers, worker_batch(settings)
+    if not data.device_augment.mixes:
+        return None
+    if batch % 2:
+        return (
+            f"data.device_augment: mixup and cutmix mix pairs, but each of {workers} workers has {batch} of "
+            f"data.global_batch_size {data.global_batch_size}: write {data.global_batch_size + workers}, or set both to 0"
+        )
+    if data.last_batch == "short":
+        return (
+            "data.device_augment: mixup and cutmix mix pairs, which a short last batch may part: "
+            "set data.last_batch to drop, or both to 0"
+        )
+    return None
+
+
+def mixing_has_a_network(settings: Settings) -> Problem:
+    key = settings.teacher.logits_only if settings.teacher is not None else None
+    if key is None or not settings.data.device_augment.mixes:
+        return None
+    return (
+        f"{key}: it gives the logits of each image, which mixup and cutmix mix with another: "
+        f"set data.device_augment.mixup and data.device_augment.cutmix to 0, or leave {key} out"
+    )
+
+
+def teacher_service_gets_images(settings: Settings) -> Problem:
+    if settings.teacher is None or settings.teacher.service is None or not settings.data.decodes_on_device:
+        return None
+    return (
+        f"teacher.service: it is sent images that the host has decoded, and data.decoder {settings.data.decoder} decodes on "
+        "each worker's GPU: set data.decoder to auto, or leave teacher.service out"
+    )
+
+
+def gpu_decoder_has_gpus(settings: Settings) -> Problem:
+    if not settings.data.decodes_on_device or settings.scale.use_gpu is not False:
+        return None
+    return f"data.decoder {settings.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto"
+
+
+def warmup_leaves_an_epoch(optim: OptimConfig, epochs: int, key: str = "optim.epochs", section: str = "optim.") -> Problem:
+    """`key` names the `epochs`; `section` is what stands before the name of a key of `optim`."""
+    if optim.warmup_epochs < epochs:
+        return None
+    return f"{section}warmup_epochs {optim.warmup_epochs:g} leaves no epoch of {key} {epochs}"
+
+
+def nesterov_has_momentum(optim: OptimConfig, section: str = "optim.") -> Problem:
+    """`section` is what stands before the name of a key of `optim`."""
+    if not optim.nesterov or optim.momentum:
+        return None
+    return f"{section}nesterov needs {section}momentum above 0: set it, or set {section}nesterov to false"
+
+
+RULES: tuple[Callable[[Settings], Problem], ...] = (
+    batch_is_divisible,
+    lambda settings: resize_covers_crop(settings.data),
+    accumulate_fits_batch,
+    mixing_has_pairs,
+    mixing_has_a_network,
+    teacher_service_gets_images,
+    lambda settings: warmup_leaves_an_epoch(settings.optim, settings.optim.epochs),
+    lambda settings: nesterov_has_momentum(settings.optim),
+    gpu_decoder_has_gpus,
+)
+"""What every job must keep."""
+
+
+def splits_no_batch(what: str, accumulate: int) -> Problem:
+    """`what` looks at all samples of a batch."""
+    if accumulate == 1:
+        return None
+    return (
+        f"{what} looks at all samples of a batch, which optim.accumulate {accumulate} splits: "
+        "set optim.accumulate to 1, or use more workers"
+    )
+
+
+def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if settings.teacher is not None or not requirements.teacher:
+        return None
+    return f"distill.method: {name} needs a teacher: write teacher.model"
+
+
+def method_has_one_label(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if not requirements.hard_labels or not settings.data.device_augment.mixes:
+        return None
+    return (
+        f"distill.method: {name} needs images of one class each: set data.device_augment.mixup and "
+        "data.device_augment.cutmix to 0, or set distill.method to kd"
+    )
+
+
+def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    return splits_no_batch(f"distill.method: {name}", settings.optim.accumulate) if requirements.whole_batch else None
+
+
+def method_has_all_workers(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    if not requirements.all_gather or settings.optim.accumulate == 1 or settings.scale.num_workers == 1:
+        return None
+    return (
+        f"distill.method: {name} gathers the outputs of all workers, and one of them may have fewer micro-batches of a "
+        "short batch: set optim.accumulate to 1, or scale.num_workers to 1"
+    )
+
+
+METHOD_RULES: tuple[Callable[[str, MethodRequirements, Settings], Problem], ...] = (
+    method_has_a_teacher,
+    method_has_one_label,
+    method_has_whole_batches,
+    method_has_all_workers,
+)
+"""What each method of a job requires of the other sections."""
+
+
+def first_problem(settings: Settings) -> Problem:
+    """Of the first of `RULES` that `settings` do not keep."""
+    return next((problem for rule in RULES if (problem := rule(settings)) is not None), None)
+
+
+def first_problem_of_method(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+    """Of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
+    return next((problem for rule in METHOD_RULES if (problem := rule(name, requirements, settings)) is not None), None)

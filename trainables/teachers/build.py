@@ -1,0 +1,142 @@
+"""The teacher of a job, from its configuration: a network on this rank, cached logits, or a client of the service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainables.config import TeacherConfig, TrainConfig
+from trainables.data.loader import Loader
+from trainables.device.model_input import tensor_format
+from trainables.distributed.group import Group, gather_objects
+from trainables.errors import DistillError
+from trainables.methods.select import SelectedMethod
+from trainables.methods.tap_reader import TapReader
+from trainables.models.weights import load_teacher
+from trainables.teachers.cache.cached_teacher import CachedTeacher
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.open_store import open_store, writes_cache
+from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble, check_ensemble
+from trainables.teachers.network import TeacherNetwork
+from trainables.teachers.service.client import ServiceTeacher
+from trainables.teachers.service.protocol import TeacherConnection
+
+log = logging.getLogger("raydistill")
+
+
+def load_network(
+    teacher: TeacherConfig, classes: Sequence[str], image_size: int, seed: int, sha256: str | None = None
+) -> nn.Module:
+    """The teacher with its weights, or an ensemble of several; frozen, on the CPU. `sha256`: of the first, see `load_teacher`.
+
+    Raises:
+        CheckpointError, ModelError: see `load_teacher`.
+    """
+    assert teacher.weights is not None
+    sources = [(teacher.model, teacher.weights, sha256), *((other.model, other.weights, None) for other in teacher.others)]
+    models = [
+        load_teacher(model, weights, num_classes=len(classes), image_size=image_size, classes=classes, seed=seed, sha256=expected)
+        for model, weights, expected in sources
+    ]
+    return TeacherEnsemble(models).eval().requires_grad_(False) if teacher.others else models[0]
+
+
+def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[SelectedMethod], image_size: int) -> TapReader:
+    """The reader of what each method needs of `load_network`'s model.
+
+    Raises:
+        ExperimentError: see `check_ensemble`.
+        ModelError: the model has no such taps.
+    """
+    if not teacher.others:
+        taps = {method.key: method.teacher_taps for method in methods}
+        return TapReader(model, taps, name=teacher.model, image_size=image_size)
+    check_ensemble(teacher, methods)
+    return EnsembleReader(teacher.shares, {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods})
+
+
+def to_device(network: nn.Module, config: TrainConfig, group: Group) -> None:
+    """Move a network that is not trained to the device, in the job's tensor format; compile it where `train.compile` says so."""
+    dtype, layout = tensor_format(config)
+    network.to(group.device, dtype).to(memory_format=layout)
+    if config.train.compile:
+        network.compile()
+
+
+def logits_network(config: TrainConfig, group: Group, classes: Sequence[str], methods: Sequence[str]) -> TeacherNetwork:
+    """The experiment's teacher as a network on this rank, for methods (by key) that read its logits.
+
+    Raises:
+        CheckpointError, ModelError: see `load_teacher`; or the file is not the teacher of `config.teacher_sha256`.
+    """
+    teacher, image_size = config.teacher, config.data.image_size
+    assert teacher is not None
+    network = load_network(teacher, classes, image_size, config.seed, config.teacher_sha256)
+    to_device(network, config, group)
+    return TeacherNetwork(network, TapReader(network, dict.fromkeys(methods, ()), name=teacher.model, image_size=image_size))
+
+
+def cached_teacher(
+    config: TrainConfig, group: Group, classes: tuple[str, ...], loader: Loader, methods: Sequence[str]
+) -> CachedTeacher:
+    """The teacher whose logits are in `teacher.cache`; its network is built once one of them is missing. Every rank calls it.
+
+    Raises:
+        DistillError: see `open_store`.
+    """
+    assert config.teacher is not None
+    model = config.teacher.model
+    store, sha256 = open_store(config, group, loader, classes)
+
+    def build() -> TeacherNetwork:
+        log.info("%s: teacher.cache does not hold all logits that are needed: %s runs", config.stage, model)
+        return logits_network(config.model_copy(update={"teacher_sha256": sha256}), group, classes, methods)
+
+    dtype, _ = tensor_format(config)
+    return CachedTeacher(store, methods, build, device=group.device, dtype=dtype, writes=writes_cache(config))
+
+
+def service_teacher(
+    config: TrainConfig,
+    group: Group,
+    classes: Sequence[str],
+    loader: Loader,
+    connections: Sequence[TeacherConnection],
+    methods: Sequence[str],
+) -> ServiceTeacher:
+    """A client of the teacher service that `connections` lead to. Every rank calls it.
+
+    Raises:
+        DistillError: the teacher or the data cannot be read, or the workers read different images.
+    """
+    images = agree_on_images(config.data.path, loader, group, "teacher.service")
+    found = gather_objects(_service_key(config, images, classes) if group.is_main else None, group)[0]
+    if isinstance(found, DistillError):
+        raise found
+    key, sha256 = found
+    dtype, _ = tensor_format(config)
+    return ServiceTeacher(
+        connections,
+        key=key,
+        settings=config.model_copy(update={"teacher_sha256": sha256}).model_dump(mode="json"),
+        classes=classes,
+        num_samples=images.num_samples,
+        methods=methods,
+        device=group.device,
+        dtype=dtype,
+    )
+
+
+def _service_key(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str] | DistillError:
+    """On rank 0: the key of the logits, and the hash of the teacher's tensors.
+
+    A timing run shares no logits with other jobs, since it measures what its own teacher costs.
+    """
+    try:
+        parts = key_parts(config, images, classes, None)
+    except DistillError as error:
+        return error
+    suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
+    return cache_key(parts) + suffix, parts["teacher"]["sha256"]

@@ -1,0 +1,94 @@
+"""The store of an experiment's `teacher.cache`, opened by all ranks: its key, its size, and whether the disk has room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainables.config import TrainConfig
+from trainables.data.loader import Loader
+from trainables.data.storage.shared_folder import free_bytes, human
+from trainables.distributed.group import Group, gather_objects
+from trainables.errors import DataError, DistillError
+from trainables.rundir import write_json
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.logits_format import LogitsFormat
+from trainables.teachers.cache.store import LogitsStore
+
+log = logging.getLogger("raydistill")
+
+
+def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Sequence[str]) -> tuple[LogitsStore, str]:
+    """The store of the teacher's logits, and the hash of the teacher's tensors. Logs its size. Every rank calls it.
+
+    Raises:
+        DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
+    """
+    images = agree_on_images(config.data.path, loader, group, "teacher.cache")
+    found = gather_objects(_prepare(config, images, classes) if group.is_main else None, group)[0]
+    if isinstance(found, DistillError):
+        raise found
+    key, sha256 = found
+    return _store(config, images, classes, key), sha256
+
+
+def writes_cache(config: TrainConfig) -> bool:
+    """Whether logits of the running teacher are written: a timing run, whose teacher may be untrained, only reads."""
+    return config.train.max_steps is None
+
+
+def _top_k(config: TrainConfig, classes: Sequence[str]) -> int | None:
+    assert config.teacher is not None
+    top_k = config.teacher.cache_top_k
+    return top_k if top_k is not None and top_k < len(classes) else None
+
+
+def _store(config: TrainConfig, images: ImageSet, classes: Sequence[str], key: str) -> LogitsStore:
+    assert config.teacher is not None
+    return LogitsStore(
+        Path(str(config.teacher.cache)) / key, LogitsFormat(len(classes), _top_k(config, classes)), images.num_samples
+    )
+
+
+def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str] | DistillError:
+    """On rank 0: the key and the teacher's hash, once the folder exists and has room; or the error, for all ranks."""
+    assert config.teacher is not None
+    cache = config.teacher.cache
+    try:
+        parts = key_parts(config, images, classes, _top_k(config, classes))
+        key = cache_key(parts)
+        store = _store(config, images, classes, key)
+        missing_bytes = _log_size(store, config.kept_epochs)
+        if missing_bytes and writes_cache(config):
+            store.folder.mkdir(parents=True, exist_ok=True)
+            store.remove_stale_temporaries()
+            free = free_bytes(store.folder)
+            if missing_bytes > free:
+                return DataError(
+                    f"teacher.cache: {human(missing_bytes)} of logits do not fit into the {human(free)} that are free in "
+                    f"{cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+                )
+            write_json(store.folder / "key.json", parts)
+    except OSError as error:
+        return DataError(f"teacher.cache: {cache} cannot be written ({error.strerror}): name another folder")
+    except DistillError as error:
+        return error
+    return key, parts["teacher"]["sha256"]
+
+
+def _log_size(store: LogitsStore, num_epochs: int) -> int:
+    """Log what is there of how much; returns the bytes of the logits that are missing."""
+    num_rows, num_bytes = store.size(num_epochs)
+    all_rows, row_bytes = store.num_samples * num_epochs, store.format.row_bytes
+    log.info(
+        "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s",
+        store.folder,
+        f"{num_rows:,}",
+        f"{all_rows:,}",
+        f"{store.num_samples:,}",
+        num_epochs,
+        human(num_bytes),
+        human(all_rows * row_bytes),
+    )
+    return (all_rows - num_rows) * row_bytes

@@ -1,0 +1,48 @@
+"""What a training step calls for a teacher's outputs: a network on this rank, cached logits, or a client of the service.
+
+Shapes: B samples of this rank, C channels, H W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from trainables.data.loader import Batch
+from trainables.methods.contract import ModelOutputs
+
+
+class TeacherRequest(NamedTuple):
+    """Identifies the images of a forward pass: with the experiment's seed, these two decide every pixel of them."""
+
+    indices_B: Tensor
+    """Dataset-wide sample indices on the host, int64."""
+    epoch: int
+    """The epoch by which the images are augmented."""
+
+
+class TeacherInterface(Protocol):
+    """A teacher of a training step."""
+
+    def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
+        """Method key → outputs for the first `num_rows` images; does not wait for the device.
+
+        `request` identifies the images; None: they are no samples, as in a trial run.
+        """
+
+    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
+        """Pass the host batches of an epoch on to the device; a teacher whose outputs come from elsewhere requests them here.
+
+        `epoch`: the one by which the images are augmented. Closing the result closes `batches`.
+        """
+
+    def end_epoch(self) -> int | None:
+        """Number of images for which a network ran since the last call; None where it runs for every image.
+
+        What a cache stores of them is on disk when this returns.
+        """
+
+    def close(self) -> None:
+        """Release files and threads; the teacher is not called again."""

@@ -1,0 +1,132 @@
+"""torch's process group among Ray Train's workers: where its store listens, and which device and variables a rank has."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import psutil
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from trainables.device.cuda_check import check_usable
+from trainables.distributed.group import Group
+from trainables.worker.ray_internals import abort
+
+
+@dataclass
+class ProcessGroup(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Torch's process group, whose store listens on the address by which Ray knows rank 0's node: loopback for a local Ray.
+
+    The store that torch opens by itself listens on every interface, without asking anyone for a token.
+    """
+
+    @property
+    def backend_cls(self) -> type:
+        return ProcessGroupBackend
+
+
+class Rendezvous(NamedTuple):
+    """What all ranks need to make the process group."""
+
+    backend: str
+    timeout: timedelta
+    address: str
+    port: int
+    world_size: int
+
+
+class ProcessGroupBackend(ray.train.torch.TorchConfig().backend_cls):  # type: ignore[misc]
+    """Ray's torch backend but for the way in which the workers find each other."""
+
+    def on_start(self, worker_group: Any, backend_config: ProcessGroup) -> None:
+        """Called by Ray Train on the controller, once the workers' processes are running."""
+        try:
+            if backend_config.backend == "nccl":
+                worker_group.execute(check_gpu)
+            address, port, listener = worker_group.execute_single(0, reserve_store)
+            worker_group.execute(set_variables, address, port)
+            timeout, world_size = timedelta(seconds=backend_config.timeout_s), len(worker_group)
+            rendezvous = Rendezvous(backend_config.backend, timeout, address, port, world_size)
+            joins = [
+                worker_group.execute_single_async(rank, join, rendezvous, rank, listener if rank == 0 else None)
+                for rank in range(world_size)
+            ]
+            ray.get(joins)
+        except Exception:  # a worker has died
+            abort(worker_group)
+            raise
+
+
+def check_gpu() -> None:
+    """See `check_usable`; NCCL itself would report it after minutes, and without the versions."""
+    check_usable(ray.train.torch.get_device(), f"{socket.gethostname()} ({ray.util.get_node_ip_address()})")
+
+
+def set_variables(address: str, port: int) -> None:
+    """Set what torchrun, and Ray's own backend, set for users' code and libraries: this worker's ranks, the store's address."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def reserve_store() -> tuple[str, int, int]:
+    """On rank 0: the node's address, and the port and file descriptor of a socket that listens there."""
+    address = ray.util.get_node_ip_address()
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return address, listener.getsockname()[1], listener.detach()
+
+
+def join(rendezvous: Rendezvous, rank: int, listener: int | None) -> None:
+    """On every rank: make the process group around rank 0's store, which rank 0 opens on the socket `listener`."""
+    interface = interface_of(ray.util.get_node_ip_address())
+    if interface is not None:
+        # By default gloo resolves the host's name, which many systems map to loopback: other nodes could not reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        rendezvous.address,
+        rendezvous.port,
+        rendezvous.world_size,
+        is_master=rank == 0,
+        timeout=rendezvous.timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    dist.init_process_group(
+        store=store,
+        rank=rank,
+        world_size=rendezvous.world_size,
+        timeout=rendezvous.timeout,
+        **group_arguments(rendezvous.backend, ray.train.torch.get_device()),
+    )
+
+
+def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
+    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address`, or None."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
+
+
+def current_group() -> Group:
+    """This worker's ranks and device, as Ray Train set them up."""
+    context = ray.train.get_context()
+    device = ray.train.torch.get_device()
+    return Group(dist.get_rank(), dist.get_world_size(), context.get_local_rank(), device)

@@ -1,0 +1,53 @@
+"""Failures of workers: written by the worker that fails, and read from Ray Train's exceptions on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import ray
+import ray.train
+
+from trainables.distributed.group import Group
+from trainables.failures import NODE_OUT_OF_MEMORY, Failure, Kind, failure_of, write_failure
+from trainables.rundir import StageDir
+from trainables.worker.ray_internals import RayTrainError, WorkerHealthCheckFailedError
+
+log = logging.getLogger("raydistill")
+
+
+@contextlib.contextmanager
+def failure_recorded(stage: StageDir, group: Group) -> Iterator[None]:
+    """A context that writes the exception which leaves it to the stage's `error.json`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        try:
+            # An exception of Ray's own means that an actor is gone, or that other workers did not call the same report.
+            write_failure(stage.error, ray_failure(error, group.rank, "lost_peer"))
+        except OSError as problem:  # a full disk: the exception itself still reaches the driver
+            log.warning("%s cannot be written: %s", stage.error, problem)
+        raise
+
+
+def failures_in(error: Exception) -> list[Failure]:
+    """The failure of each worker that raised or died, or the one that ended the job before its workers ran."""
+    if isinstance(error, ray.train.ControllerError):
+        return [ray_failure(error.controller_failure, None, "worker_died")]
+    workers = getattr(error, "worker_failures", None) or {None: error}
+    return [ray_failure(failure, rank, "worker_died") for rank, failure in workers.items()]
+
+
+def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failure:
+    """See `failure_of`; an exception of Ray's own is of the kind `ray_kind`."""
+    if isinstance(error, WorkerHealthCheckFailedError):
+        error = error.health_check_failure
+    if isinstance(error, ray.exceptions.RayTaskError):
+        error = error.cause
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return Failure("out_of_memory", NODE_OUT_OF_MEMORY)
+    if isinstance(error, ray.exceptions.RayError | RayTrainError):
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return Failure(ray_kind, first_line, type(error).__name__, rank)
+    return failure_of(error, rank)

@@ -1,0 +1,140 @@
+"""A job's records, which leave a worker in three ways.
+
+Rank 0 appends them to the stage's `metrics.jsonl` (read by the progress display and sent to MLflow) and sets Ray's gauges
+(Prometheus, Grafana); at the end of an epoch all ranks call `ray.train.report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import Any
+
+import ray.train
+from ray.util.metrics import Gauge
+
+from trainables.config import TrainConfig
+from trainables.distributed.group import Group, gather_objects
+from trainables.metrics.metrics_file import MetricsFile
+from trainables.rundir import StageDir, final_names
+
+GAUGES = {
+    "raydistill_images_per_s": "images trained on per second, over all workers, loader waits included",
+    "raydistill_data_pct": "share of a step's time that waits for data, in percent",
+    "raydistill_loss": "training loss",
+    "raydistill_top1_pct": "validation accuracy, in percent",
+}
+_GAUGE_BY_METRIC = {
+    "train/images_per_s": "raydistill_images_per_s",
+    "train/data_pct": "raydistill_data_pct",
+    "train/loss": "raydistill_loss",
+    "val/top1_pct": "raydistill_top1_pct",
+}
+
+
+class Reporter:
+    """The loop's `report`: a durable record, gauges, and Ray Train's own report at the end of an epoch."""
+
+    def __init__(self, config: TrainConfig, stage: StageDir, group: Group):
+        self._config, self._group = config, group
+        self._file = MetricsFile(stage.metrics, config.stage) if group.is_main else None
+        self._epochs = None if config.report_each_epoch else EpochReports(group)
+        self._gauges: dict[str, Gauge] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Reporter:
+        if self._file:
+            tags = {"stage": self._config.stage, **self._config.labels}
+            for name, text in GAUGES.items():
+                gauge = Gauge(name, description=text, tag_keys=tuple(tags))
+                gauge.set_default_tags(tags)
+                self._gauges[name] = gauge
+            self._stack.enter_context(self._file)
+        if self._epochs:
+            self._stack.enter_context(self._epochs)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def report(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        """See `trainables.engine.job.Report`; every rank calls it for the kind `epoch`.
+
+        Raises:
+            Exception: why an earlier record could not be written, or an earlier report did not reach Ray.
+        """
+        if self._file:
+            self._file.add(kind, step, epoch, metrics)
+            for name, gauge in _GAUGE_BY_METRIC.items():
+                if name in metrics:
+                    self._gauges[gauge].set(metrics[name])
+        if kind != "epoch":
+            return
+        epoch_metrics = {"epoch": epoch, "step": step, **final_names(metrics)}
+        if self._epochs:
+            self._epochs.put(epoch_metrics)
+        else:
+            ray.train.report(epoch_metrics)
+
+    def flush(self) -> None:
+        """See `MetricsFile.flush`; every rank may call it, rank 0 alone has records."""
+        if self._file:
+            self._file.flush()
+
+
+class EpochReports:
+    """Sends epochs' metrics to Ray Train from a thread: its report waits for all ranks and for the controller's next poll.
+
+    An epoch that ends during an earlier one's report is not waited for: the next epoch replaces it. The last epoch is always
+    reported: leaving the context waits for that, unless an exception ends the job.
+    """
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._reports: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._report, name="epoch reports", daemon=True)
+        self._deferred: dict[str, Any] | None = None
+        """The last epoch, where no report of it has begun."""
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> EpochReports:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # other ranks may never call the report that this rank's thread waits in
+            return
+        if self._deferred is not None:
+            self._reports.put(self._deferred)
+        self._reports.put(None)
+        self._thread.join()
+        self._check()
+
+    def put(self, metrics: dict[str, Any]) -> None:
+        """Report an epoch; every rank calls it."""
+        self._check()
+        # All ranks report the same epochs: one that left out an epoch would block the others in its report.
+        if not all(gather_objects(self._idle.is_set(), self._group)):
+            self._deferred = metrics
+            return
+        self._deferred = None
+        self._idle.clear()
+        self._reports.put(metrics)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _report(self) -> None:
+        while True:
+            metrics = self._reports.get()
+            if metrics is None:
+                return
+            try:
+                ray.train.report(metrics)
+            except BaseException as error:  # of any kind: the training thread raises it
+                self._failure = error
+            self._idle.set()

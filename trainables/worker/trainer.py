@@ -1,0 +1,123 @@
+"""The driver's call into this package: `fit` runs one of the entry points on a Ray Train worker group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+import ray.train
+import ray.train.torch
+
+from trainables.config import EvaluateConfig, FillConfig, TrainConfig
+from trainables.errors import ClusterError, DistillError
+from trainables.failures import WorkersFailedError
+from trainables.worker import entry_points
+from trainables.worker.process_group import ProcessGroup
+from trainables.worker.ray_failures import failures_in
+from trainables.worker.ray_internals import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+
+CPU_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+"""glibc's allocator for workers that compute on a CPU: freed tensors are reused instead of returned to the kernel.
+
+By default every step maps its activations anew, page fault by page fault: a tenth of its time. The thresholds are the largest
+that mallopt(3) takes; they count in the main arena alone, and Ray Train runs the loop in a thread, which would have another.
+"""
+
+
+class ClusterFullError(Exception):
+    """Ray Train found no free resources for the workers within `RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S`, 60 s by default."""
+
+    def __init__(self) -> None:
+        super().__init__("the cluster has no room for the workers: other jobs use its resources")
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One worker group that runs several timing runs, one after the other, and so starts only once.
+
+    `guide` is the handle of an actor that chooses the runs. It has `enough(visit, steps_s) -> bool`: whether the current run
+    may end, and `following(visit, result) -> dict | None`: takes the current run's `stage.json` and returns the next run's
+    `TrainConfig` as plain data, or None where these workers have no more to do.
+    """
+
+    guide: Any
+    name: str
+
+
+def fit(
+    config: TrainConfig | EvaluateConfig,
+    *,
+    use_gpu: bool,
+    loader_workers: int,
+    storage: Path,
+    name: str,
+    callbacks: list[Any] | None = None,
+    visit: Visit | None = None,
+) -> None:
+    """Train one stage (with `visit` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
+
+    Blocks until all workers have ended.
+    Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
+
+    Raises:
+        WorkersFailedError: a worker raised or died; its reason, where it had one, is in the stage's `error.json`.
+        ClusterFullError: the cluster had no free resources for the workers for a minute.
+        ClusterError: the workers could not be started at all, which trying again would not change.
+        DeviceError: torch cannot use a worker's GPU.
+    """
+    resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
+    settings = config.model_dump(mode="json")
+    trainer = ray.train.torch.TorchTrainer(
+        _entry_point(config, visit),
+        train_loop_config=settings if visit is None else {"config": settings, "visit": visit},
+        torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(
+            storage_path=str(storage),
+            name=name,
+            callbacks=callbacks or [],
+            worker_runtime_env=runtime_env(use_gpu),
+            # By default Ray Train waits for free resources for ever, silently, also where a node's death made that hopeless.
+            failure_config=ray.train.FailureConfig(controller_failure_limit=0),
+        ),
+    )
+    try:
+        trainer.fit()
+    except ray.train.ControllerError as error:
+        _raise_controller_failure(error)
+    except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+        raise WorkersFailedError(failures_in(error)) from error
+
+
+def runtime_env(use_gpu: bool) -> dict[str, Any]:
+    """The runtime environment of a process that computes: on a CPU `CPU_MALLOC`, but for what this process has set itself."""
+    return {} if use_gpu else {"env_vars": {name: value for name, value in CPU_MALLOC.items() if name not in os.environ}}
+
+
+def _entry_point(config: TrainConfig | EvaluateConfig, visit: Visit | None) -> Callable[[dict[str, Any]], None]:
+    if visit is not None:
+        return entry_points.visit_loop_per_worker
+    if isinstance(config, FillConfig):
+        return entry_points.fill_loop_per_worker
+    if isinstance(config, TrainConfig):
+        return entry_points.train_loop_per_worker
+    return entry_points.evaluate_loop_per_worker
+
+
+def _raise_controller_failure(error: ray.train.ControllerError) -> NoReturn:
+    """Raise what a failure of Ray Train's controller means; see `fit`."""
+    failure = error.controller_failure
+    if isinstance(failure, WorkerGroupStartupTimeoutError):
+        raise ClusterFullError from error
+    if isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, DistillError):
+        raise failure.cause from error
+    # A worker died, or could not continue, before its training began or while Ray launched it.
+    if isinstance(failure, ray.exceptions.RayError | WorkerGroupStartupFailedError):
+        raise WorkersFailedError(failures_in(error)) from error
+    raise ClusterError(f"Ray Train's controller failed: {str(error).splitlines()[-1]}") from error
