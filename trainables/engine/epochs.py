@@ -18,7 +18,7 @@ class Epoch:
     """The epoch whose augmentations the images have: with cached logits there are fewer than epochs."""
 
     @property
-    def is_warm_up(self) -> bool:
+    def is_init_stage(self) -> bool:
         """Whether it belongs to a method's init stage, which trains by losses of its own."""
         return self.training < 0
 

@@ -25,7 +25,7 @@ from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
 from trainables.engine.evaluate import correct_counts
 from trainables.engine.optimizers import LossOptimizer
-from trainables.engine.updates import ParameterUpdate, UpdateSettings, WarmUpUpdate
+from trainables.engine.updates import InitStageUpdate, ParameterUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.metrics.noise_scale import GradientNoise, num_parts
@@ -108,7 +108,7 @@ class TrainState:
         self.update = self.training_update
         selected = module.init_targets(epoch.training)
         if selected is not None:
-            self.update = WarmUpUpdate(
+            self.update = InitStageUpdate(
                 module,
                 self.optimizers[0],
                 self.update_settings,

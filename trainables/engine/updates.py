@@ -176,8 +176,8 @@ class PerLossUpdate(ParameterUpdate):
                 dot.shared = shared
 
 
-class WarmUpUpdate(ParameterUpdate):
-    """A init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
+class InitStageUpdate(ParameterUpdate):
+    """The init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
 
     def __init__(
         self,

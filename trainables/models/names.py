@@ -79,8 +79,8 @@ def check_model_name(name: str) -> ModelName:
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
     lower = name.lower()
     # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
-    begun = [ours for ours in MODELS if lower and lower not in MODELS and ours.startswith(lower)]
-    similar = ([lower] if lower in known else []) + begun or near(lower, known)
+    completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
+    similar = ([lower] if lower in known else []) + completions or near(lower, known)
     instead = (
         f"did you mean {' or '.join(similar[:2])}?"
         if similar
@@ -93,20 +93,20 @@ def check_model_name(name: str) -> ModelName:
 def _timm_name(name: str) -> str:
     if not installed("timm"):
         raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
-    wanted, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
+    model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     models = library_models("timm")
-    if wanted not in models:
-        similar = near(wanted.lower(), sorted(models))
+    if model not in models:
+        similar = near(model.lower(), sorted(models))
         raise ModelError(
-            f"timm has no model {wanted!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
+            f"timm has no model {model!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
         )
     if tag:
-        raise ModelError(f"model {name!r} names weights as well: write model: timm/{wanted} and, for a teacher, weights: {tag}")
-    return wanted
+        raise ModelError(f"model {name!r} names weights as well: write model: timm/{model} and, for a teacher, weights: {tag}")
+    return model
 
 
 def installed(package: str) -> bool:
-    """Whether `package` can be imported; it is not."""
+    """Whether `package` can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -14,7 +14,7 @@ import torch
 from trainables.errors import CheckpointError
 from trainables.models.registry import first_line
 
-SAVE_AGAIN = "in the program that wrote it, save the parameters alone: torch.save(model.state_dict(), path)"
+SAVE_AGAIN = "in the program that wrote it, save only the parameters: torch.save(model.state_dict(), path)"
 
 
 class IgnoredValue:
@@ -41,7 +41,7 @@ def load_torch_file(path: Path) -> Any:
     """The content of a file of torch.save: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
 
     Raises:
-        CheckpointError: the file holds anything else, which could run code, or is damaged.
+        CheckpointError: the file has anything else, which could run code, or is damaged.
     """
     try:
         with torch.serialization.safe_globals([(IgnoredValue, name) for name in IGNORED_TYPES]), warnings.catch_warnings():
@@ -49,10 +49,9 @@ def load_torch_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
+        reason = f"it has {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
         raise CheckpointError(
-            f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
-            f" {SAVE_AGAIN}"
+            f"{path} is not loaded, since it has more than tensors, which could run code, or is damaged ({reason}): {SAVE_AGAIN}"
         ) from None
     except Exception as error:  # the unpickler reads any bytes, and may fail in any way
         if path.is_file() and path.stat().st_size and tarfile.is_tarfile(path):

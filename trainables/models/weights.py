@@ -275,6 +275,6 @@ def _first(keys: Sequence[str]) -> str:
 
 
 def _renamed(key: str, published_names: Mapping[str, str]) -> str:
-    for published, own in published_names.items():
-        key = key.replace(published, own)
+    for published, name in published_names.items():
+        key = key.replace(published, name)
     return key

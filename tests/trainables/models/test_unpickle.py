@@ -87,7 +87,7 @@ def test_anything_else_is_refused_by_its_name_and_with_the_safe_way(
 
     monkeypatch.chdir(tmp_path)
     says = refusal(saved(tmp_path / "bomb.pth", {"model": WEIGHTS, "opt": Bomb()}))
-    assert f"(it holds {name})" in says
+    assert f"(it has {name})" in says
     assert "torch.save(model.state_dict(), path)" in says
     assert not (tmp_path / "exploded").exists()
 
