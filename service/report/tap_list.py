@@ -12,7 +12,7 @@ def points_table(model: str, image_size: int, num_classes: int, show_all: bool) 
         ModelError: no such model, or it does not take images of this size.
     """
     from trainables.models.registry import check_forward, construct
-    from trainables.models.taps import list_taps
+    from trainables.models.tap_names import list_taps
 
     built = construct(model, num_classes=num_classes, image_size=image_size, seed=0)
     check_forward(built, image_size, num_classes, name=model)

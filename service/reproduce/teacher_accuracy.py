@@ -9,7 +9,7 @@ from typing import Any
 
 from service.config.experiment import Experiment
 from service.runs.outcome import read_summary
-from trainables.models.checkpoint_header import read_header
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json
 
 KEPT = "teacher-given.json"
@@ -29,7 +29,7 @@ def trained(run_dir: RunDir) -> Known | None:
     """The teacher that a sweep has trained: its best epoch, which teaches. None: not yet."""
     stage = run_dir.stage("teacher")
     summary = read_summary(stage)
-    header = read_header(stage.best) if stage.best.exists() else None
+    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
     if header is None or summary is None:
         return None
     from trainables.models.weights import teacher_sha256

@@ -21,7 +21,7 @@ from service.runs.run_directory import check_places
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.failures import WorkersFailedError
-from trainables.models.checkpoint_header import locate, read_header
+from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
 
@@ -47,10 +47,10 @@ def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateC
             raise ExperimentError(f"--set {text}: an evaluation has the keys data.*, scale.* and precision")
         put(tree, key, value, f"--set {text}")
     checked(tree)  # a wrong override is refused before the checkpoint is read, which imports torch
-    path = locate(str(checkpoint)) or checkpoint
+    path = locate_checkpoint(str(checkpoint)) or checkpoint
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
-    read_header(path)
+    read_checkpoint_header(path)
     return fitted(path, tree)
 
 

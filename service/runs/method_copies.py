@@ -16,7 +16,7 @@ from service.config.experiment import Experiment
 from service.config.messages import explain
 from service.config.method_rules import method_names
 from trainables.errors import ExperimentError
-from trainables.methods import source_of, use_copies
+from trainables.methods import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json
 
 VERSION = 1
@@ -49,7 +49,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
     use_copies({})
     copies = {}
     for name in method_names(experiment):
-        if (source := source_of(name)) is None:
+        if (source := read_source(name)) is None:
             continue
         path, text, sha256 = source
         copies[str(path)] = MethodCopy(file=f"{path.stem}-{sha256[:12]}.py", sha256=sha256)
@@ -68,7 +68,7 @@ def use_copies_of(run_dir: RunDir) -> None:
     found = {}
     for name, copy in _read_index(run_dir).items():
         path = run_dir.methods / copy.file
-        source = source_of(f"{path}:Method")
+        source = read_source(f"{path}:Method")
         if source is None or source[2] != copy.sha256:
             raise ExperimentError(f"{path} was changed after the run began: put back its text, or begin a new run")
         found[name] = path

@@ -21,7 +21,7 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.source import Source, check_placement, open_source
 from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
-from trainables.models.checkpoint_header import read_header
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rules import enough_images
 from trainables.rundir import RunDir, StageDir, unwritable_reason
 
@@ -147,7 +147,7 @@ def check_checkpoints(run_dir: RunDir) -> None:
             needed.append((done.best, done.last, done))
     for path, other, stage in needed:
         try:
-            if read_header(path) is None:
+            if read_checkpoint_header(path) is None:
                 raise CheckpointError(f"{path} is not a checkpoint of ours")
         except CheckpointError as error:
             copy = f"copy {other.name} over it to go on from there, or " if other.exists() else ""

@@ -440,7 +440,7 @@ def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse
     assert f"there is no file {tmp_path / 'none.pt'}" in said(tmp_path / "none.pt")
     assert "no published weights" in said("IMAGENET1K_V1")
     other = write_teacher(tmp_path / "other.safetensors", model="convnet_large")
-    assert f"{other} holds a convnet_large, not a mlp_large: write convnet_large as the model" in said(other)
+    assert f"{other} is a convnet_large, not a mlp_large: write convnet_large as the model" in said(other)
     fewer = write_teacher(tmp_path / "fewer.safetensors", num_classes=7)
     assert "was trained on 7 classes and the data has 10" in said(fewer)
     for length in (0, 5, 100, whole.stat().st_size - 1):

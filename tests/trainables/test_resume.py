@@ -19,7 +19,7 @@ from trainables.engine import checkpoint
 from trainables.engine.checkpoint import CheckpointState, Progress
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.errors import CheckpointError, DataError
-from trainables.models.checkpoint_header import read_header
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher
 
@@ -179,7 +179,7 @@ def test_weights_that_an_older_version_trained_are_a_teacher_and_can_be_evaluate
     accuracy = evaluate_checkpoint(evaluation, Group())
     written_by_the_version_before(best)
     assert evaluate_checkpoint(evaluation, Group()) == accuracy
-    header = read_header(best)
+    header = read_checkpoint_header(best)
     assert header is not None
     assert header.model == "mlp_small"
     teacher = load_teacher("mlp_small", str(best), num_classes=10, image_size=8, classes=classes, seed=0)

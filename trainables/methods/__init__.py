@@ -1,6 +1,6 @@
 """The distillation methods by name. Importing this does not import torch: a method is loaded when its class is needed.
 
-A user's method, FILE.py:CLASS, is imported in `load` and nowhere else. `check_name` and `source_of` do not run its file.
+A user's method, FILE.py:CLASS, is imported in `load` and nowhere else. `check_name` and `read_source` do not run its file.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ ENTRY_POINTS = "raydistill.methods"
 """The group of entry points in which a package declares methods."""
 
 
+_copies: dict[str, Path] = {}
+"""See `use_copies`."""
+
+
 class MethodSource(NamedTuple):
     """The file of a user's method."""
 
@@ -82,22 +86,19 @@ def option_key(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-_copies: dict[str, Path] = {}
-
-
 def use_copies(copies: Mapping[str, Path]) -> None:
-    """From here on this process loads each of these method files, by the names that an experiment has, from its copy."""
+    """From now on this process reads and loads these files from their copies: path in an experiment → copy."""
     _copies.clear()
     _copies.update(copies)
 
 
 def file_of(name: str) -> Path | None:
-    """The file that a name `FILE.py:CLASS` means, or its copy, see `use_copies`; None for any other name."""
+    """The file of a method `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
     file, colon, _ = name.rpartition(":")
     return _copies.get(file, Path(file)) if colon and file.endswith(".py") else None
 
 
-def source_of(name: str) -> MethodSource | None:
+def read_source(name: str) -> MethodSource | None:
     """The file of a method `FILE.py:CLASS`, read without running it; None for any other name.
 
     Raises:

@@ -2,9 +2,9 @@
 by Hidden Neurons": the differentiable loss with a margin.
 
 Before a ReLU only a value's sign says whether a neuron is active. Each of the student's values s is pulled across the teacher's
-side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. It starts the student
-off: in a stage before training this loss alone moves it, and afterwards the labels' alone, as in RepDistiller (the authors go on
-with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
+side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. In a
+stage before training only this loss changes the student, and afterwards only the labels' loss, as in RepDistiller (the authors
+continue with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
 3/1000; the paper has neither factor.
 
 RepDistiller's init stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
@@ -31,7 +31,7 @@ from trainables.methods.features import ConvReg, body_parameters, paired_maps
 class ABOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: 30 epochs, margin 1, before each stage's last ReLU."""
 
-    init_epochs: Count = Field(30, description="epochs before training in which this loss alone moves the student")
+    init_epochs: Count = Field(30, description="epochs before training in which only this loss changes the student")
     init_frozen: tuple[str, ...] = Field(
         (), description="modules of the student that these epochs leave untrained and in eval mode; RepDistiller, for a WRN: bn1"
     )

@@ -47,10 +47,12 @@ class AT(Method):
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):
             student_BP, teacher_BP = (attention(map_BCHW, self._options.power) for map_BCHW in pooled_alike(*pair))
-            apart_BP = student_BP - teacher_BP
+            difference_BP = student_BP - teacher_BP
             paper = self._options.variant == "paper"
             # torch's norm has the gradient 0 at 0, where the two are equal.
-            total_B = total_B + (0.5 * torch.linalg.vector_norm(apart_BP, dim=1) if paper else apart_BP.square().mean(1))
+            total_B = total_B + (
+                0.5 * torch.linalg.vector_norm(difference_BP, dim=1) if paper else difference_BP.square().mean(1)
+            )
         return {"attention": total_B}
 
 

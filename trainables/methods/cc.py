@@ -7,7 +7,7 @@ features' directions u by its Taylor series: φ = exp(−2γ)·Σ_{p=0..P} (2γ)
 with δ = |e_s − e_t| it is the mean over neighbours in the batch of Σ_d δ_i·δ_{i+1}. It depends on the samples' order, here that
 of ranks, and both maps may shrink it to 0.
 
-Which one published tables show is not always said; RepDistiller's table is of its own code. The default is the paper's.
+Published tables do not always say which one they show; RepDistiller's table is of its own code. The default is the paper's.
 
 Shapes: B samples of this rank, N of the global batch, D features, E embedded features.
 """
@@ -30,9 +30,9 @@ from trainables.methods.relations import all_rows, check_one_tap
 class CCOptions(MethodOptions):
     """γ = 0.4 and P = 2 of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02) for their formulas."""
 
-    weight: NonNegative = Field(100.0, description="of the method's loss; of variant repdistiller 0.02 if it is not given")
+    weight: NonNegative = Field(100.0, description="of the method's loss; default 0.02 for variant repdistiller")
     variant: Literal["paper", "repdistiller"] = Field(
-        "paper", description="whose loss: all pairs' kernel, or neighbours embedded"
+        "paper", description="the loss: paper, the kernel of all pairs; repdistiller, neighbours embedded"
     )
     gamma: Positive = Field(0.4, description="of the paper's Gaussian kernel")
     order: Natural = Field(2, description="P, the last power of the paper's Taylor series")
@@ -40,8 +40,8 @@ class CCOptions(MethodOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _weight_of_variant(cls, given: Any) -> Any:
-        return {"weight": 0.02, **given} if isinstance(given, dict) and given.get("variant") == "repdistiller" else given
+    def _weight_of_variant(cls, values: Any) -> Any:
+        return {"weight": 0.02, **values} if isinstance(values, dict) and values.get("variant") == "repdistiller" else values
 
 
 class CC(Method):
@@ -57,18 +57,18 @@ class CC(Method):
         self._options = options
         check_one_tap("cc", context)
         if options.variant == "repdistiller":
-            sizes = [math.prod(side.shapes[0]) for side in (context.student, context.teacher) if side is not None]
+            sizes = [math.prod(model.shapes[0]) for model in (context.student, context.teacher) if model is not None]
             self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`correlation`, a scalar."""
         if self._options.variant == "repdistiller":
-            student_BD, teacher_BD = (seen.features[0].flatten(1) for seen in (student, teacher))
-            apart_NE = batch.all_gather((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
-            return {"correlation": (apart_NE[:-1] * apart_NE[1:]).sum() / max(len(apart_NE) - 1, 1)}
+            student_BD, teacher_BD = (outputs.features[0].flatten(1) for outputs in (student, teacher))
+            difference_NE = batch.all_gather((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
+            return {"correlation": (difference_NE[:-1] * difference_NE[1:]).sum() / max(len(difference_NE) - 1, 1)}
         student_ND, teacher_ND = all_rows(student, teacher, batch)
-        apart_NN = self._kernel(student_ND) - self._kernel(teacher_ND)
-        return {"correlation": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
+        difference_NN = self._kernel(student_ND) - self._kernel(teacher_ND)
+        return {"correlation": difference_NN.square().sum() / max(len(difference_NN), 1) ** 2}
 
     def _kernel(self, rows_ND: Tensor) -> Tensor:
         directions_ND, double = unit(rows_ND), 2 * self._options.gamma

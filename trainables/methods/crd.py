@@ -1,7 +1,7 @@
 """Contrastive representation distillation, CRD: Tian, Krishnan and Isola 2020 (ICLR), equations 10 to 19.
 
 Student and teacher embed their features as directions, v = unit(W·f + b), E = 128, both maps trained. A v is compared with what a
-memory of all M training samples holds of the other model: with its own entry and with K of other classes. With P =
+memory of all M training samples has of the other model: with its own entry and with K of other classes. With P =
 exp(v·entry/τ)/Z and c = K/M,
 
     L_i = −log(P_own/(P_own + c + ε)) − Σ_k log(c/(P_k + c + ε)),  ε = 1e-7,
@@ -10,9 +10,9 @@ once with the student's v and the teacher's memory, once the other way round. Z 
 first batch, and stays. Entries start uniform in ±√(3/E) and follow their samples: unit(½·entry + ½·v), after the batch is scored.
 So RepDistiller and mdistiller; published tables are of their mode `exact`, whose K are drawn without repeats where they suffice.
 
-Ours, so that any number of workers and a resumed job draw alike: the K of a sample are a function of (seed, epoch, sample), one
+So that any number of workers and a resumed job draw the same, the K of a sample here are a function of (seed, epoch, sample): one
 from each of K equal parts of the others in an order that begins at a random one. Each of the others is as likely as in a draw
-without repeats, so the loss's expectation is the same; its spread is smaller. The last of equal indices in a batch is kept.
+without repeats, so the loss's expectation is the same; its spread is smaller. Of equal indices in a batch the last counts.
 
 Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
 """
@@ -43,7 +43,7 @@ class CRDOptions(MethodOptions):
     weight: NonNegative = 0.8
     negatives: Count = Field(16384, description="K, entries of other classes that a sample is compared with")
     temperature: Positive = Field(0.07, description="τ, by which inner products are divided")
-    momentum: Probability = Field(0.5, description="share of an entry that stays when its sample is seen")
+    momentum: Probability = Field(0.5, description="share of an entry that stays when its sample is trained on")
     embedding: Count = Field(128, description="E, features of an entry")
 
 
@@ -74,7 +74,7 @@ class CRD(Method):
         counts_C = torch.bincount(context.labels_M, minlength=context.num_classes)
         if int((counts_C > 0).sum()) < 2:
             raise ExperimentError("distill.method: crd compares samples of different classes, and the training data has only one")
-        sizes = (math.prod(side.shapes[0]) for side in (context.student, context.teacher))
+        sizes = (math.prod(model.shapes[0]) for model in (context.student, context.teacher))
         self.embed_student, self.embed_teacher = (nn.Linear(size, options.embedding) for size in sizes)
         bound = math.sqrt(3 / options.embedding)
         for name in ("memory_student", "memory_teacher"):
@@ -86,30 +86,34 @@ class CRD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`student`: the student's embedding against the teacher's memory, and `teacher`, of each sample, (B,)."""
-        own = [
-            unit(embed(seen.features[0].flatten(1)))
-            for embed, seen in ((self.embed_student, student), (self.embed_teacher, teacher))
+        embedded = [
+            unit(embed(outputs.features[0].flatten(1)))
+            for embed, outputs in ((self.embed_student, student), (self.embed_teacher, teacher))
         ]
         memories = self.memory_teacher, self.memory_student
         entries_BX = self.entries(batch.indices_B, batch.labels_B, math.floor(batch.epoch))
         with torch.no_grad():
-            found = [self._exponentials(own_BE, memory_ME, entries_BX) for own_BE, memory_ME in zip(own, memories, strict=True)]
-            sums_B2 = torch.stack([found_BX.sum(1) for found_BX in found], dim=1)
-            all_NF = batch.all_gather(torch.cat([own[0], own[1], sums_B2], dim=1).detach())
+            pairs = zip(embedded, memories, strict=True)
+            exponentials = [self._exponentials(v_BE, memory_ME, entries_BX) for v_BE, memory_ME in pairs]
+            sums_B2 = torch.stack([exponentials_BX.sum(1) for exponentials_BX in exponentials], dim=1)
+            all_NF = batch.all_gather(torch.cat([*embedded, sums_B2], dim=1).detach())
             indices_N = batch.all_gather(batch.indices_B)
             normalizers_2 = self._normalizers(all_NF[:, -2:])
-            rated = [
-                self._contrast(found_BX / z, memory_ME, entries_BX)
-                for found_BX, z, memory_ME in zip(found, normalizers_2, memories, strict=True)
+            contrasts = [
+                self._contrast(exponentials_BX / z, memory_ME, entries_BX)
+                for exponentials_BX, z, memory_ME in zip(exponentials, normalizers_2, memories, strict=True)
             ]
             if self.training and len(indices_N):
                 self.normalizers_2.copy_(normalizers_2)
-                for memory_ME, own_NE in zip((self.memory_student, self.memory_teacher), all_NF[:, :-2].chunk(2, 1), strict=True):
-                    self._update(memory_ME, own_NE, indices_N)
-        return {name: with_gradient(*of, own_BE) for name, of, own_BE in zip(self.terms, rated, own, strict=True)}
+                student_NE, teacher_NE = all_NF[:, :-2].chunk(2, 1)
+                self._update(self.memory_student, student_NE, indices_N)
+                self._update(self.memory_teacher, teacher_NE, indices_N)
+        return {
+            name: with_gradient(*contrast, v_BE) for name, contrast, v_BE in zip(self.terms, contrasts, embedded, strict=True)
+        }
 
     def entries(self, indices_B: Tensor, labels_B: Tensor, epoch: int) -> Tensor:
-        """Which entries each sample is compared with, (B, 1 + K): its own, then K of other classes than its label.
+        """The entries that each sample is compared with, (B, 1 + K): its own, then K of other classes than its label.
 
         Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
         """
@@ -120,13 +124,15 @@ class CRD(Method):
         edges_BX = torch.arange(negatives + 1, device=indices_B.device) * others_B1 // negatives
         starts_BK, sizes_BK = edges_BX[:, :-1], edges_BX.diff(dim=1)
         turns_B1 = (random_BX[:, :1] * others_B1).long()
-        places_BK = (starts_BK + (random_BX[:, 1:] * sizes_BK).long() + turns_B1) % others_B1
-        places_BK = places_BK + counts_B1 * (places_BK >= self._starts_C[labels_B][:, None])  # over those of the own class
-        return torch.cat([indices_B[:, None], self._order_M[places_BK]], dim=1)
+        positions_BK = (starts_BK + (random_BX[:, 1:] * sizes_BK).long() + turns_B1) % others_B1
+        positions_BK = positions_BK + counts_B1 * (
+            positions_BK >= self._starts_C[labels_B][:, None]
+        )  # skips the sample's own class
+        return torch.cat([indices_B[:, None], self._order_M[positions_BK]], dim=1)
 
-    def _exponentials(self, own_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
-        """exp(v·entry/τ), (B, X). All M products are made: less memory and less time than entries copied for each sample."""
-        return ((own_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
+    def _exponentials(self, v_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
+        """exp(v·entry/τ), (B, X). It computes all M products: less memory and time than copying the entries for each sample."""
+        return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
 
     def _normalizers(self, sums_N2: Tensor) -> Tensor:
         """Z of student and teacher, (2,): those of the first batch, which this one may be."""
@@ -134,7 +140,7 @@ class CRD(Method):
         return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
 
     def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
-        """L of each sample and its gradient by v, which is made here: the memory is another one when backward would read it."""
+        """L of each sample and its gradient with respect to v, computed here: the memory has changed when backward runs."""
         c = self._options.negatives / len(memory_ME)
         h_BX = p_BX / (p_BX + c + _EPSILON)
         loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()
@@ -142,8 +148,8 @@ class CRD(Method):
         slopes_BM = torch.zeros(len(p_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
         return loss_B, slopes_BM.scatter_add_(1, entries_BX, slopes_BX) @ memory_ME
 
-    def _update(self, memory_ME: Tensor, own_NE: Tensor, indices_N: Tensor) -> None:
-        places_N = torch.arange(len(indices_N), device=indices_N.device)
-        last_M = indices_N.new_zeros(len(memory_ME)).scatter_reduce_(0, indices_N, places_N, "amax")
-        kept = self._options.momentum
-        memory_ME[indices_N] = unit(kept * memory_ME[indices_N] + (1 - kept) * own_NE[last_M[indices_N]])
+    def _update(self, memory_ME: Tensor, v_NE: Tensor, indices_N: Tensor) -> None:
+        positions_N = torch.arange(len(indices_N), device=indices_N.device)
+        last_M = indices_N.new_zeros(len(memory_ME)).scatter_reduce_(0, indices_N, positions_N, "amax")
+        momentum = self._options.momentum
+        memory_ME[indices_N] = unit(momentum * memory_ME[indices_N] + (1 - momentum) * v_NE[last_M[indices_N]])

@@ -43,13 +43,13 @@ class DIST(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
-        given = self._options
-        student_BK, teacher_BK = ((logits / given.temperature).softmax(1) for logits in given.logits(student, teacher))
+        options = self._options
+        student_BK, teacher_BK = ((logits / options.temperature).softmax(1) for logits in options.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
         student_NK, teacher_NK = batch.all_gather_many(student_BK, teacher_BK)
         intra_K = 1 - correlations(student_NK.T, teacher_NK.T)
-        scale = given.temperature**2
-        return {"inter": scale * given.beta * inter_B, "intra": scale * given.gamma * intra_K.mean()}
+        scale = options.temperature**2
+        return {"inter": scale * options.beta * inter_B, "intra": scale * options.gamma * intra_K.mean()}
 
 
 def correlations(a_RD: Tensor, b_RD: Tensor) -> Tensor:

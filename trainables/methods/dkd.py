@@ -44,8 +44,8 @@ class DKD(Method):
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
         student_BK, teacher_BK = self._options.logits(student, teacher)
-        given = self._options
-        return dkd_terms(student_BK, teacher_BK, batch.labels_B, given.temperature, alpha=given.alpha, beta=given.beta)
+        options = self._options
+        return dkd_terms(student_BK, teacher_BK, batch.labels_B, options.temperature, alpha=options.alpha, beta=options.beta)
 
 
 def dkd_terms(

@@ -1,8 +1,8 @@
 """Deep mutual learning: Zhang, Xiang, Hospedales and Lu 2018 (CVPR), equations 3 to 8, for two networks.
 
-L₁ = CE(p₁, y) + KL(p₂ ‖ p₁) and L₂ = CE(p₂, y) + KL(p₁ ‖ p₂), each network taking the other's answer as a constant. The
-cross-entropy of the first, the student, is the task's. Deviation: the paper updates one network and then asks it anew for the
-other's loss; here, as in most codes, both losses are of the same parameters, from one forward of each.
+L₁ = CE(p₁, y) + KL(p₂ ‖ p₁) and L₂ = CE(p₂, y) + KL(p₁ ‖ p₂), each network taking the other's output as a constant. The
+cross-entropy of the first, the student, is the task's. Deviation: the paper updates one network and runs it again for the
+other's loss; here, as in most codes, both losses are of the same parameters, from one forward pass of each.
 
 The peer is an auxiliary module: trained with the student, in the checkpoint, not exported. It runs in float32 (float64 in a
 float64 job), also where the student runs in bf16 or fp16, and is not compiled. Its batch norms look at the samples of all workers
@@ -51,7 +51,7 @@ class DML(Method):
         except ModelError as error:
             raise ExperimentError(f"distill.options.dml.peer: {error}") from error
         self.peer = convert(peer, context.group) if has_global_batch_norm(context.student.model) else peer
-        # A batch norm that looks at its own rank's samples cannot be given none: two blank images instead, for nothing.
+        # A batch norm of this rank's samples needs some: two blank images, which count for nothing.
         self._blanks = 0 if accepts_empty_batches(self.peer) else 2
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

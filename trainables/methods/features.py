@@ -1,4 +1,4 @@
-"""What methods on feature maps share: directions, sizes that fit, pairs of maps, and the regressor between two of them.
+"""Parts of methods on feature maps: directions, pooling to a common size, pairs of maps, and the regressor between two of them.
 
 Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 """
@@ -18,12 +18,12 @@ from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.distributed.group import Group
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
-from trainables.models.taps import classifier
+from trainables.models.tap_names import classifier
 
 Shape = tuple[int, ...]
 
 _TINY = 1e-12
-"""A norm below this is that of a zero vector, as in torch's `normalize`."""
+"""A smaller norm counts as 0, as in torch's `normalize`."""
 
 
 class TeacherNormOptions(MethodOptions):
@@ -31,7 +31,7 @@ class TeacherNormOptions(MethodOptions):
 
     teacher_norm: Literal["running", "batch"] = Field(
         "running",
-        description="what the teacher's batch norms go by, for all methods of a job: running statistics, or each batch's",
+        description="what the teacher's batch norms use, for all methods of a job: running statistics, or each batch's",
     )
 
 
@@ -57,20 +57,20 @@ def average_pooled(map_BCHW: Tensor, height: int, width: int) -> Tensor:
     return map_BCHW if rows == columns == 1 else functional.avg_pool2d(map_BCHW, (rows, columns))
 
 
-def paired_maps(method: str, context: BuildContext, *, least: int = 1) -> list[tuple[Shape, Shape]]:
-    """The shapes of the student's and the teacher's maps, paired by position; at least `least` pairs.
+def paired_maps(method: str, context: BuildContext, *, at_least: int = 1) -> list[tuple[Shape, Shape]]:
+    """The shapes of the student's and the teacher's maps, paired by position; `at_least` pairs or more.
 
     Raises:
-        ExperimentError: there are fewer, one side has more than the other, or a tap gives something else than maps.
+        ExperimentError: there are fewer, one model has more than the other, or a tap is something else than a map.
     """
     assert context.teacher is not None
     student, teacher = context.student.shapes, context.teacher.shapes
     options = f"distill.options.{method}"
-    for side, shapes in (("student", student), ("teacher", teacher)):
-        for place, shape in enumerate(shapes, 1):
+    for model, shapes in (("student", student), ("teacher", teacher)):
+        for number, shape in enumerate(shapes, 1):
             if len(shape) != 3:
                 raise ExperimentError(
-                    f"{options}.{side}_taps: {method} reads maps (C, H, W), tap {place} of the {side} gives {shape}: "
+                    f"{options}.{model}_taps: {method} reads maps (C, H, W), tap {number} of the {model} has {shape}: "
                     "name a stage or a convolution (`distill taps MODEL` lists them)"
                 )
     if len(student) != len(teacher):
@@ -78,15 +78,15 @@ def paired_maps(method: str, context: BuildContext, *, least: int = 1) -> list[t
             f"{options}: the student has {len(student)} maps, the teacher {len(teacher)}, and {method} pairs them by position: "
             "name as many student_taps as teacher_taps"
         )
-    if len(student) < least:
+    if len(student) < at_least:
         raise ExperimentError(
-            f"{options}: {method} reads {least} maps or more, not {len(student)}: name more student_taps and teacher_taps"
+            f"{options}: {method} reads {at_least} maps or more, not {len(student)}: name more student_taps and teacher_taps"
         )
     return list(zip(student, teacher, strict=True))
 
 
 def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
-    """Refuse pairs of maps whose channels differ in number.
+    """Refuse pairs of maps with different numbers of channels.
 
     Raises:
         ExperimentError: one line.
@@ -100,7 +100,7 @@ def equal_channels(method: str, pairs: Sequence[tuple[Shape, Shape]]) -> None:
 
 
 def body_parameters(student: nn.Module) -> list[nn.Parameter]:
-    """All trainable parameters of a model but those of its final linear layer, which no loss on maps moves."""
+    """All trainable parameters of a model except those of its final linear layer, which no loss on maps changes."""
     last = {id(parameter) for parameter in classifier(student).parameters()}
     return [parameter for parameter in student.parameters() if parameter.requires_grad and id(parameter) not in last]
 
@@ -120,14 +120,14 @@ class ConvReg(nn.Module):
             ExperimentError: the student's map is the smaller one, and not by half.
         """
         super().__init__()
-        (inputs, *size), (outputs, *wanted) = student, teacher
+        (inputs, *size), (outputs, *target) = student, teacher
         self.conv: nn.Module
-        if size == [2 * pixels for pixels in wanted]:
+        if size == [2 * pixels for pixels in target]:
             self.conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
-        elif [2 * pixels for pixels in size] == wanted:
+        elif [2 * pixels for pixels in size] == target:
             self.conv = nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1)
-        elif size[0] >= wanted[0] and size[1] >= wanted[1]:
-            self.conv = nn.Conv2d(inputs, outputs, (1 + size[0] - wanted[0], 1 + size[1] - wanted[1]))
+        elif size[0] >= target[0] and size[1] >= target[1]:
+            self.conv = nn.Conv2d(inputs, outputs, (1 + size[0] - target[0], 1 + size[1] - target[1]))
         else:
             raise ExperimentError(
                 f"distill.method: no regressor turns the student's map {student} into the teacher's {teacher}: "

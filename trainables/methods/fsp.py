@@ -1,12 +1,12 @@
 """Flow of solution procedure: Yim, Joo, Bae and Kim 2017 (CVPR), "A Gift from Knowledge Distillation", equations 1 and 2.
 
-How a network gets from one map to a later one is told by their channels' products, averaged over positions:
+The flow of a network from one map to a later one is the products of their channels, averaged over positions:
 
     G[i, j] = Σ over positions of F1[i]·F2[j] / (h·w)
 
-In a stage before training the squared distance of the student's matrices from the teacher's, alone, moves the student; afterwards
-the labels' loss alone does. Of two maps the larger is pooled to the smaller's size, in the paper by its maximum, in RepDistiller
-and mdistiller by its mean. The paper sums the squares, the codes take their mean.
+In a stage before training only the squared distance of the student's matrices from the teacher's changes the student, and
+afterwards only the labels' loss. Of two maps the larger is pooled to the smaller's size, in the paper by its maximum, in
+RepDistiller and mdistiller by its mean. The paper sums the squares, the codes take their mean.
 
 Shapes: B batch, C channels (I of the earlier map, J of the later), H W positions, P = H·W.
 """
@@ -28,7 +28,7 @@ from trainables.methods.features import body_parameters, equal_channels, paired_
 class FSPOptions(MethodOptions):
     """RepDistiller's defaults for CIFAR-100: 30 epochs, from the stem and each stage to the next."""
 
-    init_epochs: Count = Field(30, description="epochs before training in which this loss alone moves the student")
+    init_epochs: Count = Field(30, description="epochs before training in which only this loss changes the student")
     variant: Literal["repdistiller", "paper"] = Field(
         "repdistiller", description="repdistiller: average pooling, mean of squares; paper: maximum pooling, sum of squares"
     )
@@ -45,7 +45,7 @@ class FSP(Method):
     def __init__(self, options: FSPOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         self._options = options
-        equal_channels("fsp", paired_maps("fsp", context, least=2))
+        equal_channels("fsp", paired_maps("fsp", context, at_least=2))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """No terms: the method ends before training."""
@@ -55,8 +55,8 @@ class FSP(Method):
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         paper = self._options.variant == "paper"
-        for own, wanted in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
-            squares_BIJ = (flow(*own, maximum=paper) - flow(*wanted, maximum=paper)).square()
+        for student_pair, teacher_pair in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
+            squares_BIJ = (flow(*student_pair, maximum=paper) - flow(*teacher_pair, maximum=paper)).square()
             total_B = total_B + (squares_BIJ.sum((1, 2)) if paper else squares_BIJ.mean((1, 2)))
         return {"flow": total_B}
 

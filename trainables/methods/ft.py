@@ -67,10 +67,11 @@ class FT(Method):
         modules = zip(self.paraphrasers, self.translators, student.features, teacher.features, strict=True)
         for paraphraser, translator, s_BCHW, t_BCHW in modules:
             with torch.no_grad():
-                wanted_BCHW = paraphraser(t_BCHW)
-            own_BE, wanted_BE = (self._normed(factor_BCHW) for factor_BCHW in pooled_alike(translator(s_BCHW), wanted_BCHW))
-            apart_BE = (own_BE - wanted_BE).abs()
-            total_B = total_B + (apart_BE.sum(1) if self._options.variant == "paper" else apart_BE.mean(1))
+                target_BCHW = paraphraser(t_BCHW)
+            factors = pooled_alike(translator(s_BCHW), target_BCHW)
+            student_BE, teacher_BE = (self._normed(factor_BCHW) for factor_BCHW in factors)
+            difference_BE = (student_BE - teacher_BE).abs()
+            total_B = total_B + (difference_BE.sum(1) if self._options.variant == "paper" else difference_BE.mean(1))
         return {"factor": total_B}
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class IRGOptions(MethodOptions):
 
 
 class IRG(Method):
-    """0.1·(logits apart)² + 5·(distances of pairs apart)² + 5·(distances from map to map apart)²."""
+    """0.1·(difference of logits)² + 5·(difference of pairs' distances)² + 5·(difference of distances from map to map)²."""
 
     Options = IRGOptions
     terms = ("vertex", "edge", "transformation")
@@ -51,11 +51,15 @@ class IRG(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`vertex` of each sample, (B,); `edge` and `transformation`, scalars; with their weights in them."""
-        both = [part.flatten(1) for seen in (student, teacher) for part in (*seen.features, change(*seen.features[:2])[:, None])]
-        rows = batch.all_gather_many(*both)
+        parts = [
+            part.flatten(1)
+            for outputs in (student, teacher)
+            for part in (*outputs.features, change(*outputs.features[:2])[:, None])
+        ]
+        rows = batch.all_gather_many(*parts)
         edges, changes = [], []
-        for *features, moved in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            changes.append(_by_largest(moved[:, 0].clamp(min=1e-12)))
+        for *features, change_N1 in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            changes.append(_by_largest(change_N1[:, 0].clamp(min=1e-12)))
             edges.append(torch.stack([distances(feature) for feature in features]))
         return {
             "vertex": self._options.vertex * mean_per_sample((student.logits_BK - teacher.logits_BK).square()),
@@ -65,7 +69,7 @@ class IRG(Method):
 
 
 def change(earlier_BCHW: Tensor, later_BCHW: Tensor) -> Tensor:
-    """Squared distance of each sample's two maps, (B,), made to fit as told above."""
+    """Squared distance of each sample's two maps, (B,), at a common shape as described above."""
     later_BCHW = later_BCHW if later_BCHW.shape[1] == earlier_BCHW.shape[1] else (later_BCHW[:, ::2] + later_BCHW[:, 1::2]) / 2
     return (average_pooled(earlier_BCHW, *later_BCHW.shape[2:]) - later_BCHW).square().flatten(1).sum(1)
 
@@ -85,15 +89,17 @@ def _mean(values: Tensor) -> Tensor:
 
 def _check(context: BuildContext) -> None:
     assert context.teacher is not None
-    for whose, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
-        said = f"distill.options.irg.{whose}_taps: "
+    for model, shapes in (("student", context.student.shapes), ("teacher", context.teacher.shapes)):
+        option = f"distill.options.irg.{model}_taps"
         if len(shapes) < 2 or len(shapes[0]) != 3 or len(shapes[1]) != 3:
-            raise ExperimentError(f"{said}the first two have to be maps (C, H, W), an earlier and a later one: name two stages")
+            raise ExperimentError(
+                f"{option}: the first two have to be maps (C, H, W), an earlier and a later one: name two stages"
+            )
         (channels, *size), (later, *later_size) = shapes[:2]
         if later not in (channels, 2 * channels) or any(a < b for a, b in zip(size, later_size, strict=True)):
             raise ExperimentError(
-                f"{said}the second map, {shapes[1]}, needs as many channels as the first, {shapes[0]}, or twice as many, and no "
-                "larger a size: name other stages"
+                f"{option}: the second map, {shapes[1]}, needs as many channels as the first, {shapes[0]}, or twice as many, and"
+                " no larger a size: name other stages"
             )
     if len(context.student.shapes) != len(context.teacher.shapes):
         raise ExperimentError("distill.options.irg: student_taps and teacher_taps are compared one by one: name equally many")

@@ -40,7 +40,7 @@ class KD(Method):
 def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
     """T²·KL(softmax(teacher/T) ‖ softmax(student/T)) of each sample, (B,).
 
-    T² keeps the gradient's size when T changes (end of section 2). Computed in float32 or wider, under
+    T² makes the gradient's size independent of T (end of section 2). Computed in float32 or wider, under
     autocast too; exactly 0 where the logits are equal; finite wherever the difference of two logits is.
     """
     return temperature**2 * divergence(soften(student_BK, temperature), soften(teacher_BK, temperature))

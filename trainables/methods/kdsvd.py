@@ -1,9 +1,9 @@
 """Distillation of singular vectors: Lee, Kim and Song 2018 (ECCV), "Self-supervised Knowledge Distillation Using Singular Value
 Decomposition", section 3.
 
-A map as a matrix X, positions by channels, is told by its first k right singular vectors. Each of the teacher's is paired with
-the one of the student's first k + 3 that is most parallel to it, turned to its side; both are weighed by the teacher's singular
-values. How a map's vectors a relate to the next map's b is told by exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
+A map as a matrix X, positions by channels, is represented by its first k right singular vectors. Each of the teacher's is paired
+with the one of the student's first k + 3 that is most parallel to it, turned to its side; both are weighted by the teacher's
+singular values. The relation of a map's vectors a to the next map's b is exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
 loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow code takes ½·√k of it.
 
 A small map of the teacher has fewer than k vectors. Then k is, also in that factor, the number that all of them have. The
@@ -12,7 +12,7 @@ of vectors.
 
 A singular vector's sign is arbitrary, and the loss depends on it, which published codes leave to the library. Here the teacher's
 is turned so that its largest component is positive. The gradient of a singular vector has the differences of squared singular
-values as denominators; these are kept from 0. mdistiller decomposes another matrix (channels and height by width).
+values as denominators; these are bounded away from 0. mdistiller decomposes another matrix (channels and height by width).
 
 `torch.linalg.eigh` makes a GPU's host wait.
 
@@ -53,7 +53,7 @@ class KDSVD(Method):
 
     def __init__(self, options: KDSVDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        pairs = paired_maps("kdsvd", context, least=2)
+        pairs = paired_maps("kdsvd", context, at_least=2)
         equal_channels("kdsvd", pairs)
         self._vectors = min(options.vectors, *(min(shape[0], shape[1] * shape[2]) for _, shape in pairs))
         self._scale = 0.5 * self._vectors**0.5 if options.variant == "paper" else 1.0
@@ -65,8 +65,8 @@ class KDSVD(Method):
         for s_BCHW, t_BCHW in zip(student.features, teacher.features, strict=True):
             now = self._aligned(s_BCHW, t_BCHW)
             if before is not None:
-                apart_BCCk = _relation(before[0], now[0]) - _relation(before[1], now[1])
-                total_B = total_B + self._scale * apart_BCCk.square().flatten(1).sum(1)
+                difference_BCCk = _relation(before[0], now[0]) - _relation(before[1], now[1])
+                total_B = total_B + self._scale * difference_BCCk.square().flatten(1).sum(1)
             before = now
         return {"relation": total_B}
 
@@ -107,16 +107,16 @@ def _relation(earlier_BCk: Tensor, later_BCk: Tensor) -> Tensor:
 
 
 class _Eigen(torch.autograd.Function):
-    """`eigh` of symmetric matrices, with a gradient through the vectors alone that stays finite where values coincide.
+    """`eigh` of symmetric matrices, with a gradient through the vectors only, which stays finite where values coincide.
 
     The gradient of vector j with respect to direction i has the denominator λ_j − λ_i (Ionescu, Vantzos and Sminchisescu 2015,
-    equation 15). It is kept √ε of the largest value away from 0, and where it is 0 that part is left out: within such a distance
-    the two directions are not told apart to half of the digits.
+    equation 15). It is at least √ε of the largest value, and where it is 0 that part is left out: at a smaller distance the two
+    directions do not differ in half of the digits.
     """
 
     @staticmethod
     def forward(ctx: Any, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        # eigh raises for what is not finite; the loop's check of the loss tells of it better.
+        # eigh raises for values that are not finite; the loop's check of the loss has a better message.
         values, vectors = torch.linalg.eigh(torch.nan_to_num(matrices, 0.0, 0.0, 0.0))
         ctx.save_for_backward(values, vectors)
         ctx.mark_non_differentiable(values)

@@ -1,4 +1,4 @@
-"""What methods on logits share: temperature, divergence, and logit standardisation.
+"""Parts of methods on logits: temperature, divergence, and logit standardisation.
 
 Shapes: B batch, K classes.
 """
@@ -19,7 +19,7 @@ class StandardizeOptions(MethodOptions):
     standardize: bool = Field(False, description="each sample's logits less their mean, by their deviation")
 
     def logits(self, student: ModelOutputs, teacher: ModelOutputs) -> tuple[Tensor, Tensor]:
-        """Both models' logits (B, K), standardised where that is asked for."""
+        """Both models' logits (B, K), standardised with the option `standardize`."""
         if not self.standardize:
             return student.logits_BK, teacher.logits_BK
         return standardized(student.logits_BK), standardized(teacher.logits_BK)
@@ -40,10 +40,10 @@ def standardized(logits_BK: Tensor) -> Tensor:
     centred_BK = logits_BK - logits_BK.mean(1, keepdim=True)
     variance_B1 = centred_BK.square().sum(1, keepdim=True) / max(logits_BK.shape[1] - 1, 1)
     rounding_B1 = 4 * torch.finfo(logits_BK.dtype).eps * logits_BK.detach().abs().amax(1, keepdim=True)
-    # The root's gradient at 0 is not finite: there, 1 takes the place of the variance.
-    some_B1 = variance_B1 > rounding_B1.square()
-    deviation_B1 = torch.where(some_B1, variance_B1, 1.0).sqrt()
-    return torch.where(some_B1, centred_BK / (deviation_B1 + 1e-7), 0.0)
+    # The root's gradient at 0 is not finite: there the variance is replaced by 1.
+    varies_B1 = variance_B1 > rounding_B1.square()
+    deviation_B1 = torch.where(varies_B1, variance_B1, 1.0).sqrt()
+    return torch.where(varies_B1, centred_BK / (deviation_B1 + 1e-7), 0.0)
 
 
 def soften(logits_BK: Tensor, temperature: float) -> Tensor:

@@ -9,7 +9,7 @@ With P = softmax(z/τ), (N, K) over the batch, summed over the temperatures τ:
 This is the paper's loss on one view of each image. The recipe of the paper shows each image in two views, weakly and strongly
 augmented, in one batch: that is the data's part, and not done here. The authors' code multiplies the three already reduced
 losses of the weak view by a mask of the samples (classes) in which the teacher is not surer than in the median one, so in
-effect by about ½: left out. `standardize` is for the instances' level alone, as in the code of its authors (Sun et al. 2024).
+effect by about ½: left out. `standardize` is for the instances' level only, as in the code of its authors (Sun et al. 2024).
 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """

@@ -22,7 +22,7 @@ from trainables.methods.logits import LogitOptions, without_target
 
 
 class NKDOptions(LogitOptions):
-    """The paper's: λ = 1 and γ = 1.5, beside a task weight of 1. The authors' λ for CIFAR-100 is 3."""
+    """The paper's: λ = 1 and γ = 1.5, with a task weight of 1. The authors' λ for CIFAR-100 is 3."""
 
     temperature: Positive = Field(1.0, description="λ, by which the logits of the other classes are divided")
     gamma: NonNegative = Field(1.5, description="weight of the other classes")
@@ -41,11 +41,11 @@ class NKD(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""
-        given, labels_B1 = self._options, batch.labels_B.unsqueeze(1)
-        student_BK, teacher_BK = given.logits(student, teacher)
+        options, labels_B1 = self._options, batch.labels_B.unsqueeze(1)
+        student_BK, teacher_BK = options.logits(student, teacher)
         target_B1 = -teacher_BK.softmax(1).gather(1, labels_B1) * student_BK.log_softmax(1).gather(1, labels_B1)
         student_BJ, teacher_BJ = (
-            without_target(logits_BK, batch.labels_B) / given.temperature for logits_BK in (student_BK, teacher_BK)
+            without_target(logits_BK, batch.labels_B) / options.temperature for logits_BK in (student_BK, teacher_BK)
         )
         others_B = -(teacher_BJ.softmax(1) * student_BJ.log_softmax(1)).sum(1)
-        return {"target": target_B1.squeeze(1), "others": given.gamma * given.temperature**2 * others_B}
+        return {"target": target_B1.squeeze(1), "others": options.gamma * options.temperature**2 * others_B}

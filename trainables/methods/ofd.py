@@ -54,23 +54,23 @@ class OFD(Method):
         model = context.teacher.model
         norms = norms_before(model, names, name=f"{type(model).__name__} (the teacher)", image_size=context.image_size)
         self._connectors = nn.ModuleList(_connector(student[0], teacher[0], context) for student, teacher in pairs)
-        for place, norm in enumerate(norms):
+        for index, norm in enumerate(norms):
             if norm is None:
                 raise ExperimentError(
-                    f"distill.options.ofd.teacher_taps: the teacher's map {place + 1} of {len(norms)} is not what a batch norm "
-                    "with scale and shift gives, nor a sum with that: tap the outputs of batch norms, or choose another method"
+                    f"distill.options.ofd.teacher_taps: the teacher's map {index + 1} of {len(norms)} is not what a batch norm "
+                    "with scale and shift returns, nor a sum with that: tap the outputs of batch norms, or choose another method"
                 )
             # Not in the checkpoint: the teacher has them. In float64, for a job in float64.
-            self.register_buffer(f"_margin{place}", margins(norm.weight, norm.bias), persistent=False)
+            self.register_buffer(f"_margin{index}", margins(norm.weight, norm.bias), persistent=False)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`partial` of each sample, (B,), summed over stages with their weights."""
         distances = []
-        for place, connector in enumerate(self._connectors):
-            connected_BCHW = connector(student.features[place])
-            target_BCHW = average_pooled(teacher.features[place], *connected_BCHW.shape[2:])
-            distance_B = partial_distance(connected_BCHW, target_BCHW, self.get_buffer(f"_margin{place}"))
-            distances.append(distance_B * 2.0 ** (place + 1 - len(self._connectors)))
+        for index, connector in enumerate(self._connectors):
+            connected_BCHW = connector(student.features[index])
+            target_BCHW = average_pooled(teacher.features[index], *connected_BCHW.shape[2:])
+            distance_B = partial_distance(connected_BCHW, target_BCHW, self.get_buffer(f"_margin{index}"))
+            distances.append(distance_B * 2.0 ** (index + 1 - len(self._connectors)))
         return {"partial": torch.stack(distances).sum(0)}
 
 

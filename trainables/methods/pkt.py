@@ -29,7 +29,7 @@ class PKTOptions(MethodOptions):
     """RepDistiller's weight, for its formula."""
 
     weight: NonNegative = 30000.0
-    variant: Literal["paper", "repdistiller"] = Field("repdistiller", description="whose loss, see trainables.methods.pkt")
+    variant: Literal["paper", "repdistiller"] = Field("repdistiller", description="the loss, see trainables.methods.pkt")
 
 
 class PKT(Method):
@@ -49,17 +49,17 @@ class PKT(Method):
         """`kl`, a scalar."""
         rows = all_rows(student, teacher, batch)
         if self._options.variant == "paper":
-            student_NN, teacher_NN = (neighbours(rows_ND, own=False) for rows_ND in rows)
+            student_NN, teacher_NN = (neighbours(rows_ND, with_self=False) for rows_ND in rows)
             log_ratio_NN = teacher_NN.clamp(min=_EPSILON).log() - student_NN.clamp(min=_EPSILON).log()
             return {"kl": (teacher_NN * log_ratio_NN).sum()}
-        student_NN, teacher_NN = (neighbours(rows_ND, own=True) for rows_ND in rows)
+        student_NN, teacher_NN = (neighbours(rows_ND, with_self=True) for rows_ND in rows)
         kl_NN = teacher_NN * ((teacher_NN + _EPSILON) / (student_NN + _EPSILON)).log()
         return {"kl": kl_NN.sum() / max(len(kl_NN), 1) ** 2}
 
 
-def neighbours(rows_ND: Tensor, *, own: bool) -> Tensor:
+def neighbours(rows_ND: Tensor, *, with_self: bool) -> Tensor:
     """p_{j|i} of row i and column j, (N, N), with j = i in the way of RepDistiller, or without. Equal for a row of zeros."""
-    if not own:
+    if not with_self:
         kernel_NN = _kernel(unit(rows_ND)) * off_diagonal(rows_ND)
         return kernel_NN / kernel_NN.sum(1, keepdim=True).clamp(min=_EPSILON)
     norms_N1 = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)

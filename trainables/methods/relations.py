@@ -1,4 +1,4 @@
-"""What methods that compare samples share: the rows of the whole batch, and distances between them.
+"""Parts of methods that compare samples: the rows of the whole batch, and distances between them.
 
 Shapes: N samples of the global batch, D features.
 """
@@ -18,16 +18,16 @@ def check_one_tap(method: str, context: BuildContext) -> None:
     Raises:
         ExperimentError: one line with what to write instead.
     """
-    for whose, side in (("student", context.student), ("teacher", context.teacher)):
-        if side is not None and len(side.shapes) != 1:
+    for name, model in (("student", context.student), ("teacher", context.teacher)):
+        if model is not None and len(model.shapes) != 1:
             raise ExperimentError(
-                f"distill.options.{method}.{whose}_taps: {method} compares one feature, not {len(side.shapes)}: name one point"
+                f"distill.options.{method}.{name}_taps: {method} compares one feature, not {len(model.shapes)}: name one tap"
             )
 
 
 def all_rows(student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> tuple[Tensor, ...]:
     """The features of every sample of the global batch, flattened: the student's (N, D), and the teacher's."""
-    return batch.all_gather_many(*(seen.features[0].flatten(1) for seen in (student, teacher)))
+    return batch.all_gather_many(*(outputs.features[0].flatten(1) for outputs in (student, teacher)))
 
 
 def squared_distances_of_pairs(rows_ND: Tensor) -> Tensor:
@@ -46,5 +46,5 @@ def off_diagonal(rows_ND: Tensor) -> Tensor:
 
 
 def with_gradient(values: Tensor, gradients: Tensor, at: Tensor) -> Tensor:
-    """`values`, a scalar or (B,), each a function of `at` or of its row of it, with the gradients that are known of them."""
+    """`values` with known `gradients` with respect to `at`: a scalar, or (B,) where each depends on its row of `at`."""
     return values.detach() + (gradients * (at - at.detach())).flatten(values.ndim).sum(-1)

@@ -37,7 +37,7 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
 
 SIZES = (4, 2, 1)
-"""Positions a side at which maps are compared beside their own size."""
+"""Positions a side at which maps are compared, in addition to their own size."""
 
 
 class ReviewKDOptions(TeacherNormOptions):
@@ -130,5 +130,5 @@ def _as_map(feature: Tensor) -> Tensor:
     return feature[..., None, None] if feature.ndim == 2 else feature
 
 
-def _of_maps(side: ModelSpec) -> ModelSpec:
-    return dataclasses.replace(side, shapes=tuple((*shape, 1, 1) if len(shape) == 1 else shape for shape in side.shapes))
+def _of_maps(model: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(model, shapes=tuple((*shape, 1, 1) if len(shape) == 1 else shape for shape in model.shapes))

@@ -7,7 +7,7 @@ huber is ½x² up to |x| = 1 and |x| − ½ beyond. `repdistiller`, which is the
 over all N² and N³ entries, those of a sample with itself, which are 0, included. `paper`: over distinct samples only. Means of
 nothing are 0. Squared distances are at least 1e-12, as in the codes.
 
-The N³ angles are made in parts, of the samples they lie at, each part with its gradient at once: memory is that of one part.
+The N³ angles are computed in parts, by the samples at their vertices, each part with its gradient: memory is that of one part.
 
 Shapes: B samples of this rank, N of the global batch, D features, A samples at which angles lie.
 """
@@ -27,14 +27,14 @@ from trainables.methods.features import unit
 from trainables.methods.relations import all_rows, check_one_tap, off_diagonal, squared_distances_of_pairs, with_gradient
 
 _PART = 2**24
-"""Numbers that one part of the angles may hold: 64 MiB in float32."""
+"""Numbers in one part of the angles: 64 MiB in float32."""
 
 
 class RKDOptions(MethodOptions):
     """The weights of the authors and of RepDistiller."""
 
     variant: Literal["paper", "repdistiller"] = Field(
-        "repdistiller", description="what the means are over, see trainables.methods.rkd"
+        "repdistiller", description="over which pairs and triples the means are, see trainables.methods.rkd"
     )
     distance: NonNegative = Field(25.0, description="weight of the distances")
     angle: NonNegative = Field(50.0, description="weight of the angles")
@@ -63,7 +63,7 @@ class RKD(Method):
         distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
         return {
             "distance": self._options.distance * distances / max(pairs, 1),
-            "angle": self._options.angle * angles_apart(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
+            "angle": self._options.angle * angle_differences(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
         }
 
 
@@ -77,31 +77,31 @@ def distances_by_mean(rows_ND: Tensor) -> Tensor:
     return distances_NN / mean.clamp(min=1e-6)
 
 
-def angles_apart(student_ND: Tensor, teacher_ND: Tensor, *, distinct: bool = False, part: int = _PART) -> Tensor:
+def angle_differences(student_ND: Tensor, teacher_ND: Tensor, *, distinct: bool = False, part: int = _PART) -> Tensor:
     """Σ over triples (`distinct`: of three samples) of huber(cosine of the student's angle, the teacher's), a scalar.
 
-    `part`: how many numbers are held at once.
+    `part`: how many numbers are in memory at once.
     """
     rows, widest = len(student_ND), max(student_ND.shape[1], teacher_ND.shape[1])
     size = max(part // max(rows * (rows + widest), 1), 1)
     if rows <= size:
-        return _angles_apart(student_ND, teacher_ND, student_ND, teacher_ND, distinct)
+        return _angle_differences(student_ND, teacher_ND, student_ND, teacher_ND, distinct)
     leaf_ND = student_ND.detach().requires_grad_()
     total, gradient_ND = student_ND.new_zeros(()), torch.zeros_like(student_ND)
     with torch.enable_grad():
         for first in range(0, rows, size):
             at = slice(first, first + size)
-            apart = _angles_apart(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND, distinct)
-            gradient_ND += torch.autograd.grad(apart, leaf_ND)[0]
-            total += apart.detach()
+            difference = _angle_differences(leaf_ND[at], teacher_ND[at], leaf_ND, teacher_ND, distinct)
+            gradient_ND += torch.autograd.grad(difference, leaf_ND)[0]
+            total += difference.detach()
     return with_gradient(total, gradient_ND, student_ND)
 
 
-def _angles_apart(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor, distinct: bool) -> Tensor:
-    angles_ANN, wanted_ANN = _cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND)
+def _angle_differences(student_AD: Tensor, teacher_AD: Tensor, student_ND: Tensor, teacher_ND: Tensor, distinct: bool) -> Tensor:
+    student_ANN, teacher_ANN = _cosines(student_AD, student_ND), _cosines(teacher_AD, teacher_ND)
     if distinct:
-        angles_ANN, wanted_ANN = angles_ANN * off_diagonal(student_ND), wanted_ANN * off_diagonal(student_ND)
-    return functional.smooth_l1_loss(angles_ANN, wanted_ANN, reduction="sum")
+        student_ANN, teacher_ANN = student_ANN * off_diagonal(student_ND), teacher_ANN * off_diagonal(student_ND)
+    return functional.smooth_l1_loss(student_ANN, teacher_ANN, reduction="sum")
 
 
 def _cosines(at_AD: Tensor, rows_ND: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Cross-Layer Distillation with Semantic Calibration: Chen, Mei, Zhang, Wang, Wang, Feng and Chen 2021 (AAAI), section 3.3.
 
-Every layer l of the student learns from every layer m of the teacher, each sample by weights of its own (equation 4 to 9):
+Every layer l of the student learns from every layer m of the teacher, each sample with its own weights (equations 4 to 9):
 
     L = (1 / N·n_s) Σ over samples i, l, m of α[i, l, m]·mean over C, H and W of (r_lm(s_l) − t_m)²
     α[i, l, ·] = softmax over m of (q_l[i]·k_m[i] / temperature)
 
-q_l and k_m are made from the similarities of a sample with its batch: A = F·Fᵀ, F the flattened maps of the batch; a row of A
+q_l and k_m are computed from the similarities of a sample with its batch: A = F·Fᵀ, F the flattened maps of the batch; a row of A
 passes W₂·relu(W₁·A + b₁) + b₂ and is divided by its norm. W₁ has as many columns as a batch has samples. r_lm is 1×1
 convolution, batch norm, ReLU, 3×3, batch norm, ReLU, 1×1; the larger of two maps is averaged to the smaller one's size first.
 
@@ -38,7 +38,6 @@ class SemCKDOptions(MethodOptions):
 
     weight: NonNegative = 400.0
     temperature: Positive = Field(1.0, description="by which products of queries and keys are divided")
-    """By which the attention's logits are divided."""
 
 
 class SemCKD(Method):
@@ -50,15 +49,15 @@ class SemCKD(Method):
     requires = Requirements(whole_batch=True)
 
     def __init__(self, options: SemCKDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where a tap gives no map."""
+        """Raises ExperimentError where a tap is no map."""
         super().__init__(options, context)
         self._options, self._rows = options, context.global_batch_size
         assert context.teacher is not None
         students, teachers = context.student.shapes, context.teacher.shapes
-        for side, shapes in (("student", students), ("teacher", teachers)):
+        for model, shapes in (("student", students), ("teacher", teachers)):
             if not shapes or any(len(shape) != 3 for shape in shapes):
                 raise ExperimentError(
-                    f"distill.options.semckd.{side}_taps: semckd reads maps (C, H, W), the {side} gives {shapes}: name stages"
+                    f"distill.options.semckd.{model}_taps: semckd reads maps (C, H, W), the {model} has {shapes}: name stages"
                 )
         self._queries = nn.ModuleList(_embedding(self._rows) for _ in students)
         self._keys = nn.ModuleList(_embedding(self._rows) for _ in teachers)
@@ -78,21 +77,21 @@ class SemCKD(Method):
 
     def _embedded(self, embeddings: Iterable[nn.Module], layers: Sequence[Tensor]) -> Tensor:
         """A query or key of each layer, given as all samples' rows (N, D), from their similarities."""
-        made = []
+        embedded = []
         for embedding, flat_ND in zip(embeddings, layers, strict=True):
             similar_NN = flat_ND @ flat_ND.T
             similar_NG = functional.pad(similar_NN, (0, self._rows - len(similar_NN)))
-            made.append(unit(embedding(similar_NG)))
-        return torch.stack(made, 1)
+            embedded.append(unit(embedding(similar_NG)))
+        return torch.stack(embedded, 1)
 
     def _distances(self, students: Sequence[Tensor], teachers: Sequence[Tensor]) -> Tensor:
         """Mean squares of the differences of all pairs of layers, (B, S, T)."""
         rows = []
-        for regressors, own_BCHW in zip(self._regressors, students, strict=True):
+        for regressors, student_BCHW in zip(self._regressors, students, strict=True):
             row = []
-            for regressor, target_BCHW in zip(regressors, teachers, strict=True):  # type: ignore[call-overload]
-                source_BCHW, goal_BCHW = pooled_alike(own_BCHW, target_BCHW)
-                row.append(mean_per_sample((regressor(source_BCHW) - goal_BCHW).square()))
+            for regressor, teacher_BCHW in zip(regressors, teachers, strict=True):  # type: ignore[call-overload]
+                source_BCHW, target_BCHW = pooled_alike(student_BCHW, teacher_BCHW)
+                row.append(mean_per_sample((regressor(source_BCHW) - target_BCHW).square()))
             rows.append(torch.stack(row, 1))
         return torch.stack(rows, 1)
 

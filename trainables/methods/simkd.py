@@ -1,12 +1,12 @@
 """Knowledge Distillation with the Reused Teacher Classifier: Chen, Mei, Zhang, Wang, Feng and Chen 2022 (CVPR), section 3.
 
-The student predicts with the teacher's classifier: its last map passes a projector P to the channels of the teacher's, and what
-the teacher's classifier says of the mean over positions is the prediction. All that is learned is that map (equation 4):
+The student predicts with the teacher's classifier: its last map passes a projector P to the channels of the teacher's, and the
+prediction is the output of the teacher's classifier for the mean over positions. Only that map is learned (equation 4):
 
     L = mean over C, H and W of (F_t − P(F_s))²
 
-There is no loss of the labels beside it. The student becomes the model STUDENT+TEACHER of `models.reused_classifier`, which has
-the projector and the classifier in it: it is what is evaluated, kept and exported. So the projector's batch norms are those of a
+There is no loss of the labels. The student becomes the model STUDENT+TEACHER of `models.reused_classifier`, which has
+the projector and the classifier in it: it is what is evaluated, saved and exported. So the projector's batch norms are those of a
 student: of each worker's images, unless `scale.sync_batch_norm`. As in the authors' code P is 1×1, 3×3 and 1×1 convolutions, each
 with batch norm and ReLU, and the larger of two maps is averaged to the smaller one's size. The maps are those that are pooled;
 a student with hidden layers after its pooling (VGG, MobileNetV3) is read after its last stage.
@@ -25,7 +25,7 @@ from trainables.methods.features import equal_channels, paired_maps, pooled_alik
 
 
 class SimKDOptions(MethodOptions):
-    """The authors': this loss alone, with weight 1."""
+    """The authors': only this loss, with weight 1."""
 
     student_taps: tuple[str, ...] = ("projector",)
     teacher_taps: tuple[str, ...] = ("unpooled",)
@@ -40,7 +40,7 @@ class SimKD(Method):
     task_weight = 0.0
 
     def __init__(self, options: SimKDOptions, context: BuildContext) -> None:
-        """Raises ExperimentError where other taps are asked for, whose maps do not fit."""
+        """Raises ExperimentError where the maps at the taps do not fit."""
         super().__init__(options, context)
         pairs = paired_maps("simkd", context)
         equal_channels("simkd", pairs)
@@ -52,5 +52,5 @@ class SimKD(Method):
 
 
 def _distance(student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
-    own_BCHW, target_BCHW = pooled_alike(student_BCHW, teacher_BCHW)
-    return mean_per_sample((own_BCHW - target_BCHW).square())
+    source_BCHW, target_BCHW = pooled_alike(student_BCHW, teacher_BCHW)
+    return mean_per_sample((source_BCHW - target_BCHW).square())

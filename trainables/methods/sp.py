@@ -1,7 +1,7 @@
 """Similarity-preserving distillation, SP: Tung and Mori 2019 (ICCV), equations 1 to 4.
 
-Samples that the teacher's last feature map makes alike are to be alike to the student: G = rows of Q·Qᵀ divided by their norm,
-Q (N, C·H·W) the flattened maps; L = ‖G_t − G_s‖_F²/N². RepDistiller and mdistiller compute the same.
+Samples that are similar in the teacher's last feature map should be similar in the student's: G = rows of Q·Qᵀ divided by their
+norm, Q (N, C·H·W) the flattened maps; L = ‖G_t − G_s‖_F²/N². RepDistiller and mdistiller compute the same.
 
 Shapes: B samples of this rank, N of the global batch, D features.
 """
@@ -37,8 +37,8 @@ class SP(Method):
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`similarity`, a scalar."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
-        apart_NN = similarities(student_ND) - similarities(teacher_ND)
-        return {"similarity": apart_NN.square().sum() / max(len(apart_NN), 1) ** 2}
+        difference_NN = similarities(student_ND) - similarities(teacher_ND)
+        return {"similarity": difference_NN.square().sum() / max(len(difference_NN), 1) ** 2}
 
 
 def similarities(rows_ND: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ h_t is what the teacher's classifier (W, b) reads, h_s what a connector makes of
 norm, ReLU, mean over positions. Two losses:
 
     L_FM = mean over D of (h_t − h_s)²                  the features match
-    L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier answers alike, z_t its logits
+    L_SR = mean over K of (z_t − (W·h_s + b))²          the teacher's classifier has the same output, z_t its logits
 
 The classifier stays as it is; L_SR's gradient goes through it to h_s. This is the form of the authors' code for ImageNet, and
 the convolution's first weights are drawn as there. SimKD's repository has the connector on the pooled vector instead:
@@ -26,14 +26,14 @@ from trainables.config import MethodOptions, NonNegative
 from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, mean_per_sample
-from trainables.models.taps import classifier
+from trainables.models.tap_names import classifier
 
 
 class SRRLOptions(MethodOptions):
-    """Both parts with weight 1 beside the task's, as for ImageNet. SimKD's repository adds kd with weight 1."""
+    """Both parts with weight 1, like the task, as for ImageNet. SimKD's repository adds kd with weight 1."""
 
-    feature_weight: NonNegative = Field(1.0, description="weight of L_FM, the features apart")
-    regression_weight: NonNegative = Field(1.0, description="weight of L_SR, the teacher's classifier's answers apart")
+    feature_weight: NonNegative = Field(1.0, description="weight of L_FM, the difference of the features")
+    regression_weight: NonNegative = Field(1.0, description="weight of L_SR, the difference of the classifier's outputs")
     student_taps: tuple[str, ...] = ("stage-1",)
     teacher_taps: tuple[str, ...] = ("pooled",)
 

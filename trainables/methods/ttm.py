@@ -27,14 +27,14 @@ class TTMOptions(LogitOptions):
     2.25, 1.5 and 3. ImageNet, ResNet-34 → 18, WTTM: 1.6 at γ = 0.8.
     """
 
-    weight: NonNegative = Field(45.0, description="of the method's loss; where `weighted`, 2.25 if it is not given")
+    weight: NonNegative = Field(45.0, description="of the method's loss; default 2.25 with `weighted`")
     temperature: Positive = Field(10.0, description="T, by which the teacher's logits are divided: 1/γ")
     weighted: bool = Field(False, description="WTTM: each sample weighs what the powers of its teacher's probabilities sum to")
 
     @model_validator(mode="before")
     @classmethod
-    def _weight_of_wttm(cls, given: Any) -> Any:
-        return {"weight": 2.25, **given} if isinstance(given, dict) and given.get("weighted") is True else given
+    def _weight_of_wttm(cls, values: Any) -> Any:
+        return {"weight": 2.25, **values} if isinstance(values, dict) and values.get("weighted") is True else values
 
 
 class TTM(Method):
@@ -49,10 +49,10 @@ class TTM(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
-        given = self._options
-        student_BK, teacher_BK = given.logits(student, teacher)
-        softened_BK = teacher_BK / given.temperature
+        options = self._options
+        student_BK, teacher_BK = options.logits(student, teacher)
+        softened_BK = teacher_BK / options.temperature
         kl_B = divergence(student_BK, softened_BK)
-        if given.weighted:  # Σ p^γ = Σ exp(γ·z) / (Σ exp z)^γ
-            kl_B = kl_B * (softened_BK.logsumexp(1) - teacher_BK.logsumexp(1) / given.temperature).exp()
+        if options.weighted:  # Σ p^γ = Σ exp(γ·z) / (Σ exp z)^γ
+            kl_B = kl_B * (softened_BK.logsumexp(1) - teacher_BK.logsumexp(1) / options.temperature).exp()
         return {"kl": kl_B}

@@ -50,7 +50,7 @@ class VID(Method):
         self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        """`information` of each sample, (B,): what the student does not tell of the teacher."""
+        """`information` of each sample, (B,): the information about the teacher that the student lacks."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):
             values_BCHW = normal(*pooled_alike(*pair))
@@ -60,7 +60,7 @@ class VID(Method):
 
 
 class _Normal(nn.Module):
-    """The distribution of a teacher's map, given the student's."""
+    """The distribution of a teacher's map conditioned on the student's."""
 
     def __init__(self, student: Shape, teacher: Shape, initial_variance: float) -> None:
         super().__init__()
@@ -78,5 +78,5 @@ class _Normal(nn.Module):
     def forward(self, student_BCHW: Tensor, teacher_BCHW: Tensor) -> Tensor:
         """−log q of each of the teacher's values, without the constant, (B, C, H, W)."""
         variance_C11 = (functional.softplus(self.raw_variance_C) + _LEAST_VARIANCE)[:, None, None]
-        apart_BCHW: Tensor = teacher_BCHW - self.mean(student_BCHW)
-        return apart_BCHW.square() / (2 * variance_C11) + 0.5 * variance_C11.log()
+        difference_BCHW: Tensor = teacher_BCHW - self.mean(student_BCHW)
+        return difference_BCHW.square() / (2 * variance_C11) + 0.5 * variance_C11.log()

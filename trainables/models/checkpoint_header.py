@@ -1,4 +1,4 @@
-"""What a checkpoint of ours says about its model, read from the file's header: no tensor is loaded and no torch imported."""
+"""The description of its model in the header of a checkpoint of ours, read without loading a tensor or importing torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".tar", ".ckpt")
 
 
 @dataclass(frozen=True)
-class Header:
-    """The model of a checkpoint. `classes` in label order."""
+class CheckpointHeader:
+    """The model of a checkpoint."""
 
     model: str
     num_classes: int
     image_size: int
     classes: tuple[str, ...]
+    """In label order."""
     transform_input: bool = False
-    """That it brings images to another scale first, as GoogLeNet and Inception do with torchvision's published weights."""
+    """Whether the model rescales its input, as GoogLeNet and Inception do with torchvision's published weights."""
 
 
-def locate(weights: str) -> Path | None:
-    """The file that `weights` means, or None where it is the name of published weights.
+def locate_checkpoint(weights: str) -> Path | None:
+    """The file of `weights`, or None where it is the name of published weights.
 
-    A directory stands for its best checkpoint: of a run, the student's; of a stage, its own.
+    A run's directory stands for the student's best checkpoint, a stage's directory for its own.
 
     Raises:
         CheckpointError: there is no such file, or no checkpoint in the directory.
@@ -42,8 +43,8 @@ def locate(weights: str) -> Path | None:
         for candidate in candidates:
             if candidate.is_file():
                 return candidate
-        looked = " or ".join(str(candidate.relative_to(path)) for candidate in candidates)
-        raise CheckpointError(f"{weights} holds no {looked}: give a finished run's or stage's directory, or a file")
+        paths = " or ".join(str(candidate.relative_to(path)) for candidate in candidates)
+        raise CheckpointError(f"{weights} has no {paths}: give a finished run's or stage's directory, or a file")
     if path.is_file():
         return path
     if os.sep in weights or weights.endswith(FILE_SUFFIXES):
@@ -51,11 +52,11 @@ def locate(weights: str) -> Path | None:
     return None
 
 
-def read_header(path: Path) -> Header | None:
-    """What the checkpoint says; None for a safetensors file that is not one of ours.
+def read_checkpoint_header(path: Path) -> CheckpointHeader | None:
+    """The header of a checkpoint; None for a safetensors file that is not one of ours.
 
     Raises:
-        CheckpointError: the file is damaged, cannot be read, or its header is not as we write it.
+        CheckpointError: the file is damaged, cannot be read, or has an invalid header.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -67,10 +68,15 @@ def read_header(path: Path) -> Header | None:
     if META_KEY not in metadata:
         return None
     try:
-        about = json.loads(metadata[META_KEY])
-        model, classes = str(about["model"]), tuple(map(str, about["classes"]))
-        return Header(model, int(about["num_classes"]), int(about["image_size"]), classes, bool(about.get("transform_input")))
+        fields = json.loads(metadata[META_KEY])
+        return CheckpointHeader(
+            model=str(fields["model"]),
+            num_classes=int(fields["num_classes"]),
+            image_size=int(fields["image_size"]),
+            classes=tuple(map(str, fields["classes"])),
+            transform_input=bool(fields.get("transform_input")),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} has a header that does not say what its model is ({error!r}): write the checkpoint again"
+            f"{path} has a header that does not describe its model ({error!r}): write the checkpoint again"
         ) from None

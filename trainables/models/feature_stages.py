@@ -1,14 +1,14 @@
-"""Where a model's stages end, found from one forward (`trace_forward.Trace`) and not from its class.
+"""The stages of a model, found from the trace of one forward pass and not from the model's class.
 
-A stage is what has one resolution. It ends with the last block there; a block is a module of a class in whose forward branches
-meet, by a sum (ResNet, MobileNetV2, ConvNeXt, Swin) or a concatenation (DenseNet, GoogLeNet, ShuffleNet), so that a 1×1
-convolution, a norm or an activation between the last block and the pooling is no part of a stage, as in RepDistiller's
-`is_feat`. A model without blocks (VGG, AlexNet) is a chain: a stage ends with what follows the last convolution of a resolution.
-`stem` is what the first block is given, or in a chain what follows the first convolution. A model of ours whose papers tap it
-otherwise says so itself (`STAGES`): the CIFAR VGGs have two groups at 4×4, and RepDistiller reads both.
+A stage is a part of a model with one resolution. It ends with the last block at that resolution. A block is a module of a class
+whose forward merges branches, by a sum (ResNet, MobileNetV2, ConvNeXt, Swin) or by a concatenation (DenseNet, GoogLeNet,
+ShuffleNet). So a 1×1 convolution, a norm or an activation between the last block and the pooling is not part of a stage, as in
+RepDistiller's `is_feat`. A model without blocks (VGG, AlexNet) is a chain: a stage ends with what follows the last convolution
+of a resolution. `stem` is the first block's input, or in a chain what follows the first convolution. A model of ours whose
+papers tap it otherwise has an attribute `STAGES`: the CIFAR VGGs have two groups at 4×4, and RepDistiller reads both.
 
-`.preact` is what a stage's last activation is given. Where a stage does not end with an activation, it is the norm that comes
-next, if an activation follows it (WRN, DenseNet), and otherwise the stage itself (MobileNetV2): again as in RepDistiller.
+`.preact` is the input of a stage's last activation. Where a stage does not end with an activation, it is the output of the next
+norm, if an activation follows that (WRN, DenseNet), and otherwise the stage's output (MobileNetV2): again as in RepDistiller.
 
 Shapes: B batch, C channels, H W pixels.
 """
@@ -26,15 +26,16 @@ from trainables.models.forward_trace import BATCH, RESHAPES, TensorVersion, Trac
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A value that a hook can read, and the borders at which it does: the first is the best name."""
+    """A value that a hook can read."""
 
     events: tuple[TraceEvent, ...]
+    """Where a hook sees the value: the first has the best name."""
     channels_last: bool = False
-    """A map (B, H, W, C), as in Swin; it is handed out as (B, C, H, W)."""
+    """The value is a map (B, H, W, C), as in Swin; a tap returns it as (B, C, H, W)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample, as it is handed out."""
+        """The shape of one sample, as a tap returns it."""
         value = self.events[0].value
         assert value is not None
         shape = tuple(value.shape[1:])
@@ -42,72 +43,59 @@ class HookPoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules that give this value, outermost first; where none does, one that takes it."""
-        outputs = tuple(event.name for event in self.events if event.direction == "out")
-        return outputs or (self.events[0].name,)
+        """The modules with this output, outermost first; where there is none, a module with this input."""
+        outputs = tuple(event.tap_name for event in self.events if event.direction == "out")
+        return outputs or (self.events[0].tap_name,)
 
 
 def stage_hook_points(model: nn.Module, trace: Trace) -> dict[str, HookPoint]:
-    """`stem`, `stage1`, …, and `stage1.preact`, … where a hook can read them; of a model without maps nothing.
+    """`stem`, `stage1`, … and `stage1.preact`, … where a hook can read them; empty for a model without maps.
 
-    `trace`: of a forward in eval mode with nothing in place.
+    `trace`: of a forward pass in eval mode without in-place modules.
     """
     modules = dict(model.named_modules())
-    ends, stem = _told(trace, model) or _blocks(trace, modules) or _chain(trace, modules)
+    ends, stem = _declared_stages(trace, model) or _block_stages(trace, modules) or _chain_stages(trace, modules)
     if not ends:
         return {}
-    # One layout in the whole model: a map of as many channels as pixels a side does not say which it has.
-    last = any(_is_channels_last(event.value.shape) for event in ends if event.value is not None)
-    hook_points: dict[str, HookPoint] = {}
-    if stem is not None and stem.key is not None and stem.key != trace.image:
-        _add(hook_points, "stem", _site(trace, stem.key, last))
+    # One layout in the whole model: a map with as many channels as pixels a side does not show which layout it has.
+    channels_last = any(_is_channels_last(event.value.shape) for event in ends if event.value is not None)
+    found: dict[str, HookPoint | None] = {}
+    if stem is not None and stem.version is not None and stem.version != trace.image:
+        found["stem"] = _hook_point(trace, stem.version, channels_last)
     for number, end in enumerate(ends, start=1):
-        assert end.key is not None
-        _add(hook_points, f"stage{number}", _site(trace, end.key, last))
+        assert end.version is not None
+        found[f"stage{number}"] = _hook_point(trace, end.version, channels_last)
     for number, end in enumerate(ends, start=1):
-        assert end.key is not None
-        before = _preact(trace, modules, end.key)
-        hook_point = _site(trace, before, last)
-        if hook_point is not None and not hook_point.events[0].overwritten:
-            hook_points[f"stage{number}.preact"] = hook_point
-    return hook_points
-
-
-def _told(trace: Trace, model: nn.Module) -> tuple[list[TraceEvent], TraceEvent | None] | None:
-    """Where the model says so itself: `STAGES` names the modules that end its stem and its stages."""
-    paths: Sequence[str] = getattr(model, "STAGES", ())
-    found = [event for path in paths if (event := trace.last(path, "out")) is not None]
-    return (found[1:], found[0]) if found else None
+        assert end.version is not None
+        preact = _hook_point(trace, _preactivation(trace, modules, end.version), channels_last)
+        if preact is not None and not preact.events[0].overwritten:
+            found[f"stage{number}.preact"] = preact
+    return {name: hook_point for name, hook_point in found.items() if hook_point is not None}
 
 
 def last_map(trace: Trace, pooled: TraceEvent) -> HookPoint | None:
-    """The last map before `pooled` (B, D) of as many channels, if possible of several positions; None: there is none."""
+    """The last map before `pooled` (B, D) that has D channels, if possible one of several positions; None: there is none."""
     assert pooled.value is not None
     maps = [
         event
         for event in trace.events[: trace.events.index(pooled)]
-        if event.path and _is_map(event) and pooled.value.shape[1] == _channels(event)
+        if event.path and _is_map(event) and pooled.value.shape[1] == _num_channels(event)
     ]
     if not maps:
         return None
-    found = next((event for event in reversed(maps) if _side(event) > 1), maps[-1])
+    found = next((event for event in reversed(maps) if _pixels_per_side(event) > 1), maps[-1])
     assert found.value is not None
-    assert found.key is not None
-    return _site(trace, found.key, _is_channels_last(found.value.shape))
+    assert found.version is not None
+    return _hook_point(trace, found.version, _is_channels_last(found.value.shape))
 
 
-def _channels(event: TraceEvent) -> int:
+def _num_channels(event: TraceEvent) -> int:
     assert event.value is not None
     return event.value.shape[3 if _is_channels_last(event.value.shape) else 1]
 
 
-def _add(hook_points: dict[str, HookPoint], name: str, hook_point: HookPoint | None) -> None:
-    if hook_point is not None:
-        hook_points[name] = hook_point
-
-
 def _is_map(event: TraceEvent) -> bool:
-    """Images are square, so a map is; windows of attention are 4-D too."""
+    """Whether the value is a square 4-D tensor of the whole batch; the windows of an attention are 4-D too."""
     if event.value is None or event.value.ndim != 4:
         return False
     shape = event.value.shape
@@ -118,98 +106,106 @@ def _is_channels_last(shape: Sequence[int]) -> bool:
     return shape[1] == shape[2] != shape[3]
 
 
-def _side(event: TraceEvent) -> int:
-    """Pixels a side."""
+def _pixels_per_side(event: TraceEvent) -> int:
     assert event.value is not None
     shape = event.value.shape
     return shape[1] if _is_channels_last(shape) else shape[3]
 
 
-def _blocks(trace: Trace, modules: dict[str, nn.Module]) -> tuple[list[TraceEvent], TraceEvent | None] | None:
-    """The last block's output at each resolution, and the first block's input; None where there are no blocks.
+def _declared_stages(trace: Trace, model: nn.Module) -> tuple[list[TraceEvent], TraceEvent | None] | None:
+    """The stages of a model with `STAGES`: the modules that end its stem and its stages."""
+    paths: Sequence[str] = getattr(model, "STAGES", ())
+    found = [event for path in paths if (event := trace.last(path, "out")) is not None]
+    return (found[1:], found[0]) if found else None
 
-    A model whose blocks give tokens (ViT) has no stages: its one convolution makes the tokens.
+
+def _block_stages(trace: Trace, modules: dict[str, nn.Module]) -> tuple[list[TraceEvent], TraceEvent | None] | None:
+    """The output of the last block at each resolution, and the input of the first block; None where there are no blocks.
+
+    A model whose blocks return tokens (ViT) has no stages: its only convolution makes the tokens.
     """
     if not trace.merging_classes:
         return None
     blocks = [event for event in trace.events if type(modules[event.path]) in trace.merging_classes and _is_map(event)]
     outputs = [event for event in blocks if event.direction == "out"]
-    return _falling(outputs), next((event for event in blocks if event.direction == "in"), None)
+    first_input = next((event for event in blocks if event.direction == "in"), None)
+    return _last_of_each_resolution(outputs), first_input
 
 
-def _falling(outputs: list[TraceEvent]) -> list[TraceEvent]:
-    """The last of each resolution, but none of a side branch: after a stage no map is larger."""
+def _last_of_each_resolution(outputs: list[TraceEvent]) -> list[TraceEvent]:
+    """The last map of each resolution, without those of side branches: after a stage no map is larger."""
     ends: list[TraceEvent] = []
     for event in outputs:
-        while ends and _side(ends[-1]) <= _side(event):
+        while ends and _pixels_per_side(ends[-1]) <= _pixels_per_side(event):
             ends.pop()
         ends.append(event)
     return ends
 
 
-def _chain(trace: Trace, modules: dict[str, nn.Module]) -> tuple[list[TraceEvent], TraceEvent | None]:
+def _chain_stages(trace: Trace, modules: dict[str, nn.Module]) -> tuple[list[TraceEvent], TraceEvent | None]:
     """What follows the last convolution of each resolution, and what follows the first convolution."""
-    convolved: dict[int, int] = {}
-    for place, event in enumerate(trace.events):
+    convolutions: list[int] = []
+    """Indices of the outputs of convolutions."""
+    for index, event in enumerate(trace.events):
         module = modules[event.path]
         if event.direction == "out" and isinstance(module, _ConvNd) and _is_map(event):
-            if _side(event) == 1 and module.kernel_size[0] > 1 and not any(module.padding):
-                break  # it reads the whole map: a linear layer by another name, as in timm's VGG
-            convolved[id(event)] = place
-    ends = _falling([trace.events[place] for place in convolved.values()])
-    first = next(iter(convolved.values()), None)
-    return [_follow(trace, modules, convolved[id(end)]) for end in ends], (
-        None if first is None else _follow(trace, modules, first)
-    )
+            if _pixels_per_side(event) == 1 and module.kernel_size[0] > 1 and not any(module.padding):
+                break  # it reads the whole map: a linear layer in effect, as in timm's VGG
+            convolutions.append(index)
+    if not convolutions:
+        return [], None
+    index_of = {id(trace.events[index]): index for index in convolutions}
+    ends = _last_of_each_resolution([trace.events[index] for index in convolutions])
+    return [_follow(trace, modules, index_of[id(end)]) for end in ends], _follow(trace, modules, convolutions[0])
 
 
-def _follow(trace: Trace, modules: dict[str, nn.Module], place: int) -> TraceEvent:
-    """The last border of this resolution before the next convolution, or before the resolution changes."""
-    found = trace.events[place]
-    for event in trace.events[place + 1 :]:
+def _follow(trace: Trace, modules: dict[str, nn.Module], index: int) -> TraceEvent:
+    """The last event of this resolution before the next convolution, or before the resolution changes."""
+    found = trace.events[index]
+    for event in trace.events[index + 1 :]:
         if event.direction == "in" and isinstance(modules[event.path], _ConvNd):
             break
-        if not _is_map(event) or _side(event) != _side(found):
+        if not _is_map(event) or _pixels_per_side(event) != _pixels_per_side(found):
             break
         found = event
     return found
 
 
-def _preact(trace: Trace, modules: dict[str, nn.Module], end: TensorVersion) -> TensorVersion:
-    """What the stage's last activation is given."""
-    key = end
-    while key in trace.produced_by:
-        key, name = trace.produced_by[key]
-        if name not in RESHAPES:
-            return key
-    normed = _next_norm(trace, modules, end)
-    produced_by = {given for given, name in trace.produced_by.values() if name not in RESHAPES}
-    return normed if normed is not None and normed in produced_by else end
+def _preactivation(trace: Trace, modules: dict[str, nn.Module], end: TensorVersion) -> TensorVersion:
+    """The input of the stage's last activation."""
+    version = end
+    while version in trace.produced_by:
+        version, function = trace.produced_by[version]
+        if function not in RESHAPES:
+            return version
+    normed = _output_of_next_norm(trace, modules, end)
+    activated = {source for source, function in trace.produced_by.values() if function not in RESHAPES}
+    return normed if normed is not None and normed in activated else end
 
 
-def _next_norm(trace: Trace, modules: dict[str, nn.Module], key: TensorVersion) -> TensorVersion | None:
-    """The result of the norm that reads this value."""
+def _output_of_next_norm(trace: Trace, modules: dict[str, nn.Module], version: TensorVersion) -> TensorVersion | None:
+    """The output of the norm that reads this value."""
     for event in trace.events:
-        if event.direction == "in" and event.key == key and "Norm" in type(modules[event.path]).__name__:
-            return trace.other_side(event).key
+        if event.direction == "in" and event.version == version and "Norm" in type(modules[event.path]).__name__:
+            return trace.counterpart(event).version
     return None
 
 
-def _site(trace: Trace, key: TensorVersion, channels_last: bool) -> HookPoint | None:
-    """Where hooks see this value: outermost first, a module's output before a module's input. None: at no border.
+def _hook_point(trace: Trace, version: TensorVersion, channels_last: bool) -> HookPoint | None:
+    """Where hooks see this value: outermost first, outputs before inputs. None: nowhere.
 
-    A hook keeps what crossed in a module's last call. A module that passes on what it is given (an identity, a dropout in eval
-    mode) did not make it.
+    A hook has the value of a module's last call. A module that returns its input (an identity, a dropout in eval mode) did not
+    compute the value.
     """
-    seen = [
+    events = [
         event
         for event in trace.events
-        if event.key == key
+        if event.version == version
         and event.path
         and trace.last(event.path, event.direction) is event
-        and (event.direction == "in" or trace.other_side(event).key != key)
+        and (event.direction == "in" or trace.counterpart(event).version != version)
     ]
-    if not seen:
+    if not events:
         return None
-    seen.sort(key=lambda event: (event.direction == "in", event.path.count(".")))
-    return HookPoint(tuple(seen), channels_last)
+    events.sort(key=lambda event: (event.direction == "in", event.path.count(".")))
+    return HookPoint(tuple(events), channels_last)

@@ -1,4 +1,4 @@
-"""Running and drawing models without a trace: a forward that moves nothing, logits out of any answer, first values by a key.
+"""Forward passes without side effects, logits of any classifier's output, and seeding.
 
 Importing this costs no torch.
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 AUX_WEIGHTS = {"InceptionOutputs": 0.4, "GoogLeNetOutputs": 0.3}
 """Weight of an auxiliary head's cross-entropy: Szegedy et al. 2014 (GoogLeNet) give 0.3; Inception v3 is trained with 0.4."""
 
-CALCULATED = 10**10
-"""Parameters times pixels up to which a forward check calculates, in some 50 ms. The meta device, which only follows shapes, is
-for larger models: its batch norm imports torch._dynamo, 1.4 s of a core."""
+MAX_CPU_WORK = 10**10
+"""Parameters times pixels up to which a dry forward pass runs on the CPU, in about 50 ms. Larger models run on the meta device,
+which only computes shapes: its batch norm imports torch._dynamo, 1.4 s of a core."""
 
 
 def dry_forward(
     model: nn.Module, image_size: int, *, training: bool, batch_size: int = 2, frozen: tuple[type[nn.Module], ...] = ()
 ) -> Any:
-    """What `model` answers to blank images, on the CPU or for a large model on the meta device.
+    """The output of `model` for blank images, on the CPU or for a large model on the meta device.
 
-    Neither parameters, batch statistics, modes nor generators move. Modules of the `frozen` classes stay in eval mode.
+    Parameters, batch statistics, modes and generators stay as they are. Modules of the `frozen` classes stay in eval mode.
     """
     import torch
     from torch.func import functional_call
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     work = image_size**2 * sum(tensor.numel() for tensor in tensors.values())
-    device = "cpu" if work <= CALCULATED else "meta"
-    shadow = {key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items()}
+    device = "cpu" if work <= MAX_CPU_WORK else "meta"
+    copies = {key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items()}
     images_BCHW = torch.zeros(batch_size, 3, image_size, image_size, device=device, dtype=next(model.parameters()).dtype)
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -47,7 +47,7 @@ def dry_forward(
             if isinstance(module, frozen):
                 module.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return functional_call(model, shadow, (images_BCHW,))
+            return functional_call(model, copies, (images_BCHW,))
     finally:
         for module, mode in modes:
             module.training = mode
@@ -57,7 +57,7 @@ def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...
     """Logits (B, K), and (weight, logits) of each auxiliary head, whose weighted cross-entropy joins the task's in training.
 
     Raises:
-        ModelError: the model answered with something else than logits.
+        ModelError: the output is something else than logits.
     """
     import torch
 
@@ -65,14 +65,14 @@ def logits_and_aux(output: Any) -> tuple[Tensor, tuple[tuple[float, Tensor], ...
         return output, ()
     weight = AUX_WEIGHTS.get(type(output).__name__)
     if weight is None:
-        raise ModelError(f"the model answered with {type(output).__name__}, not with logits: choose a classifier")
+        raise ModelError(f"the model returned {type(output).__name__}, not logits: choose a classifier")
     logits_BK, *heads = output
     return logits_BK, tuple((weight, aux_BK) for aux_BK in heads if aux_BK is not None)
 
 
 @contextmanager
 def seeded(key: str) -> Iterator[None]:
-    """torch's CPU generator seeded from `key`, and put back afterwards. Other devices' generators are not touched."""
+    """Seed torch's CPU generator from `key`, and restore its state afterwards. Other devices' generators stay as they are."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

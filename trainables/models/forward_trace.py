@@ -1,7 +1,8 @@
-"""What runs in a model's forward: every tensor that crosses a module's border, and which activation or sum made it.
+"""A trace of one forward pass: the input and output tensors of every module, and the activations and merges between them.
 
-One forward on blank images tells (`registry.dry_forward`): hooks on all modules see borders, a function mode sees the functions
-in between. Tensors are told apart by identity and version, since one that is changed in place is another value from then on.
+The pass runs on blank images (`forward.dry_forward`). Hooks on all modules record their inputs and outputs, a function mode
+records the functions in between. A value is identified by its tensor's identity and version, since a tensor that is changed in
+place has another value from then on.
 
 Shapes: B batch, C channels, H W pixels.
 """
@@ -48,76 +49,80 @@ RESHAPES = {
     "movedim",
     "channel_shuffle",
 }
-JOINS = {"add", "iadd", "sub", "cat", "concat", "concatenate"}
-"""How branches meet again: residual sums and concatenations."""
+MERGES = {"add", "iadd", "sub", "cat", "concat", "concatenate"}
+"""Functions that merge branches: residual sums and concatenations."""
 
 Direction = Literal["in", "out"]
 
 
 class TensorVersion(NamedTuple):
-    """One value: a tensor's identity, and how often it had been changed in place."""
+    """One value of a tensor: its identity, and how often it was changed in place before."""
 
     tensor_id: int
     version: int
 
+    @staticmethod
+    def of(tensor: Tensor) -> TensorVersion:
+        return TensorVersion(id(tensor), tensor._version)
+
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A tensor that went into (its first argument) or came out of a module's call. `value` is None where that is no tensor."""
+    """The first argument (`in`) or the result (`out`) of one call of a module."""
 
     path: str
+    """The module's dotted path; empty for the model itself."""
     direction: Direction
     call: int
+    """1 for the module's first call."""
     value: Tensor | None
-    key: TensorVersion | None
-    kind: str
-    """Type of what crossed."""
+    """None where it is no tensor."""
+    version: TensorVersion | None
+    type_name: str
+    """The value's type."""
 
     @property
     def overwritten(self) -> bool:
         """Whether the tensor was changed in place afterwards."""
-        return self.value is not None and self.key is not None and self.value._version != self.key.version
+        return self.value is not None and self.version is not None and self.value._version != self.version.version
 
     @property
-    def name(self) -> str:
-        """How a tap is written that reads it."""
+    def tap_name(self) -> str:
+        """The name of a tap that reads this value."""
         return self.path if self.direction == "out" else f"{self.path}:in"
 
 
 @dataclass
 class Trace:
-    """One forward. Holds every tensor, so that no identity is given twice."""
+    """One forward pass. It keeps every tensor alive, so that no two have the same identity."""
 
     events: list[TraceEvent] = field(default_factory=list)
-    """In the order of time; `in` before everything inside the call, `out` after it."""
+    """In the order of time: `in` before and `out` after everything inside the call."""
     produced_by: dict[TensorVersion, tuple[TensorVersion, str]] = field(default_factory=dict)
-    """From an activation's or a reshaping's result to (what it was given, the function's name)."""
+    """The result of an activation or a reshape → its input and the name of the function."""
     merging_classes: set[type[nn.Module]] = field(default_factory=set)
-    """Classes of modules in whose own forward branches meet."""
+    """Classes of modules whose own forward merges branches."""
     image: TensorVersion | None = None
-    held: list[Tensor] = field(default_factory=list)
+    """The model's input."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The tensors of `produced_by`."""
 
     def last(self, path: str, direction: Direction) -> TraceEvent | None:
-        """What crossed in the module's last call: what a hook has in the end. None: the module did not run."""
-        return next((event for event in reversed(self.events) if (event.path, event.direction) == (path, direction)), None)
+        """The event of the module's last call, which is what a hook has in the end. None: the module did not run."""
+        matching = (event for event in reversed(self.events) if (event.path, event.direction) == (path, direction))
+        return next(matching, None)
 
-    def other_side(self, event: TraceEvent) -> TraceEvent:
-        """What went into the call that this came out of, or the other way round."""
-        return next(
-            other
-            for other in self.events
-            if (other.path, other.call) == (event.path, event.call) and other.direction != event.direction
-        )
+    def counterpart(self, event: TraceEvent) -> TraceEvent:
+        """The input of the call that has this output, or its output."""
+        same_call = (other for other in self.events if (other.path, other.call) == (event.path, event.call))
+        return next(other for other in same_call if other.direction != event.direction)
 
 
-def key_of(tensor: Tensor) -> TensorVersion:
-    return TensorVersion(id(tensor), tensor._version)
-
-
-class _Functions(TorchFunctionMode):
-    """Notes activations, reshapings and joins of maps and tokens."""
+class _FunctionRecorder(TorchFunctionMode):
+    """Records activations, reshapes and merges of maps and tokens in a trace."""
 
     def __init__(self, trace: Trace, running: list[nn.Module]) -> None:
+        """`running`: the modules that are being called, outermost first."""
         super().__init__()
         self._trace, self._running = trace, running
 
@@ -125,66 +130,73 @@ class _Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").strip("_")
-        given = key_of(args[0]) if args and isinstance(args[0], Tensor) else None
+        source = TensorVersion.of(args[0]) if args and isinstance(args[0], Tensor) else None
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            if given is not None and (name in ACTIVATIONS or name in RESHAPES) and key_of(result) != given:
-                self._trace.held += [args[0], result]
-                self._trace.produced_by[key_of(result)] = (given, name)
-            elif name in JOINS and len(self._running) > 1 and _joined(args):
+            if source is not None and (name in ACTIVATIONS or name in RESHAPES) and TensorVersion.of(result) != source:
+                self._trace.tensors += [args[0], result]
+                self._trace.produced_by[TensorVersion.of(result)] = (source, name)
+            elif name in MERGES and len(self._running) > 1 and _merges_branches(args):
                 self._trace.merging_classes.add(type(self._running[-1]))
         return result
 
 
-def _joined(args: tuple[Any, ...]) -> bool:
-    """Whether two or more maps or tokens came together."""
+def _merges_branches(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments are two or more maps or tokens."""
     parts = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
     return sum(isinstance(part, Tensor) and not isinstance(part, nn.Parameter) and part.ndim >= 3 for part in parts) > 1
 
 
-def trace_forward(model: nn.Module, image_size: int, *, training: bool) -> Trace:
-    """One forward of (BATCH, 3, image_size, image_size), nothing of it left behind.
+class _ModuleRecorder:
+    """Records the inputs and outputs of modules in a trace, by hooks."""
 
-    Batch norms take their running statistics in both modes: synchronised ones would wait for other ranks.
+    def __init__(self, trace: Trace, running: list[nn.Module]) -> None:
+        self._trace, self._running = trace, running
+        self._calls: dict[str, int] = {}
+
+    def pre_hook(self, path: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.append(module)
+            self._calls[path] = self._calls.get(path, 0) + 1
+            value = args[0] if args else None
+            if self._trace.image is None and isinstance(value, Tensor):
+                self._trace.image = TensorVersion.of(value)
+            self._record(path, "in", value)
+
+        return record
+
+    def hook(self, path: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self._running.pop()
+            self._record(path, "out", result)
+
+        return record
+
+    def _record(self, path: str, direction: Direction, value: Any) -> None:
+        tensor = value if isinstance(value, Tensor) else None
+        version = TensorVersion.of(tensor) if tensor is not None else None
+        self._trace.events.append(TraceEvent(path, direction, self._calls[path], tensor, version, type(value).__name__))
+
+
+def trace_forward(model: nn.Module, image_size: int, *, training: bool) -> Trace:
+    """The trace of a forward pass of (BATCH, 3, image_size, image_size). It leaves the model as it was.
+
+    Batch norms use their running statistics in both modes: synchronised ones would wait for other ranks.
     """
     trace, running = Trace(), list[nn.Module]()
-    calls: dict[str, int] = {}
-
-    def cross(path: str, direction: Direction, what: Any) -> None:
-        value = what if isinstance(what, Tensor) else None
-        key = key_of(value) if value is not None else None
-        trace.events.append(TraceEvent(path, direction, calls[path], value, key, type(what).__name__))
-
-    def before(path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            running.append(module)
-            calls[path] = calls.get(path, 0) + 1
-            given = args[0] if args else None
-            if trace.image is None and isinstance(given, Tensor):
-                trace.image = key_of(given)
-            cross(path, "in", given)
-
-        return enter
-
-    def after(path: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            running.pop()
-            cross(path, "out", result)
-
-        return leave
-
+    recorder = _ModuleRecorder(trace, running)
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(before(path), prepend=True).remove)
-            stack.callback(module.register_forward_hook(after(path)).remove)
-        stack.enter_context(_Functions(trace, running))
+            stack.callback(module.register_forward_pre_hook(recorder.pre_hook(path), prepend=True).remove)
+            stack.callback(module.register_forward_hook(recorder.hook(path)).remove)
+        stack.enter_context(_FunctionRecorder(trace, running))
         dry_forward(model, image_size, training=training, batch_size=BATCH, frozen=(_NormBase,))
     return trace
 
 
 @contextmanager
 def inplace_disabled(model: nn.Module) -> Iterator[None]:
-    """Modules with an `inplace` flag work out of place: an activation's result is then another tensor than what it was given."""
+    """Modules with an `inplace` flag work out of place: the result of an activation is then another tensor than its input."""
     switched = [module for module in model.modules() if getattr(module, "inplace", None) is True]
     try:
         for module in switched:

@@ -1,4 +1,4 @@
-"""Which models there are, without importing torch: a wrong name is refused before anything heavy is loaded."""
+"""The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ MODELS: dict[str, str] = {
     "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:shufflenetv1_cifar",
     "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:shufflenetv2_cifar",
 }
-"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. Hyphens for underscores are understood."""
+"""Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. A hyphen may stand for an underscore."""
 
 TIMM_PREFIX = "timm/"
 REUSE_SEPARATOR = "+"
 """STUDENT+TEACHER is a student that predicts with the teacher's classifier, see `trainables.models.reused_classifier`."""
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:(?!def ).*\n)*?def (\w+)\(", re.MULTILINE)
-"""How torchvision and timm both enter a model in their registries."""
+"""The line with which torchvision and timm register a model."""
 
 
 class ModelName(NamedTuple):
-    """Whose model a name means, and what it is called there."""
+    """The library of a model, and its name there."""
 
     library: Literal["ours", "torchvision", "timm", "joined"]
     name: str
 
 
 def check_model_name(name: str) -> ModelName:
-    """Whose model `name` is: ours first, then torchvision's, then timm's; `timm/NAME` means timm's alone; `A+B` two.
+    """The library of the model `name`: ours first, then torchvision, then timm; `timm/NAME` is timm's; `A+B` is two models.
 
     Imports no torch.
 
@@ -78,9 +78,9 @@ def check_model_name(name: str) -> ModelName:
         return ModelName("timm", name)
     known = [*MODELS, *sorted(library_models("torchvision")), *sorted(library_models("timm"))]
     lower = name.lower()
-    # What a name of ours begins with is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
-    begun = [ours for ours in MODELS if lower and lower not in MODELS and ours.startswith(lower)]
-    similar = ([lower] if lower in known else []) + begun or near(lower, known)
+    # A prefix of a name of ours is nearer than any spelling: vgg8 is vgg8_cifar, not vgg11.
+    completions = [model for model in MODELS if lower and lower not in MODELS and model.startswith(lower)]
+    similar = ([lower] if lower in known else []) + completions or near(lower, known)
     instead = (
         f"did you mean {' or '.join(similar[:2])}?"
         if similar
@@ -93,20 +93,20 @@ def check_model_name(name: str) -> ModelName:
 def _timm_name(name: str) -> str:
     if not installed("timm"):
         raise ModelError(f"model {name!r} needs timm, which is not installed: `pip install raydistill[timm]`")
-    wanted, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
+    model, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
     models = library_models("timm")
-    if wanted not in models:
-        similar = near(wanted.lower(), sorted(models))
+    if model not in models:
+        similar = near(model.lower(), sorted(models))
         raise ModelError(
-            f"timm has no model {wanted!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
+            f"timm has no model {model!r}; " + (f"did you mean timm/{similar[0]}?" if similar else "see timm.list_models()")
         )
     if tag:
-        raise ModelError(f"model {name!r} names weights as well: write model: timm/{wanted} and, for a teacher, weights: {tag}")
-    return wanted
+        raise ModelError(f"model {name!r} names weights as well: write model: timm/{model} and, for a teacher, weights: {tag}")
+    return model
 
 
 def installed(package: str) -> bool:
-    """Whether `package` can be imported; it is not."""
+    """Whether `package` can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

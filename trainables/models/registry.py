@@ -1,6 +1,6 @@
-"""Models by name, with a head of the right size and an initialisation that its name and seed alone decide.
+"""Models by name, with a head of the right size, initialised as a function of name and seed only.
 
-Importing this costs no torch, so that the driver can check a name at once (`check_model_name`).
+Importing this does not import torch, so that the driver can check a name at once (`check_model_name`).
 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
@@ -27,7 +27,7 @@ def build_model(name: str, *, num_classes: int, image_size: int, seed: int) -> n
     """A freshly initialised model on the CPU in float32 that takes (B, 3, image_size, image_size) and can be trained on it.
 
     Initial parameters are a pure function of (name, num_classes, seed), and of image_size where the architecture is; torch's
-    generators are left as they were.
+    generators stay as they are.
 
     Raises:
         ModelError: no such model, or it does not take images of this size, in one line.
@@ -50,7 +50,7 @@ def construct(name: str, *, num_classes: int, image_size: int, seed: int) -> nn.
         try:
             model = _construct(found, num_classes, image_size)
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-            message = f"model {name} cannot be built for images of {image_size}×{image_size} ({one_line(error)})"
+            message = f"model {name} cannot be built for images of {image_size}×{image_size} ({first_line(error)})"
             raise ModelError(f"{message}: set data.image_size to what it takes, often 224, or choose another model") from error
     return model
 
@@ -74,7 +74,7 @@ def _construct(found: ModelName, num_classes: int, image_size: int) -> nn.Module
 
 
 def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
-    """What a library's constructor must be told about the image size: most take any, those with a position table do not."""
+    """The constructor arguments of a library's model that depend on the image size: models with a position table have some."""
     if found.library == "torchvision":
         if found.name.startswith("vit_"):
             return {"image_size": image_size}
@@ -91,7 +91,7 @@ def library_options(found: ModelName, image_size: int) -> dict[str, Any]:
 def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: str = "", training: bool = False) -> None:
     """Refuse a model that does not turn (2, 3, image_size, image_size) into (2, num_classes), in eval or in training mode.
 
-    Costs a fraction of a second for the smallest and the largest model. Neither parameters, batch statistics nor generators move.
+    Takes a fraction of a second for any model. Parameters, batch statistics and generators stay as they are.
 
     Raises:
         ModelError: with the nearest usual size that works.
@@ -104,10 +104,10 @@ def check_forward(model: nn.Module, image_size: int, num_classes: int, *, name: 
         sizes = sorted(USUAL_SIZES, key=lambda size: (abs(size - image_size), size))
         fits = next((size for size in sizes if size != image_size and _takes(model, size, training)), None)
         instead = f"set data.image_size to {fits}, or choose another model" if fits else "choose another model"
-        raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({one_line(error)}): {instead}") from error
+        raise ModelError(f"{named} {does} images of {image_size}×{image_size} ({first_line(error)}): {instead}") from error
     if shape != (2, num_classes):
         raise ModelError(
-            f"{named} answers a batch of 2 with shape {shape}, not (2, {num_classes}): it is no classifier; choose another model"
+            f"{named} returns shape {shape} for a batch of 2, not (2, {num_classes}): it is no classifier; choose another model"
         )
 
 
@@ -123,7 +123,7 @@ def _takes(model: nn.Module, image_size: int, training: bool) -> bool:
     return True
 
 
-def one_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__

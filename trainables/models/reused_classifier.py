@@ -18,32 +18,33 @@ from torch.nn import functional
 from trainables.errors import ModelError
 from trainables.models.forward import dry_forward, seeded
 from trainables.models.names import REUSE_SEPARATOR
-from trainables.models.taps import Taps, classifier, run_before
+from trainables.models.tap_names import classifier, modules_before
+from trainables.models.taps import Taps
 
 
 class ReusedClassifier(nn.Module):
     """`trunk`'s last map → `projector` → mean over positions → `classifier`, frozen.
 
-    The trunk's own classifier is taken out. What else of it comes after its last map still runs, and is frozen: it has no part
-    in the answer, and would have no gradient.
+    The trunk's own classifier is removed. Its other modules after the last map still run, and are frozen: the output does not
+    depend on them, and they would have no gradient.
     """
 
     def __init__(self, trunk: nn.Module, teacher: nn.Module, *, name: str, image_size: int) -> None:
-        """Of `teacher` only shapes are taken; `name` is the whole model's. The trunk is changed.
+        """`name` is the whole model's. The trunk is changed in place; of `teacher` only shapes are used.
 
         Raises:
             ModelError: one of them ends with no linear layer, the student has no map, or the teacher none that is pooled.
         """
         super().__init__()
-        own_name, _, teacher_name = name.partition(REUSE_SEPARATOR)
-        theirs = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
-        (self._teacher_CHW,) = theirs.shapes
-        theirs.remove()
-        own, tap = classifier(trunk), _last_map(trunk, own_name, image_size)
-        before = run_before(trunk, tap, name=own_name, image_size=image_size)
-        self._taps = Taps(trunk, (tap,), name=own_name, image_size=image_size)
+        student_name, _, teacher_name = name.partition(REUSE_SEPARATOR)
+        teacher_taps = Taps(teacher, ("unpooled",), name=teacher_name, image_size=image_size)
+        (self._teacher_CHW,) = teacher_taps.shapes
+        teacher_taps.remove()
+        student_classifier, tap = classifier(trunk), _last_map(trunk, student_name, image_size)
+        before = modules_before(trunk, tap, name=student_name, image_size=image_size)
+        self._taps = Taps(trunk, (tap,), name=student_name, image_size=image_size)
         for path, module in list(trunk.named_modules()):
-            if module is own:
+            if module is student_classifier:
                 trunk.set_submodule(path, nn.Identity())
             elif path not in before:
                 for parameter in module.parameters(recurse=False):
@@ -58,7 +59,7 @@ class ReusedClassifier(nn.Module):
         with self._taps.capture():
             self.trunk(images_BCHW)
             (map_BCHW,) = self._taps.pop()
-        height, width = (min(own, theirs) for own, theirs in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
+        height, width = (min(sizes) for sizes in zip(map_BCHW.shape[2:], self._teacher_CHW[1:], strict=True))
         if map_BCHW.shape[2:] != (height, width):
             map_BCHW = functional.adaptive_avg_pool2d(map_BCHW, (height, width))
         projected_BDHW = self.projector(map_BCHW)
@@ -66,7 +67,7 @@ class ReusedClassifier(nn.Module):
         return logits_BK
 
     def reuse(self, teacher: nn.Module, image_size: int) -> None:
-        """Take over the classifier of `teacher`, a model of the name that this one was built for.
+        """Copy the classifier of `teacher`, a model of the name that this one was built for.
 
         Raises:
             ModelError: its classifier does not read the mean of its last map.
@@ -96,7 +97,7 @@ def projector(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
-    """The tap of what the student pools, or where it has hidden layers after that, of its last stage."""
+    """The tap of the student's last map: what it pools, or its last stage where hidden layers follow the pooling."""
     try:
         Taps(trunk, ("unpooled",), name=name, image_size=image_size).remove()
     except ModelError:
@@ -105,7 +106,7 @@ def _last_map(trunk: nn.Module, name: str, image_size: int) -> str:
 
 
 def build_reused(name: str, build: Callable[[str], nn.Module], *, image_size: int, seed: int) -> ReusedClassifier:
-    """The model of this name; `build` makes those of which it is joined."""
+    """The model STUDENT+TEACHER of this name; `build` makes its two parts."""
     student, _, teacher = name.partition(REUSE_SEPARATOR)
     trunk, reused = build(student), build(teacher)
     with seeded(f"{name}:{seed}"):

@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running anything of what is in them."""
+"""Files of torch.save, read without running code from them."""
 
 from __future__ import annotations
 
@@ -12,51 +12,50 @@ from typing import Any
 import torch
 
 from trainables.errors import CheckpointError
-from trainables.models.registry import one_line
+from trainables.models.registry import first_line
 
-SAVE_AGAIN = "in the program that wrote it, save the parameters alone: torch.save(model.state_dict(), path)"
+SAVE_AGAIN = "in the program that wrote it, save only the parameters: torch.save(model.state_dict(), path)"
 
 
-class Unread:
-    """Stands where a file has a value that is neither tensor nor plain: nothing of it is kept, and none of its code runs."""
+class IgnoredValue:
+    """Replaces a value that is neither a tensor nor plain: its content is dropped, and none of its code runs."""
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Unread:
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> IgnoredValue:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
-        """What the file says of the value is dropped."""
+        """Drop the content."""
 
 
-UNREAD = (
+IGNORED_TYPES = (
     "argparse.Namespace",  # RepDistiller's `opt`, in its *_last.pth
     "numpy._core.multiarray.scalar",  # an accuracy or a rate that numpy computed
     "numpy.core.multiarray.scalar",  # the same before numpy 2
     "numpy.dtype",
 )
-"""What scripts keep beside the parameters and a reader of parameters can do without. Unread stands for these: the real ones would
-have to be made from the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
+"""Types that training scripts save besides the parameters, and that `IgnoredValue` replaces: the real ones would be built from
+the file's bytes, and a dtype or a scalar with forged bytes can reach any memory."""
 
 
-def unpickled(path: Path) -> Any:
-    """The content of a file of torch.save: tensors and plain values, and `Unread` for those named in UNREAD.
+def load_torch_file(path: Path) -> Any:
+    """The content of a file of torch.save: tensors, plain values, and `IgnoredValue` for IGNORED_TYPES.
 
     Raises:
-        CheckpointError: the file holds anything else, which could run code, or is damaged.
+        CheckpointError: the file has anything else, which could run code, or is damaged.
     """
     try:
-        with torch.serialization.safe_globals([(Unread, name) for name in UNREAD]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: what is wrong with it is said below
+        with torch.serialization.safe_globals([(IgnoredValue, name) for name in IGNORED_TYPES]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: the errors below explain it
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         blocked = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
+        reason = f"it has {blocked[1]}" if blocked else "it is no file of torch.save, or was cut off"
         raise CheckpointError(
-            f"{path} is not loaded, since it holds more than tensors, which could run code, or is damaged ({reason}):"
-            f" {SAVE_AGAIN}"
+            f"{path} is not loaded, since it has more than tensors, which could run code, or is damaged ({reason}): {SAVE_AGAIN}"
         ) from None
-    except Exception as error:  # the unpickler runs over any bytes, and fails in any way
+    except Exception as error:  # the unpickler reads any bytes, and may fail in any way
         if path.is_file() and path.stat().st_size and tarfile.is_tarfile(path):
             raise CheckpointError(f"{path} is a tar archive: unpack it and give the file of one model in it") from None
-        known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # of others the message says nothing
-        reason = one_line(error) if known else "it is no file of torch.save"
+        known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # others have no useful message
+        reason = first_line(error) if known else "it is no file of torch.save"
         raise CheckpointError(f"{path} cannot be read ({reason}): it was cut off or damaged; use another copy") from None

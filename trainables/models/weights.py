@@ -1,4 +1,4 @@
-"""A teacher with its weights: from a checkpoint of ours, from torchvision or timm by name, or from someone's state-dict file."""
+"""Teachers with weights: from a checkpoint of ours, published by torchvision or timm, or from a state-dict file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from trainables.data.index import file_sha256
 from trainables.errors import CheckpointError, ModelError, near
-from trainables.models.checkpoint_header import Header, locate, read_header
+from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import ModelName, check_model_name
-from trainables.models.registry import check_forward, construct, library_options, one_line
-from trainables.models.unpickle import SAVE_AGAIN, unpickled
+from trainables.models.registry import check_forward, construct, first_line, library_options
+from trainables.models.unpickle import SAVE_AGAIN, load_torch_file
 
 WRAPPERS = ("state_dict", "model")
-"""Keys under which training scripts keep the parameters beside the rest of a checkpoint."""
+"""Keys under which training scripts save the parameters in a checkpoint."""
 NAME_PREFIXES = ("module.", "_orig_mod.", "student.")
-"""What DDP, torch.compile and mdistiller's training without a teacher put before every parameter's name."""
+"""Prefixes of all parameters' names, by DDP, torch.compile and mdistiller's training without a teacher."""
 AUX_PREFIXES = ("AuxLogits.", "aux1.", "aux2.")
-"""Heads that only training uses: a teacher does without."""
+"""Heads that only training uses, and a teacher does not."""
 RESCALING = ("googlenet", "inception_v3")
-"""Of torchvision: with the published weights, and no others, they bring images to another scale first, which no tensor tells."""
+"""torchvision models that rescale their input with the published weights, and with no others; no tensor shows it."""
 
 
 def load_teacher(
@@ -38,26 +38,26 @@ def load_teacher(
     `weights` is one of: a checkpoint of ours, or the directory of a run or stage that has one; a state-dict file
     (.pt, .pth, .safetensors); the name of torchvision weights (`IMAGENET1K_V1`, `DEFAULT`) or a timm pretrained tag.
     `classes` are the data's, in label order; a checkpoint of ours must have been trained on the same. Only published weights are
-    ever downloaded. `sha256`: what `teacher_sha256` has said of it before, here or elsewhere; None: nothing has.
+    downloaded. `sha256`: the expected `teacher_sha256`; None: any.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another model or of other classes, or not the one of `sha256`.
+        CheckpointError: the file is missing, damaged, of another model or of other classes, or has another hash.
         ModelError: no such model or weights, weights for another number of classes, a failed download, or images of a wrong size.
     """
     found = check_model_name(name)
-    path = locate(weights)
+    path = locate_checkpoint(weights)
     if path is None:
-        with torch.random.fork_rng(devices=[]):  # a library draws initial parameters before it overwrites them
+        with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
             model = _published(found, name, weights, num_classes, image_size)
         state: Mapping[str, Tensor] = model.state_dict()
         rescales = bool(getattr(model, "transform_input", False))
     else:
         state, rescales = _read_state(path, name, num_classes, classes), _rescales(found, path)
         model = construct(name, num_classes=num_classes, image_size=image_size, seed=seed)
-        _fill(model, state, path, name, num_classes)
+        _load_state(model, state, path, name, num_classes)
         if rescales:
             model.transform_input = True  # type: ignore[assignment]
-    if sha256 is not None and _digest(state, rescales=rescales) != sha256:  # of what was read for the model, and not once more
+    if sha256 is not None and _digest(state, rescales=rescales) != sha256:  # of the tensors in memory: the file is read once
         raise CheckpointError(
             f"{path or weights}: on {socket.gethostname()} it is not the {name} with which this job began: it was replaced "
             "since, or differs by node: put the same one on all nodes, then give the command again or resume it"
@@ -67,11 +67,11 @@ def load_teacher(
 
 
 def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int, classes: Sequence[str], seed: int) -> str:
-    """A hash over all tensors of a teacher, their names, types and shapes, whatever file they come from; RESCALING counts too.
+    """A hash of all tensors of a teacher, their names, types and shapes, independent of the file; rescaling is a part of it.
 
     A file is read without building the model. Raises as `load_teacher` does.
     """
-    path = locate(weights)
+    path = locate_checkpoint(weights)
     if path is None:
         options: dict[str, Any] = {"num_classes": num_classes, "image_size": image_size, "classes": classes, "seed": seed}
         model = load_teacher(name, weights, **options)
@@ -90,11 +90,11 @@ def _digest(state: Mapping[str, Tensor], *, rescales: bool) -> str:
 
 
 def _rescales(found: ModelName, path: Path) -> bool:
-    """Whether a model in RESCALING rescales with this file: one of ours says it, of torchvision's own the URL has its SHA-256."""
+    """Whether the model rescales with this file, as our header says, or the SHA-256 in the URL of torchvision's weights."""
     if found.library != "torchvision" or found.name not in RESCALING:
         return False
     if path.suffix == ".safetensors":
-        header = read_header(path)
+        header = read_checkpoint_header(path)
         return header is not None and header.transform_input
     import torchvision
 
@@ -118,22 +118,22 @@ def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: i
     known = torchvision.models.get_model_weights(found.name).__members__
     if weights not in known:
         raise _no_such_weights(found.name, weights, list(known))
-    chosen = known[weights]
-    _check_published_classes(found.name, weights, len(chosen.meta["categories"]), num_classes)
+    published = known[weights]
+    _check_published_classes(found.name, weights, len(published.meta["categories"]), num_classes)
     # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
     try:
         model: nn.Module = torchvision.models.get_model(
-            found.name, weights=chosen, progress=False, **library_options(found, image_size)
+            found.name, weights=published, progress=False, **library_options(found, image_size)
         )
     except ValueError as error:
         raise ModelError(
-            f"weights {weights} of {found.name} do not take images of {image_size}×{image_size} ({one_line(error)}):"
-            f" set data.image_size to {chosen.meta['min_size'][0]}"
+            f"weights {weights} of {found.name} do not take images of {image_size}×{image_size} ({first_line(error)}):"
+            f" set data.image_size to {published.meta['min_size'][0]}"
         ) from None
     except Exception as error:  # any way in which the network, a proxy or the disk can fail
         cache = Path(torch.hub.get_dir()) / "checkpoints"
         raise ModelError(
-            f"weights {weights} of {found.name} could not be loaded from {chosen.url} ({one_line(error)}):"
+            f"weights {weights} of {found.name} could not be loaded from {published.url} ({first_line(error)}):"
             f" put that file into {cache}"
         ) from None
     return model
@@ -142,7 +142,7 @@ def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: i
 def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
     import timm
 
-    tags = [published.partition(".")[2] for published in timm.list_pretrained(f"{found.name}.*")]
+    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
     if weights != "DEFAULT" and weights not in tags:
         raise _no_such_weights(f"timm/{found.name}", weights, tags)
     full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
@@ -157,7 +157,7 @@ def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> 
     except Exception as error:  # any way in which the network, the hub's client or the disk can fail
         source = config.hf_hub_id or config.url
         raise ModelError(
-            f"weights {weights} of timm/{found.name} could not be loaded from {source} ({one_line(error)}):"
+            f"weights {weights} of timm/{found.name} could not be loaded from {source} ({first_line(error)}):"
             " fetch them where there is a network and give the file's path as the weights"
         ) from None
     return model
@@ -172,10 +172,10 @@ def _no_such_weights(name: str, weights: str, known: list[str]) -> ModelError:
     )
 
 
-def _check_published_classes(name: str, weights: str, theirs: int, ours: int) -> None:
-    if theirs != ours:
+def _check_published_classes(name: str, weights: str, of_weights: int, of_data: int) -> None:
+    if of_weights != of_data:
         raise ModelError(
-            f"weights {weights} of {name} have {theirs} classes and the data has {ours}:"
+            f"weights {weights} of {name} have {of_weights} classes and the data has {of_data}:"
             " set teacher.weights to null, so that the teacher is trained first, or give a checkpoint trained on this data"
         )
 
@@ -183,90 +183,98 @@ def _check_published_classes(name: str, weights: str, theirs: int, ours: int) ->
 def _read_state(path: Path, name: str, num_classes: int, classes: Sequence[str]) -> dict[str, Tensor]:
     """Parameters and buffers by their names in the model."""
     if path.suffix != ".safetensors":
-        return _plain_state(unpickled(path), path)
-    header = read_header(path)
+        return _plain_state(load_torch_file(path), path)
+    header = read_checkpoint_header(path)
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({one_line(error)}): it was cut off or damaged; use another copy") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({first_line(error)}): it was cut off or damaged; use another copy"
+        ) from None
     if header is None:
         return _plain_state(tensors, path)
     _check_header(header, path, name, num_classes, classes)
     return {key.removeprefix("model."): tensor for key, tensor in tensors.items() if key.startswith("model.")}
 
 
-def _check_header(header: Header, path: Path, name: str, num_classes: int, classes: Sequence[str]) -> None:
+def _check_header(header: CheckpointHeader, path: Path, name: str, num_classes: int, classes: Sequence[str]) -> None:
     if check_model_name(header.model) != check_model_name(name):
         raise CheckpointError(
-            f"{path} holds a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
+            f"{path} is a {header.model}, not a {name}: write {header.model} as the model, or give another checkpoint"
         )
     if header.num_classes != num_classes:
         raise CheckpointError(
             f"{path} was trained on {header.num_classes} classes and the data has {num_classes}: give another checkpoint"
         )
-    for label, (theirs, ours) in enumerate(zip(header.classes, classes, strict=False)):
-        if theirs != ours:
+    for label, (trained, expected) in enumerate(zip(header.classes, classes, strict=False)):
+        if trained != expected:
             raise CheckpointError(
-                f"{path} was trained on other classes: its class {label} is {theirs!r}, the data's is {ours!r};"
+                f"{path} was trained on other classes: its class {label} is {trained!r}, the data's is {expected!r};"
                 " give a checkpoint trained on these classes"
             )
 
 
 def _plain_state(loaded: Any, path: Path) -> dict[str, Tensor]:
-    """A state dict out of its wrappers, without what DDP and torch.compile put before its names."""
+    """A state dict without its wrappers and the prefixes of its names."""
     for wrapper in WRAPPERS:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
             loaded = loaded[wrapper]
             break
     if not isinstance(loaded, Mapping) or not loaded:
-        raise CheckpointError(f"{path} holds no state dict: {SAVE_AGAIN}")
+        raise CheckpointError(f"{path} has no state dict: {SAVE_AGAIN}")
     state = dict(loaded)
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{path} holds {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
+                f"{path} has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
             )
     for prefix in NAME_PREFIXES:
         if all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
     if any(key.startswith("student.") for key in state) and any(key.startswith("teacher.") for key in state):
         raise CheckpointError(
-            f"{path} holds a student with its teacher, as mdistiller saves them: give student_best or student_latest beside it"
+            f"{path} has a student with its teacher, as mdistiller saves them: give student_best or student_latest instead"
         )
     return state
 
 
-def _fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str, num_classes: int) -> None:
-    """Copy `state` into `model`; every name and shape must agree, auxiliary heads apart.
+def _load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path, name: str, num_classes: int) -> None:
+    """Copy `state` into `model`. Every name and shape must agree, except those of auxiliary heads.
 
-    A model of ours whose names are not the published ones says so in `PUBLISHED_NAMES` and takes either. Torch before 0.4.1, of
-    the time of the first published teachers, did not count a BatchNorm's batches; nothing reads the count in evaluation.
+    A model of ours with other names than the published ones maps these in `PUBLISHED_NAMES`, and takes either. The first
+    published teachers were saved by torch before 0.4.1, which did not count a BatchNorm's batches; evaluation does not read it.
     """
-    published: Mapping[str, str] = getattr(type(model), "PUBLISHED_NAMES", {})
-    wanted = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(AUX_PREFIXES)}
-    given = {_renamed(key, published): tensor for key, tensor in state.items() if not key.startswith(AUX_PREFIXES)}
-    missing = [key for key in wanted if key not in given and not key.endswith(".num_batches_tracked")]
-    unexpected = [key for key in given if key not in wanted]
-    other = [key for key in wanted if key in given and wanted[key].shape != given[key].shape]
-    heads = [key for key in other if wanted[key].shape[:1] == (num_classes,) and wanted[key].shape[1:] == given[key].shape[1:]]
-    if heads and heads == other and not missing and not unexpected:
-        theirs = len(given[heads[0]])
-        raise CheckpointError(f"{path} has {theirs} classes and the data has {num_classes}: give weights trained on this data")
-    if missing or unexpected or other:
-        shapes = [f"{key} {tuple(given[key].shape)} for {tuple(wanted[key].shape)}" for key in other]
+    published_names: Mapping[str, str] = getattr(type(model), "PUBLISHED_NAMES", {})
+    expected = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith(AUX_PREFIXES)}
+    loaded = {_renamed(key, published_names): tensor for key, tensor in state.items() if not key.startswith(AUX_PREFIXES)}
+    missing = [key for key in expected if key not in loaded and not key.endswith(".num_batches_tracked")]
+    unexpected = [key for key in loaded if key not in expected]
+    misshapen = [key for key in expected if key in loaded and expected[key].shape != loaded[key].shape]
+    if misshapen and not missing and not unexpected and all(_is_head(expected[k], loaded[k], num_classes) for k in misshapen):
+        trained_classes = len(loaded[misshapen[0]])
+        raise CheckpointError(
+            f"{path} has {trained_classes} classes and the data has {num_classes}: give weights trained on this data"
+        )
+    if missing or unexpected or misshapen:
+        shapes = [f"{key} {tuple(loaded[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]
         parts = (("misses", missing), ("has unknown", unexpected), ("has another shape of", shapes))
         differences = "; ".join(f"{verb} {_first(keys)}" for verb, keys in parts if keys)
         raise CheckpointError(
             f"{path} does not fit {name}: it {differences}; write the model that it was saved from, or give another file"
         )
-    model.load_state_dict(given, strict=False)
+    model.load_state_dict(loaded, strict=False)
+
+
+def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:
+    """Whether two tensors differ in the number of classes only."""
+    return expected.shape[:1] == (num_classes,) and expected.shape[1:] == loaded.shape[1:]
 
 
 def _first(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
-def _renamed(key: str, parts: Mapping[str, str]) -> str:
-    for theirs, ours in parts.items():
-        key = key.replace(theirs, ours)
+def _renamed(key: str, published_names: Mapping[str, str]) -> str:
+    for published, name in published_names.items():
+        key = key.replace(published, name)
     return key

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load as load_experiment
-from service.runs.method_copies import changed_methods
 from service.config.paths import with_absolute_file
+from service.runs.method_copies import changed_methods
 from service.runs.run_directory import begin, reopen
 from tests.service.commands import run
 from tests.service.report.runs import train_dir
 from trainables.errors import ExperimentError
-from trainables.methods import load, source_of, use_copies
+from trainables.methods import load, read_source, use_copies
 from trainables.rundir import RunDir
 
 METHOD = """
@@ -90,10 +90,10 @@ def test_evaluate_does_not_run_the_method_of_the_run_it_is_given(
 
 
 def test_the_source_of_a_method_is_read_and_not_run(method: Path, marker: Path) -> None:
-    found = source_of(f"{method}:Own")
+    found = read_source(f"{method}:Own")
     assert found is not None
     assert found[:2] == (method, method.read_text())
-    assert source_of("kd") is None
+    assert read_source("kd") is None
     assert not marker.exists()
 
 

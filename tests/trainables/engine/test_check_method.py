@@ -17,7 +17,8 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import check_method
-from trainables.engine.check_method import Case, Finding, check, settings
+from trainables.engine.check_method import Case, Finding, check
+from trainables.engine.check_method_jobs import job_config
 from trainables.engine.job import build
 from trainables.engine.step import train_step
 from trainables.methods import METHODS
@@ -112,7 +113,7 @@ def test_memory_outside_the_checkpoint_is_found_out(ranks: RankPool) -> None:
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"kdsvd"}))  # its eigenvectors come from a routine that waits
 def test_no_method_waits_for_the_gpu(tmp_path: Path, name: str) -> None:
     device = torch.device("cuda")
-    config = settings(Case(name, {}), tmp_path / "job", precision="fp32")
+    config = job_config(Case(name, {}), tmp_path / "job", precision="fp32")
     with contextlib.closing(build(config, Group(0, 1, 0, device), Recorded(), no_telemetry)) as job:
         first = job.epochs.num_init * job.epochs.steps_per_epoch
         batches = on_device(job.train_loader.epoch(0), device)

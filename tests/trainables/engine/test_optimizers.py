@@ -204,7 +204,7 @@ def test_what_is_never_trained_has_no_optimizer(ranks: RankPool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["ab", "fsp"])
-def test_a_method_of_a_warm_up_stage_alone_is_trained_in_it(name: str) -> None:
+def test_a_method_of_an_init_stage_only_is_trained_in_it(name: str) -> None:
     method, student = make(name, student_shapes=((4, 6, 6),) * 3, teacher_shapes=((4, 6, 6),) * 3), nn.Linear(2, 2)
     (update,) = build_optimizers(student, {name: method}, OptimConfig())
     assert set(update.parameters) == {*student.parameters(), *method.parameters()}
@@ -241,7 +241,7 @@ def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared:
     assert "\n" not in str(caught.value)
 
 
-def test_optimizers_that_a_method_brings_do_not_go_with_a_warm_up_stage(ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizers_that_a_method_brings_do_not_go_with_an_init_stage(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
     with pytest.raises(ExperimentError, match=r"which has one optimizer: leave out Prepared, or Rivals, which brings its own$"):
@@ -460,7 +460,7 @@ def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: RankPool, t
         ranks.run(1, train, settings)
 
 
-def test_a_warm_up_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_init_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
     distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {}}
     states = {}

@@ -28,7 +28,7 @@ def distillation_module(**options: dict[str, Any]) -> DistillationModule:
     return DistillationModule(nn.Identity(), methods, told, task_weight=0.5, epochs=10)
 
 
-def test_the_weight_of_a_method_with_a_warm_up_stage_alone_is_that_of_the_stage() -> None:
+def test_the_weight_of_a_method_with_a_init_stage_only_is_that_of_the_stage() -> None:
     both = distillation_module(ab={"weight": 2.0}, fsp={"weight": 0.25}, ft={"weight": 100.0})
     assert both.weights(-3.0) == {"task": 0.0, "ab": 2.0, "fsp": 0.25, "ft": 1.0}
     assert both.weights(0.0)["ft"] == 100.0

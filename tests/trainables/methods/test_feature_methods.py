@@ -195,7 +195,7 @@ def test_parameters_that_are_trained_together_all_get_a_gradient(name: str) -> N
             "at",
             ((8,),),
             ((8, 2, 2),),
-            "options.at.student_taps: at reads maps (C, H, W), tap 1 of the student gives (8,)",
+            "options.at.student_taps: at reads maps (C, H, W), tap 1 of the student has (8,)",
         ),
         ("vid", ((8, 2, 2),), ((4, 16),), "distill.options.vid.teacher_taps: vid reads maps"),
         ("nst", ((8, 2, 2),) * 2, ((8, 2, 2),) * 3, "the student has 2 maps, the teacher 3"),

@@ -125,7 +125,7 @@ def test_a_shortcuts_norm_is_not_taken_for_the_main_branchs() -> None:
 
 
 def test_ofd_refuses_a_teacher_whose_batch_norm_is_not_found() -> None:
-    with pytest.raises(ExperimentError, match=r"map 2 of 3 is not what a batch norm with scale and shift gives") as caught:
+    with pytest.raises(ExperimentError, match=r"map 2 of 3 is not what a batch norm with scale and shift returns") as caught:
         made("ofd", teacher_taps=("features.1", "features.4", "features.9"))
     assert "\n" not in str(caught.value)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.trainables.methods.offering import installed
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, load, option_key, source_of
+from trainables.methods import METHODS, check_name, load, option_key, read_source
 from trainables.methods.contract import Method
 
 
@@ -88,19 +88,19 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
 def test_the_source_of_a_file_is_read_without_running_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_bytes(b"# \xc3\xa4\r\nraise SystemExit('it ran')\n")
-    source = source_of(f"{file}:Mine")
+    source = read_source(f"{file}:Mine")
     assert source is not None
     assert (source.path, source.text) == (file, "# ä\r\nraise SystemExit('it ran')\n")
     assert source.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert source_of("kd") is None
+    assert read_source("kd") is None
 
 
 def test_a_source_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/gone\.py cannot be read \(No such file or directory\)"):
-        source_of(f"{tmp_path}/gone.py:Mine")
+        read_source(f"{tmp_path}/gone.py:Mine")
     (tmp_path / "latin.py").write_bytes(b"# \xe4")
     with pytest.raises(ExperimentError, match=r"^distill\.method: \S+/latin\.py is not UTF-8: save the file in that encoding$"):
-        source_of(f"{tmp_path}/latin.py:Mine")
+        read_source(f"{tmp_path}/latin.py:Mine")
 
 
 @pytest.mark.parametrize(

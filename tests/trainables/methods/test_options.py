@@ -1,4 +1,4 @@
-"""What a method is told by default, and what its options refuse."""
+"""The default options of every method, and what its options refuse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainables.config import MethodOptions
 from trainables.methods import METHODS, load
 
 
-class Told(NamedTuple):
-    """What a method is told where the user says nothing."""
+class Defaults(NamedTuple):
+    """The default options of a method."""
 
     source: str
-    """Whose numbers these are, as the options' docstring says."""
+    """Their source, as the options' docstring says."""
     taps: tuple[str, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
-    """What differs from those that every method has."""
+    """Those that differ from the options of every method."""
     task_weight: float = 1.0
 
 
@@ -27,53 +27,53 @@ REPDISTILLER = "RepDistiller's defaults for CIFAR-100"
 BOTH = "RepDistiller's and mdistiller's defaults for CIFAR-100"
 LOGITS = {"standardize": False, "temperature": 4.0}
 BY_DEFAULT = {
-    "ab": Told(
+    "ab": Defaults(
         REPDISTILLER,
         ("stages.preact",),
         {"init_epochs": 30, "init_frozen": (), "margin": 1.0, "variant": "repdistiller"},
     ),
-    "at": Told(BOTH, ("stages",), {"weight": 1000.0, "power": 2.0, "variant": "repdistiller"}),
-    "cc": Told(
+    "at": Defaults(BOTH, ("stages",), {"weight": 1000.0, "power": 2.0, "variant": "repdistiller"}),
+    "cc": Defaults(
         "of the paper; weights of Knowledge-Distillation-Zoo (100) and RepDistiller (0.02)",
         ("pooled",),
         {"weight": 100.0, "variant": "paper", "gamma": 0.4, "order": 2, "embedding": 128},
     ),
-    "crd": Told(
+    "crd": Defaults(
         "The paper's for CIFAR-100, which are RepDistiller's",
         ("pooled",),
         {"weight": 0.8, "negatives": 16384, "temperature": 0.07, "momentum": 0.5, "embedding": 128},
     ),
-    "dist": Told("The paper's: β = γ = 2; τ = 4 for CIFAR-100", (), {**LOGITS, "beta": 2.0, "gamma": 2.0}),
-    "dkd": Told(
+    "dist": Defaults("The paper's: β = γ = 2; τ = 4 for CIFAR-100", (), {**LOGITS, "beta": 2.0, "gamma": 2.0}),
+    "dkd": Defaults(
         "what the authors publish as the default for CIFAR-100", (), {**LOGITS, "alpha": 1.0, "beta": 8.0, "warmup_epochs": 20.0}
     ),
-    "dml": Told("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
-    "fitnet": Told(BOTH, ("stage2",), {"weight": 100.0, "variant": "repdistiller"}),
-    "fsp": Told(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "variant": "repdistiller"}),
-    "ft": Told(
+    "dml": Defaults("The paper's: T = 1", (), {"peer": None, "temperature": 1.0}),
+    "fitnet": Defaults(BOTH, ("stage2",), {"weight": 100.0, "variant": "repdistiller"}),
+    "fsp": Defaults(REPDISTILLER, ("stem", "stages"), {"init_epochs": 30, "variant": "repdistiller"}),
+    "ft": Defaults(
         REPDISTILLER,
         ("stage-1",),
         {"weight": 200.0, "init_epochs": 30, "init_lr": None, "rate": 0.5, "variant": "repdistiller"},
     ),
-    "irg": Told(
+    "irg": Defaults(
         "The weights of Knowledge-Distillation-Zoo",
         ("stage2", "stage3", "pooled"),
         {"vertex": 0.1, "edge": 5.0, "transformation": 5.0},
     ),
-    "kd": Told(REPDISTILLER, (), {**LOGITS, "weight": 0.9}, task_weight=0.1),
-    "kdsvd": Told(REPDISTILLER, ("stages",), {"vectors": 1, "variant": "repdistiller"}),
-    "mlkd": Told(
+    "kd": Defaults(REPDISTILLER, (), {**LOGITS, "weight": 0.9}, task_weight=0.1),
+    "kdsvd": Defaults(REPDISTILLER, ("stages",), {"vectors": 1, "variant": "repdistiller"}),
+    "mlkd": Defaults(
         "The authors' for CIFAR-100",
         (),
         {"weight": 0.9, "standardize": False, "temperatures": (2.0, 3.0, 4.0, 5.0, 6.0)},
         task_weight=0.1,
     ),
-    "nkd": Told("The paper's: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
-    "nst": Told(BOTH, ("stages",), {"weight": 50.0}),
-    "ofd": Told("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3, "teacher_norm": "running"}),
-    "pkt": Told("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
-    "pskd": Told("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
-    "reviewkd": Told(
+    "nkd": Defaults("The paper's: λ = 1 and γ = 1.5", (), {"standardize": False, "temperature": 1.0, "gamma": 1.5}),
+    "nst": Defaults(BOTH, ("stages",), {"weight": 50.0}),
+    "ofd": Defaults("The authors' weight for CIFAR", ("stages.preact",), {"weight": 1e-3, "teacher_norm": "running"}),
+    "pkt": Defaults("RepDistiller's weight", ("pooled",), {"weight": 30000.0, "variant": "repdistiller"}),
+    "pskd": Defaults("as in the paper", (), {"alpha": 0.8}, task_weight=0.0),
+    "reviewkd": Defaults(
         "The authors' weight for resnet32x4→resnet8x4 and WRN pairs on CIFAR-100",
         (),
         {
@@ -84,17 +84,17 @@ BY_DEFAULT = {
             "teacher_taps": ("stages.preact", "pooled"),
         },
     ),
-    "rkd": Told(
+    "rkd": Defaults(
         "The weights of the authors and of RepDistiller",
         ("pooled",),
         {"variant": "repdistiller", "distance": 25.0, "angle": 50.0},
     ),
-    "semckd": Told("The authors' for CIFAR-100", ("stages",), {"weight": 400.0, "temperature": 1.0}),
-    "simkd": Told(
-        "The authors': this loss alone", (), {"student_taps": ("projector",), "teacher_taps": ("unpooled",)}, task_weight=0.0
+    "semckd": Defaults("The authors' for CIFAR-100", ("stages",), {"weight": 400.0, "temperature": 1.0}),
+    "simkd": Defaults(
+        "The authors': only this loss", (), {"student_taps": ("projector",), "teacher_taps": ("unpooled",)}, task_weight=0.0
     ),
-    "sp": Told("The paper's and RepDistiller's weight", ("stage-1",), {"weight": 3000.0}),
-    "srrl": Told(
+    "sp": Defaults("The paper's and RepDistiller's weight", ("stage-1",), {"weight": 3000.0}),
+    "srrl": Defaults(
         "as for ImageNet",
         (),
         {
@@ -104,21 +104,21 @@ BY_DEFAULT = {
             "regression_weight": 1.0,
         },
     ),
-    "ttm": Told(
+    "ttm": Defaults(
         "The paper's for vgg13 → vgg8 (table 8)",
         (),
         {"weight": 45.0, "standardize": False, "temperature": 10.0, "weighted": False},
     ),
-    "vid": Told(REPDISTILLER, ("stages",), {"initial_variance": 5.0, "variant": "repdistiller"}),
+    "vid": Defaults(REPDISTILLER, ("stages",), {"initial_variance": 5.0, "variant": "repdistiller"}),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_told_by_default_what_its_source_says(name: str) -> None:
-    kind, told = load(name), BY_DEFAULT[name]
-    assert told.source in str(kind.Options.__doc__)
-    assert kind.Options().model_dump() == MethodOptions().model_dump() | told.options
-    assert (kind.taps, kind.task_weight) == (told.taps, told.task_weight)
+def test_the_defaults_of_a_method_are_those_of_its_source(name: str) -> None:
+    kind, expected = load(name), BY_DEFAULT[name]
+    assert expected.source in str(kind.Options.__doc__)
+    assert kind.Options().model_dump() == MethodOptions().model_dump() | expected.options
+    assert (kind.taps, kind.task_weight) == (expected.taps, expected.task_weight)
 
 
 def test_every_method_has_a_weight_of_1_no_schedule_and_its_own_taps_unless_it_says_otherwise() -> None:

@@ -62,7 +62,7 @@ def boundary_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
     return total
 
 
-def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_path: Path) -> None:
+def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"])
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         train_state = job.train_state
@@ -89,7 +89,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_
         assert not norm.running_mean.any()  # type: ignore[operator, union-attr]
 
 
-def test_what_the_warm_up_leaves_out_is_trained_after_it(tmp_path: Path) -> None:
+def test_what_the_init_stage_leaves_out_is_trained_after_it(tmp_path: Path) -> None:
     options = {"init_epochs": 1, "init_frozen": ["bn1"]}
     frozen = train(Group(), job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", **options))["state"]
     assert frozen["bn1.running_mean"].any()
@@ -112,7 +112,7 @@ def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path)
         (["conv1", "layer1", "layer2", "layer3", "bn1"], "it names all that ab would train: leave a module out"),
     ],
 )
-def test_what_the_warm_up_cannot_leave_out_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
+def test_what_the_init_stage_cannot_leave_out_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab", init_frozen=names)
     with pytest.raises(ExperimentError) as caught:
         build(settings, Group(), Recorded(), no_telemetry)
@@ -138,14 +138,14 @@ def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp
         assert relative_difference(halves.state_dict(), found.state_dict()) < 1e-11
 
 
-def test_after_the_warm_up_the_rate_is_the_trainings(tmp_path: Path) -> None:
+def test_after_the_init_stage_the_rate_is_the_trainings(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
     settings = settings.model_copy(update={"optim": settings.optim.model_copy(update={"schedule": "constant"})})
     rates = [metrics["train/lr"] for kind, _, metrics in train(Group(), settings)["calls"] if kind == "step"]
     assert [rate for rate, _ in itertools.groupby(rates)] == [0.003, LR]
 
 
-def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
+def test_two_init_stages_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_lr=0.003)
     both = {"method": ["ft", "fsp"], "options": {**settings.distill.options, "fsp": {}}}  # type: ignore[union-attr]
     with pytest.raises(ExperimentError) as caught:

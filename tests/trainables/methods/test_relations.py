@@ -12,7 +12,7 @@ from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, answers, assert_ranks_equal_one
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
-from trainables.methods.rkd import angles_apart
+from trainables.methods.rkd import angle_differences
 
 MAPS: dict[str, Any] = {"student_shapes": ((2, 3, 3),), "teacher_shapes": ((3, 2, 2),)}
 ROWS: dict[str, Any] = {"student_shapes": ((4,),), "teacher_shapes": ((6,),)}
@@ -42,7 +42,7 @@ def test_cc_has_for_each_variant_the_weight_of_its_source() -> None:
 
 def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
     student, teacher = (seen.features[0] for seen in answers(Case("rkd", **ROWS), 7))
-    losses = [angles_apart(student, teacher, part=part) for part in (1, 2 * 7 * 13, 10**6)]
+    losses = [angle_differences(student, teacher, part=part) for part in (1, 2 * 7 * 13, 10**6)]
     gradients = [torch.autograd.grad(loss, student)[0] for loss in losses]
     for loss, gradient in zip(losses[:2], gradients[:2], strict=True):
         torch.testing.assert_close(loss, losses[2], rtol=1e-12, atol=0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainables.models.registry import construct
-from trainables.models.taps import list_taps
+from trainables.models.tap_names import list_taps
 
 
 def named(name: str, image_size: int) -> dict[str, tuple[str, tuple[int, ...]]]:

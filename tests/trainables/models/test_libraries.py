@@ -11,7 +11,8 @@ from torch import nn
 from trainables.errors import ModelError
 from trainables.models.names import library_models
 from trainables.models.registry import check_forward, construct
-from trainables.models.taps import Taps, list_taps
+from trainables.models.tap_names import list_taps
+from trainables.models.taps import Taps
 
 pytestmark = pytest.mark.slow
 

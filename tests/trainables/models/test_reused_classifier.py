@@ -15,11 +15,11 @@ from trainables.distributed.batch_norm import convert
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
-from trainables.models.checkpoint_header import read_header
+from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.models.forward import seeded
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
-from trainables.models.taps import classifier
+from trainables.models.tap_names import classifier
 from trainables.models.weights import load_teacher
 from trainables.rundir import StageDir
 
@@ -150,7 +150,7 @@ def test_simkd_trains_it_and_keeps_a_checkpoint_that_is_the_whole_model(ranks: R
     for part in ("trunk.features.0.weight", "projector.0.weight", "projector.7.bias"):
         assert not torch.equal(state[part], before[part])
     best = StageDir(tmp_path / "run").best
-    header = read_header(best)
+    header = read_checkpoint_header(best)
     assert header is not None
     assert header.model == JOINED
     loaded = load_teacher(JOINED, str(best), num_classes=10, image_size=8, classes=header.classes, seed=7)

@@ -15,7 +15,8 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ModelError
 from trainables.models.forward import logits_and_aux
 from trainables.models.registry import construct
-from trainables.models.taps import Taps, classifier, list_taps
+from trainables.models.tap_names import classifier, list_taps
+from trainables.models.taps import Taps
 
 
 def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -137,21 +138,21 @@ def test_gradients_of_a_loss_on_taps_reach_the_layers_before_them() -> None:
             assert torch.equal(one, theirs)
 
 
-def test_only_forwards_within_reading_are_kept_and_each_is_taken_once() -> None:
+def test_only_forward_passes_within_capture_are_captured_and_each_is_popped_once() -> None:
     model = build("convnet_small", 8)
     taps = Taps(model, ["stage1", "pooled"], name="convnet_small", image_size=8)
     model(images(8))
     with taps.capture():
-        with pytest.raises(RuntimeError, match="stage1, pooled saw no forward"):
+        with pytest.raises(RuntimeError, match="stage1, pooled captured no forward"):
             taps.pop()
         parts = []
         for part in images(8).split(2):
             model(part)
             parts.append(taps.pop()[0])
-            with pytest.raises(RuntimeError, match="since they were taken"):
+            with pytest.raises(RuntimeError, match=r"since capture\(\) or the last pop\(\)"):
                 taps.pop()
         model(images(8))
-    with pytest.raises(RuntimeError, match="saw no forward"):
+    with pytest.raises(RuntimeError, match="captured no forward"):
         taps.pop()
     assert [len(part) for part in parts] == [2, 2]
     assert not torch.equal(parts[0], parts[1])
@@ -168,7 +169,7 @@ def test_taps_of_several_models_and_several_taps_of_one_model_do_not_meet() -> N
             teacher(images(32))
             (before,) = also.pop()
         (after,) = of_teacher.pop()
-        with pytest.raises(RuntimeError, match="stage1 saw no forward"):
+        with pytest.raises(RuntimeError, match="stage1 captured no forward"):
             of_student.pop()
         student(images(32))
         assert of_student.pop()[0].shape == (4, 16, 32, 32)
@@ -414,7 +415,7 @@ def test_a_compiled_model_gives_the_same_features_and_gradients_in_one_graph() -
             (logits_BK.square().sum() + sum(feature.square().sum() for feature in features)).backward()
         found.append([logits_BK, *features, *(p.grad for p in model.parameters() if p.grad is not None)])
         model(images(8, dtype=torch.float64))
-        with pytest.raises(RuntimeError, match="saw no forward"):
+        with pytest.raises(RuntimeError, match="captured no forward"):
             taps.pop()
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-12)

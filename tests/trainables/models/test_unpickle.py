@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainables.errors import CheckpointError
-from trainables.models.unpickle import Unread, unpickled
+from trainables.models.unpickle import IgnoredValue, load_torch_file
 
 WEIGHTS = {"fc.weight": torch.arange(6.0).view(2, 3), "fc.bias": torch.ones(2)}
 
@@ -25,7 +25,7 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        unpickled(path)
+        load_torch_file(path)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -37,7 +37,7 @@ def assert_weights(content: Any) -> None:
 def test_tensors_and_plain_values_are_read_in_todays_and_in_the_old_format(tmp_path: Path) -> None:
     content = {"model": OrderedDict(WEIGHTS), "epoch": 240, "best_acc": torch.tensor([72.3]), "names": ["a"], "lr": 0.05}
     for zipped in (True, False):  # torch before 1.6 wrote no zip files
-        read = unpickled(saved(tmp_path / "teacher.pth", content, _use_new_zipfile_serialization=zipped))
+        read = load_torch_file(saved(tmp_path / "teacher.pth", content, _use_new_zipfile_serialization=zipped))
         assert_weights(read["model"])
         assert (read["epoch"], read["names"], read["lr"], read["best_acc"].item()) == (240, ["a"], 0.05, pytest.approx(72.3))
 
@@ -46,9 +46,9 @@ def test_tensors_and_plain_values_are_read_in_todays_and_in_the_old_format(tmp_p
     "beside", [np.float64(72.3), np.float32(72.3), np.int64(3), np.bool_(True), argparse.Namespace(model="resnet56", lr=0.05)]
 )
 def test_what_training_scripts_keep_beside_the_parameters_is_left_unread(beside: Any, tmp_path: Path) -> None:
-    read = unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": beside}))
+    read = load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": beside}))
     assert_weights(read["model"])
-    assert type(read["opt"]) is Unread
+    assert type(read["opt"]) is IgnoredValue
     assert not vars(read["opt"])
 
 
@@ -56,7 +56,7 @@ def test_a_numpy_value_of_a_numpy_before_2_is_left_unread_too(tmp_path: Path) ->
     path = saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": np.float64(1)}, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes().replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
     assert b"numpy.core.multiarray" in path.read_bytes()
-    assert type(unpickled(path)["acc"]) is Unread
+    assert type(load_torch_file(path)["acc"]) is IgnoredValue
 
 
 def test_numpy_itself_is_not_called(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_numpy_itself_is_not_called(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return np.dtype, ("no such dtype",)  # the real one would raise
 
-    read = unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": Forged()}))
+    read = load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": Forged()}))
     assert_weights(read["model"])
-    assert type(read["acc"]) is Unread
+    assert type(read["acc"]) is IgnoredValue
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_anything_else_is_refused_by_its_name_and_with_the_safe_way(
 
     monkeypatch.chdir(tmp_path)
     says = refusal(saved(tmp_path / "bomb.pth", {"model": WEIGHTS, "opt": Bomb()}))
-    assert f"(it holds {name})" in says
+    assert f"(it has {name})" in says
     assert "torch.save(model.state_dict(), path)" in says
     assert not (tmp_path / "exploded").exists()
 
 
 def test_no_class_is_trusted_once_a_file_has_been_read(tmp_path: Path) -> None:
     before = set(torch.serialization.get_safe_globals())
-    unpickled(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": np.float64(1)}))
+    load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "acc": np.float64(1)}))
     assert set(torch.serialization.get_safe_globals()) == before
 
 
@@ -120,4 +120,4 @@ def test_bytes_of_any_kind_are_one_line(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
             warnings.simplefilter("error")
-            unpickled(path)
+            load_torch_file(path)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainables.errors import CheckpointError, DistillError, ModelError
-from trainables.models.checkpoint_header import Header, locate, read_header
+from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
 from trainables.models.registry import build_model
 from trainables.models.weights import load_teacher, teacher_sha256
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_ours_loads_frozen_in_eval_mode_without_its_methods_and_
     assert_same(teacher, convnet())
     assert not teacher.training
     assert not any(p.requires_grad for p in teacher.parameters())
-    assert read_header(path) == Header("convnet_small", 4, 8, CLASSES)
+    assert read_checkpoint_header(path) == CheckpointHeader("convnet_small", 4, 8, CLASSES)
 
 
 def test_a_run_directory_stands_for_its_students_best_and_a_stage_directory_for_its_own(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_run_directory_stands_for_its_students_best_and_a_stage_directory_for_
     assert_same(load(tmp_path), convnet(1))
     assert_same(load(tmp_path / "teacher"), convnet(2))
     (tmp_path / "empty").mkdir()
-    assert "holds no student/checkpoints/best.safetensors or checkpoints/best.safetensors" in refusal(tmp_path / "empty")
+    assert "has no student/checkpoints/best.safetensors or checkpoints/best.safetensors" in refusal(tmp_path / "empty")
 
 
 def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_loading_moves_nobody_elses_randomness(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("about", "options", "says"),
     [
-        ({"model": "mlp_small"}, {}, "holds a mlp_small, not a convnet_small"),
+        ({"model": "mlp_small"}, {}, "is a mlp_small, not a convnet_small"),
         ({"num_classes": 5}, {}, "was trained on 5 classes and the data has 4"),
         ({}, {"classes": ("cat", "dog", "eel", "fox")}, "its class 2 is 'emu', the data's is 'eel'"),
         ({}, {"classes": ("dog", "cat", "emu", "fox")}, "its class 0 is 'cat', the data's is 'dog'"),
-        ({"num_classes": "many"}, {}, "does not say what its model is"),
+        ({"num_classes": "many"}, {}, "does not describe its model"),
         ({"model": "resnet9000"}, {}, "there is no model 'resnet9000'"),
     ],
 )
@@ -110,7 +110,7 @@ def test_plain_state_dicts_load_from_every_kind_of_file_and_wrapping(tmp_path: P
         assert_same(load(path), convnet())
     save_file(state, tmp_path / "plain.safetensors")
     assert_same(load(tmp_path / "plain.safetensors"), convnet())
-    assert read_header(tmp_path / "plain.safetensors") is None
+    assert read_checkpoint_header(tmp_path / "plain.safetensors") is None
 
 
 def test_what_mdistiller_saves_loads_where_it_is_of_one_model(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_what_mdistiller_saves_loads_where_it_is_of_one_model(tmp_path: Path) ->
     assert_same(load(tmp_path / "best"), convnet())
     both = alone | {f"module.teacher.{name}": tensor for name, tensor in state.items()}
     torch.save({"epoch": 240, "model": both}, tmp_path / "best")
-    assert "give student_best or student_latest beside it" in refusal(tmp_path / "best")
+    assert "give student_best or student_latest instead" in refusal(tmp_path / "best")
 
 
 def test_a_batch_norm_that_did_not_count_its_batches_loads(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_damaged_and_odd_torch_files_are_refused(tmp_path: Path) -> None:
     for content in (b"", b"not a checkpoint", whole[: len(whole) // 2], whole[:-1]):
         path.write_bytes(content)
         assert "damaged" in refusal(path)
-    for odd, says in (([1, 2], "holds no state dict"), ({}, "holds no state dict"), ({"epoch": 3}, "holds 'epoch', of type int")):
+    for odd, says in (([1, 2], "has no state dict"), ({}, "has no state dict"), ({"epoch": 3}, "has 'epoch', of type int")):
         torch.save(odd, path)
         assert says in refusal(path)
 
@@ -187,7 +187,7 @@ def test_a_teacher_needs_no_auxiliary_head(tmp_path: Path) -> None:
 def test_a_missing_file_is_not_taken_for_the_name_of_weights(tmp_path: Path) -> None:
     for missing in ("gone.safetensors", "runs/gone", str(tmp_path / "gone")):
         assert "there is no file" in refusal(missing)
-    assert locate("IMAGENET1K_V1") is None
+    assert locate_checkpoint("IMAGENET1K_V1") is None
 
 
 def test_published_weights_that_do_not_exist_or_do_not_fit_are_refused() -> None:

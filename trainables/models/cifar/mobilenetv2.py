@@ -56,7 +56,7 @@ class CifarMobileNetV2(nn.Module):
         "conv2.": "head.",
         "classifier.0.": "classifier.",
     }
-    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
     def __init__(self, num_classes: int, *, width: float) -> None:
         super().__init__()

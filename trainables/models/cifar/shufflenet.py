@@ -17,7 +17,7 @@ STEM = 24
 
 
 def shuffled(x_BCHW: torch.Tensor, groups: int) -> torch.Tensor:
-    """Channels dealt out: channel i of group g goes to place i·groups + g (Zhang et al. 2017, section 3.1)."""
+    """Shuffled channels: channel i of group g becomes channel i·groups + g (Zhang et al. 2017, section 3.1)."""
     dealt_BCHW: torch.Tensor = x_BCHW.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
     return dealt_BCHW
 

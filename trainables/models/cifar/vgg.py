@@ -26,7 +26,7 @@ class CifarVgg(nn.Module):
     STAGES: ClassVar[tuple[str, ...]] = ("layer0", "layer1", "layer2", "layer3", "layer4")
     """Stem and stages, see `trainables.models.feature_stages`."""
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
-    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
     def __init__(self, num_classes: int, *, depth: int, image_size: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from torch import nn
 
 
 class PreActivationBlock(nn.Module):
-    """x + conv(relu(bn(conv(a)))) with a = relu(bn(x)), or conv1x1(a) in the place of x where the shape changes."""
+    """x + conv(relu(bn(conv(a)))) with a = relu(bn(x)), or conv1x1(a) instead of x where the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CifarWideResNet(nn.Module):
         "block3.layer.": "layer3.",
         ".convShortcut.": ".shortcut.",
     }
-    """Parts of parameter names: RepDistiller's and mdistiller's → ours."""
+    """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
     def __init__(self, num_classes: int, *, depth: int, widen: int) -> None:
         super().__init__()

@@ -1,0 +1,193 @@
+"""The small training jobs with which `check_method` tests a method, and what it measures in them.
+
+Student and teacher are a CIFAR ResNet each, with synchronised batch norms, on noise images in float64. The last batch of an epoch
+has one sample, so that all workers but one have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainables.config import TrainConfig
+from trainables.device.device_batches import on_device
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
+from trainables.engine import checkpoint, loop
+from trainables.engine.job import Job, build
+from trainables.engine.step import Losses, losses
+from trainables.methods import load, option_key
+from trainables.methods.contract import MethodBatch
+from trainables.models.registry import build_model
+
+SEED, NUM_CLASSES, NUM_IMAGES, GLOBAL_BATCH_SIZE = 3, 4, 17, 8
+
+
+class Case(NamedTuple):
+    """A method with its options, and the models that it is tested with."""
+
+    name: str
+    options: Mapping[str, Any]
+    student: str = "resnet8"
+    teacher: str = "resnet14"
+    image_size: int = 16
+
+
+def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool = False) -> TrainConfig:
+    """A job of two epochs in `output`, with the teacher's checkpoint next to that. `same`: the teacher is the initial student."""
+    teacher = case.student if same else case.teacher
+    weights = output.parent / f"{output.name}-teacher.safetensors"
+    output.mkdir(parents=True, exist_ok=True)
+    _write_teacher(weights, teacher, case.image_size, seed=SEED if same else SEED + 1)
+    options = dict(case.options)
+    if "init_epochs" in load(case.name).Options.model_fields:
+        options.setdefault("init_epochs", 1)
+    data = {
+        "path": "synthetic",
+        "synthetic_images": NUM_IMAGES,
+        "synthetic_classes": NUM_CLASSES,
+        "image_size": case.image_size,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "loader_workers": 1,
+        "last_batch": "short",
+    }
+    return TrainConfig.model_validate(
+        {
+            "output_dir": str(output),
+            "model": case.student,
+            "precision": precision,
+            "seed": SEED,
+            "data": data,
+            "teacher": {"model": teacher, "weights": str(weights)},
+            "distill": {"method": [case.name], "options": {option_key(case.name): options}},
+            "optim": {"epochs": 2, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-3},
+            "scale": {"sync_batch_norm": True},
+            "train": {"log_every": 1, "warmup_steps": 1, "checkpoint_every": 1},
+        }
+    )
+
+
+def _write_teacher(path: Path, name: str, image_size: int, seed: int) -> None:
+    model = build_model(name, num_classes=NUM_CLASSES, image_size=image_size, seed=seed)
+    classes = [str(label) for label in range(NUM_CLASSES)]
+    header = {"model": name, "num_classes": NUM_CLASSES, "image_size": image_size, "classes": classes}
+    checkpoint.write_tensors(path, {f"model.{key}": tensor for key, tensor in model.state_dict().items()}, header)
+
+
+class KilledError(Exception):
+    """Ends a job as if it had been killed."""
+
+
+class _Report:
+    """A report that drops what it gets, and kills the job at a step."""
+
+    def __init__(self, kill_at: int | None = None):
+        self._kill_at = kill_at
+
+    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        if kind == "step" and step == self._kill_at:
+            raise KilledError
+
+
+def _no_telemetry(whole: bool = False) -> dict[str, float]:
+    return {}
+
+
+def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> contextlib.closing[Job]:
+    return contextlib.closing(build(config, group, _Report(kill_at), _no_telemetry))
+
+
+def train(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:
+    """Run the job on this rank, until a step. Returns the parameters of student and method, and the method's buffers."""
+    with _open(config, group, kill_at) as job:
+        with contextlib.suppress(KilledError):
+            loop.run(job)
+        module = job.train_state.distillation_module
+        state = {f"method.{name}": tensor for name, tensor in module.methods.state_dict().items()}
+        state |= dict(module.student.named_parameters())
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+class BatchGradients(NamedTuple):
+    """The terms of a method for one batch, and the gradients of all losses."""
+
+    terms: dict[str, tuple[int, ...]]
+    """Term → its shape."""
+    num_rows: int
+    largest: dict[str, float | None]
+    """Trained parameter → the sum of its largest gradients from task and method, each if an optimizer that has the parameter
+    lowers that loss; None where there is no gradient."""
+    from_method: float
+    """The same from the method's loss, over all parameters of the student; in an init stage over what that trains."""
+    gathers: bool
+    """Whether the method gathered the rows of all workers."""
+    several_optimizers: bool
+    """Then the job runs without DDP."""
+
+
+def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, student_in_eval_mode: bool = False) -> BatchGradients:
+    """One batch through student, teacher and method, without an update, in this epoch.
+
+    `student_in_eval_mode`: its batch norms run as its teacher's.
+    """
+    with _open(config, group) as job, contextlib.closing(on_device(job.train_loader.epoch(0), group.device)) as batches:
+        train_state, batch = job.train_state, next(batches)
+        module = train_state.distillation_module
+        module.train()
+        module.student.train(not student_in_eval_mode)
+        module.begin_stage(epoch)
+        images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
+        teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None
+        gather = Gather(num_rows, group)
+        method_batch = MethodBatch(images, batch.labels_B, batch.indices_B, epoch, gather)
+        outputs = module(images, method_batch, teacher_outputs)
+        loss = losses(outputs, batch.labels_B, None, module.weights(1.0 if epoch >= 0 else epoch))
+        terms: dict[str, Tensor] = next(iter(outputs.terms.values()), {})
+        largest, from_method = _gradients(job, loss, epoch)
+        return BatchGradients(
+            terms={name: tuple(term.shape) for name, term in terms.items()},
+            num_rows=num_rows,
+            largest=largest,
+            from_method=from_method,
+            gathers=gather.used,
+            several_optimizers=len(train_state.optimizers) > 1,
+        )
+
+
+def _gradients(job: Job, loss: Losses, epoch: float) -> tuple[dict[str, float | None], float]:
+    """`BatchGradients.largest` and `.from_method`."""
+    module = job.train_state.distillation_module
+    targets, method_losses = module.init_targets(epoch), frozenset(loss.weighted) - {"task"}
+    if targets is not None:
+        updates = [(method_losses, targets.parameters)]
+    else:
+        updates = [(update.losses, update.parameters) for update in job.train_state.optimizers]
+    names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = [parameter for parameter in (targets.parameters if targets is not None else names) if parameter in names]
+    counted = set(trained) if targets is not None else set(module.student.parameters())
+    largest: dict[str, float | None] = {names[parameter]: None for parameter in trained}
+    from_method = 0.0
+    for keys, parameters in updates:
+        updated = [parameter for parameter in parameters if parameter in names]
+        for part in (keys & method_losses, keys - method_losses):
+            for parameter, value in zip(updated, _largest_gradients(loss, part, updated), strict=True):
+                if value is None:
+                    continue
+                largest[names[parameter]] = (largest[names[parameter]] or 0.0) + value
+                if part <= method_losses and parameter in counted:
+                    from_method += value
+    return largest, from_method
+
+
+def _largest_gradients(loss: Losses, keys: frozenset[str], parameters: Sequence[nn.Parameter]) -> list[float | None]:
+    """The largest absolute gradient of each parameter from some of the losses; None where there is no gradient."""
+    if not keys & loss.weighted.keys():
+        return [None] * len(parameters)
+    total = loss.total(torch.ones((), dtype=torch.float64), keys)
+    gradients = torch.autograd.grad(total, list(parameters), allow_unused=True, retain_graph=True)
+    return [None if gradient is None else float(gradient.abs().max()) for gradient in gradients]
