@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 import time
@@ -21,6 +20,7 @@ from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
 from trainables.data.pack.shard import write_shard
 from trainables.errors import DataError
+from trainables.locks import try_lock
 from trainables.rundir import expanded, write_json
 
 
@@ -139,17 +139,13 @@ def _refuse_small(dest: Path, plan: Plan, num_missing: int) -> None:
 def _alone(dest: Path) -> Iterator[None]:
     """One command at a time works on `dest`; the lock ends with its process."""
     (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    with open(dest / UNFINISHED / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{dest}: another `distill pack` works on it; wait for its end") from None
-        except OSError as error:
-            raise DataError(
-                f"{dest}: its file system cannot lock files ({error.strerror}), which holds two packs apart; "
-                "pack into a folder on another disk, then copy it"
-            ) from None
+    lock = try_lock(dest / UNFINISHED / "lock")
+    if lock is None:
+        raise DataError(f"{dest}: another `distill pack` works on it; wait for its end")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def said(dest: Path, packing: Packing) -> str:

@@ -216,12 +216,12 @@ class Loader:
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        seed_epoch = self.seed_epoch(epoch)
+        pixels_BHWC, seed_epoch = images_BHWC.numpy(), self.seed_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
         for row in range(0, len(indices_B), rows):
             # In a list that `fill` empties: an executor's thread keeps a finished task's arguments for a while.
-            pixels = [images_BHWC[row : row + rows].numpy()]
+            pixels = [pixels_BHWC[row : row + rows]]
             parts.append(self._run(partial(self._reader.fill, row, indices_B[row : row + rows], pixels, seed_epoch, stop)))
         return _Pending(Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, end), parts)
 

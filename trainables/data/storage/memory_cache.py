@@ -8,13 +8,11 @@ Shapes: N samples of the split.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import struct
-import threading
 import weakref
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +24,9 @@ from trainables.config import DataConfig
 from trainables.data.decode import Sample
 from trainables.data.folder import sampled_sha256
 from trainables.data.order import Split
-from trainables.data.storage.shared_folder import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
+from trainables.data.storage.shared_folder import NO_ROOM, RAM, FolderLease, free_bytes, human, lease_folder, usable
 from trainables.errors import DataError
+from trainables.locks import locked
 
 _DEFAULT_SHARE = 0.5  # of the free memory
 _SIZE = struct.Struct("q")  # before each sample: its length in bytes
@@ -47,7 +46,7 @@ class _Source(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Samples:
+class SharedSamples:
     """An append-only file of samples in shared memory, and where in it each one lies. Safe across threads and processes.
 
     A sample is written before its place is, so that who finds a place finds all of it; a writer that is killed leaves a gap.
@@ -55,19 +54,18 @@ class Samples:
     """
 
     def __init__(self, folder: Path, num_samples: int, limit_bytes: int) -> None:
-        with alone(folder / "making"):
+        with locked(folder / "making"):
             self._data = _open_sized(folder / "samples", limit_bytes)
             self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
             # It is written through its mapping, where memory that is not there kills the process: all of it is taken now.
             # The samples are written by `pwritev`, and no place points to what did not find room.
             os.posix_fallocate(self._places, 0, (num_samples + 1) * 8)
-        self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, _close, (self._data, self._places, self._room))
+        self._room = folder / "room"
+        weakref.finalize(self, _close, (self._data, self._places))
         self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
         self._content = memoryview(mmap.mmap(self._data, self.limit_bytes, prot=mmap.PROT_READ))
         # First the bytes in use, then for each sample 1 + its offset, or 0.
         self._places_N = np.frombuffer(mmap.mmap(self._places, 0), dtype=np.int64)
-        self._lock = threading.Lock()
         self.is_full = False
 
     def get(self, index: int) -> memoryview | None:
@@ -81,13 +79,11 @@ class Samples:
     def put(self, index: int, sample: bytes | memoryview) -> bool:
         """Keep a sample; False where it finds no room."""
         size = _SIZE.size + len(sample)
-        with self._lock:  # among threads, whose lock of a file is one and the same
-            fcntl.flock(self._room, fcntl.LOCK_EX)
+        with locked(self._room):
             begin = int(self._places_N[0])
             fits = begin + size <= self.limit_bytes
             if fits:
                 self._places_N[0] = begin + size
-            fcntl.flock(self._room, fcntl.LOCK_UN)
         if not fits:
             return False
         try:
@@ -104,10 +100,10 @@ class Samples:
 class CachedSource:
     """A source that is read once per node and sample; see `cached`."""
 
-    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: Samples, held: Hold) -> None:
+    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: SharedSamples, lease: FolderLease) -> None:
         self.classes, self.labels_N = source.classes, source.labels_N
-        self.folder = held.folder
-        self._data, self._split, self._source, self._samples, self._held = data, split, source, samples, held
+        self.folder = lease.folder
+        self._data, self._split, self._source, self._samples, self._lease = data, split, source, samples, lease
 
     def __len__(self) -> int:
         return len(self._source)
@@ -124,7 +120,7 @@ class CachedSource:
 
     def close(self) -> None:
         """This process needs the cache no more."""
-        self._held.close()
+        self._lease.close()
 
     def read(self, index: int) -> Sample:
         sample = self._samples.get(index)
@@ -149,18 +145,18 @@ def cached(data: DataConfig, split: Split, source: _Source, identity: str | None
     """
     identity = identity or _identity(data, split, source)
     with usable("data.cache", RAM, "leave data.cache out"):
-        held = hold(RAM, identity)
+        lease = lease_folder(RAM, identity)
         try:
-            room_bytes = free_bytes(held.folder)
+            room_bytes = free_bytes(lease.folder)
             limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * room_bytes)
-            if limit_bytes > room_bytes and not (held.folder / "samples").exists():
+            if limit_bytes > room_bytes and not (lease.folder / "samples").exists():
                 raise DataError(
                     f"data.cache: data.cache_mib={data.cache_mib} is more than the {human(room_bytes)} that are free in {RAM}; "
                     "lower it"
                 )
-            return CachedSource(data, split, source, Samples(held.folder, len(source), limit_bytes), held)
+            return CachedSource(data, split, source, SharedSamples(lease.folder, len(source), limit_bytes), lease)
         except BaseException:
-            held.close()
+            lease.close()
             raise
 
 

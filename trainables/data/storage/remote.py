@@ -18,10 +18,11 @@ from trainables.data.order import Split
 from trainables.data.records import RecordsSource
 from trainables.data.storage.next_shards import Positions
 from trainables.data.storage.shard_fetcher import RemoteShards
-from trainables.data.storage.shared_folder import alone, folder_bytes, free_bytes, hold, human, usable
+from trainables.data.storage.shared_folder import folder_bytes, free_bytes, human, lease_folder, usable
 from trainables.data.storage.staging import base_folder, is_whole
 from trainables.data.storage.transfer import NoRoomError, fetch, patiently
 from trainables.errors import DataError
+from trainables.locks import locked
 
 PATIENCE_S = 300.0
 """How long a server may be gone in the middle of a job."""
@@ -130,22 +131,22 @@ def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) 
     if data.stage == "none":
         use = ("data.path", f"the folder for temporary files {base}", "write data.stage=ram, or a folder")
     with usable(*use):
-        held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
-        folder, rows = held.folder / "data", index.splits[split].rows
+        lease = lease_folder(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
+        folder, rows = lease.folder / "data", index.splits[split].rows
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            with alone(held.folder / "rows"):
+            with locked(lease.folder / "rows"):
                 if not is_whole(folder, rows):
                     fetch(server, rows, folder)
             room_bytes = free_bytes(folder) + folder_bytes(folder)
         except BaseException as error:
-            held.close()
+            lease.close()
             if isinstance(error, NoRoomError):
                 raise OSError(errno.ENOSPC, "it is full") from None
             raise
     server.patience_s = patience_s
     limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * room_bytes)
-    shards = RemoteShards(server, held, index, split, limit_bytes=limit_bytes)
+    shards = RemoteShards(server, lease, index, split, limit_bytes=limit_bytes)
     source = RemoteRecords(folder, index, split, shards)
     source.opened_with = data, split, patience_s
     weakref.finalize(source, shards.close)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from trainables.data.index import File, Index
 from trainables.data.order import Split
-from trainables.data.storage import folder_cleaner as keeper
 from trainables.data.storage.next_shards import Ahead, Positions
-from trainables.data.storage.shared_folder import Hold, alone, human, usable
+from trainables.data.storage.shared_folder import FolderLease, human, usable
 from trainables.data.storage.staging import is_whole
 from trainables.data.storage.transfer import NoRoomError, Place, StoppedError, fetch, part_of
 from trainables.errors import DataError
+from trainables.locks import is_locked, locked
 
 _LANES = 4  # shards fetched at a time
 _TOUCH_EVERY_S = 1.0
@@ -29,14 +29,14 @@ _LOOK_AGAIN_S = 1.0
 
 
 class RemoteShards:
-    """One split's shards; all processes of the node that hold `held` share the folder and its limit.
+    """One split's shards; all processes of the node that have a `lease` share the folder and its limit.
 
     A shard that is not there is fetched by whoever reads it. Once `follow` was called, threads fetch ahead.
     """
 
-    def __init__(self, server: Place, held: Hold, index: Index, split: Split, *, limit_bytes: int) -> None:
+    def __init__(self, server: Place, lease: FolderLease, index: Index, split: Split, *, limit_bytes: int) -> None:
         self.server, self.limit_bytes, self.shards = server, limit_bytes, index.splits[split].shards
-        self.folder, self._held = held.folder / "data", held
+        self.folder, self._lease = lease.folder / "data", lease
         self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
         self._files = {file.file: file for part in index.splits.values() for file in part.shards}
         self._touched_at = [0.0] * len(self.shards)
@@ -88,7 +88,7 @@ class RemoteShards:
     def close(self) -> None:
         """End the threads, and the reads that wait for a shard; let go of the folder."""
         self._closed = True
-        self._held.close()
+        self._lease.close()
 
     def _stopped(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()
@@ -129,7 +129,7 @@ class RemoteShards:
         Raises DataError, StoppedError.
         """
         here = partial(usable, "data.stage", str(self.folder), "write another folder")
-        with here(), alone(self._lock_of(self.shards[shard]), self._check_stopped):
+        with here(), locked(self._lock_of(self.shards[shard]), self._check_stopped):
             if shard in self._failed:
                 raise self._failed[shard]
             try:
@@ -161,7 +161,7 @@ class RemoteShards:
 
         `file` counts as if it were there from now on. `at_least` so many bytes are removed.
         """
-        with alone(self._held.folder / "room", self._check_stopped):
+        with locked(self._lease.folder / "room", self._check_stopped):
             num_bytes = max(self._used() + file.bytes - self.limit_bytes, at_least)
             removable = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in self._present() if path.name not in keep]
             if num_bytes > sum(size for _, size, _ in removable):
@@ -184,7 +184,7 @@ class RemoteShards:
         used = 0
         for file in self._files.values():
             part = part_of(self.folder, file)
-            if part.exists() and keeper.is_locked(str(self._lock_of(file))):
+            if part.exists() and is_locked(self._lock_of(file)):
                 used += file.bytes
             else:
                 part.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class RemoteShards:
         return used + sum(stat.st_size for _, stat in self._present())
 
     def _lock_of(self, file: File) -> Path:
-        return self._held.folder / f"{file.file}.lock"
+        return self._lease.folder / f"{file.file}.lock"
 
     def _present(self) -> Iterator[tuple[Path, os.stat_result]]:
         for name in self._files:

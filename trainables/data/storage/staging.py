@@ -19,17 +19,17 @@ from trainables.data.shards import LocalShards
 from trainables.data.storage.shared_folder import (
     GRACE_S,
     RAM,
-    Hold,
-    alone,
+    FolderLease,
     folder_bytes,
     free_bytes,
-    hold,
     human,
+    lease_folder,
     remove_others,
     usable,
 )
 from trainables.data.storage.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
+from trainables.locks import locked
 from trainables.rundir import expanded, write_atomic
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
@@ -42,7 +42,7 @@ def base_folder(stage: str) -> str:
     return RAM if stage == "ram" else stage
 
 
-def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
+def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderLease]:
     """The folder of this node's copy of the packed set in the folder `path`, and what keeps it there.
 
     The first process of the node copies, others wait; files that an earlier copy finished serve again. `to`: `ram` or a folder.
@@ -54,37 +54,37 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
     index = read_index(root)
     content = (root / INDEX).read_bytes()
     with usable("data.stage", base_folder(to), "give another folder"):
-        held = hold(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
-        target = held.folder / "data"
+        lease = lease_folder(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
+        target = lease.folder / "data"
         progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
         try:
             target.mkdir(mode=0o700, exist_ok=True)
-            with alone(held.folder / "copying", progress):
+            with locked(lease.folder / "copying", progress):
                 if missing := [file for file in index.files() if not is_whole(target, file)]:
-                    _copy(root, missing, held, progress)
+                    _copy(root, missing, lease, progress)
                 write_atomic(target / INDEX, content)
         except BaseException:
-            held.close()
+            lease.close()
             raise
-    return str(target), held
+    return str(target), lease
 
 
 class StagedRecords(RecordsSource):
     """One split of a packed set as this node's copy has it; see `open_staged`."""
 
-    def __init__(self, root: Path, index: Index, split: Split, held: Hold) -> None:
+    def __init__(self, root: Path, index: Index, split: Split, lease: FolderLease) -> None:
         super().__init__(root, index, split, LocalShards(root, index.splits[split].shards))
-        self._held = held
+        self._lease = lease
 
     def close(self) -> None:
         """This process needs the copy no more."""
-        self._held.close()
+        self._lease.close()
 
 
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
     """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
-    path, held = stage(data.path, data.stage)
-    return StagedRecords(Path(path), read_index(Path(path)), split, held)
+    path, lease = stage(data.path, data.stage)
+    return StagedRecords(Path(path), read_index(Path(path)), split, lease)
 
 
 def is_whole(folder: Path, file: File) -> bool:
@@ -110,14 +110,14 @@ class Progress:
         _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total_bytes))
 
 
-def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], None]) -> None:
+def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callable[[], None]) -> None:
     """Copy `missing` from `root`; where the room runs out, nothing of the copy stays."""
-    target, base = held.folder / "data", held.folder.parent.parent
+    target, base = lease.folder / "data", lease.folder.parent.parent
     for unfinished in target.glob(".*"):
         unfinished.unlink()
     needed_bytes = sum(file.bytes for file in missing)
     if needed_bytes > free_bytes(target):
-        remove_others(held, kept=True)
+        remove_others(lease, within_grace=True)
     if needed_bytes > (room_bytes := free_bytes(target)):
         raise DataError(
             f"data.stage: {human(needed_bytes)} of {root} do not fit into the {human(room_bytes)} that are free in {base}; "

@@ -27,7 +27,7 @@ from trainables.data.index import INDEX, read_index
 from trainables.data.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.data.storage import next_shards as looking
 from trainables.data.storage.next_shards import Ahead
 from trainables.data.storage.remote import RemoteRecords, Server, open_remote
@@ -44,10 +44,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Path]:
-    """A folder for this node's shards; no keeper of it outlives the test for long."""
+    """A folder for this node's shards; no cleaner of it outlives the test for long."""
     yield tmp_path / "node"
     for folder in (tmp_path / "node").glob("raydistill-*/*"):
-        keeper.remove_unused(str(folder))
+        folder_cleaner.remove_unused(str(folder))
 
 
 def _data(uri: str, node: Path, **more: Any) -> DataConfig:
