@@ -344,7 +344,7 @@ def pack(
     """
     from service.cluster.resources import real_cpus
     from service.runs.pack import pack as run_pack
-    from service.runs.pack import said
+    from service.runs.pack import summary_line
     from trainables.data.pack.modes import Mode
 
     if max_side is not None and raw is not None:
@@ -355,7 +355,7 @@ def pack(
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on where it was", err=True)
         raise
-    click.echo(said(dest, packing))
+    click.echo(summary_line(dest, packing))
 
 
 @cli.command()

@@ -58,8 +58,15 @@ def _try(subject: Subject, index: int, max_s: float, max_mib: int) -> dict[str, 
         num_calls += 1
         slowest_s, peak_mib, wrong = max(slowest_s, took_s), max(peak_mib, mib), wrong or problem
         found.update(reason(line) if line else "" for line in lines)
-    return {"index": index, "kind": given.kind, "calls": num_calls, "found": found, "slowest_s": slowest_s, "peak_mib": peak_mib,
-            "wrong": wrong}  # fmt: skip
+    return {
+        "index": index,
+        "kind": given.kind,
+        "calls": num_calls,
+        "found": found,
+        "slowest_s": slowest_s,
+        "peak_mib": peak_mib,
+        "wrong": wrong,
+    }
 
 
 def _measured(call: Callable[[], list[str]]) -> tuple[tuple[list[str], str | None], float, int]:

@@ -28,9 +28,30 @@ from trainables.data.records import RecordsSource, open_records
 _SIZE = 32
 _SHARD_BYTES = 4000  # about three photos
 _NASTY: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**40, 2**61, 2**62, 2**63, 2**64, 1e308, 0.5, "", "a\nb", "../x", "index.json", "x" * 9999,
-    "\ud800", [], {}, [[]] * 500, ["a\nb"],
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**40,
+    2**61,
+    2**62,
+    2**63,
+    2**64,
+    1e308,
+    0.5,
+    "",
+    "a\nb",
+    "../x",
+    "index.json",
+    "x" * 9999,
+    "\ud800",
+    [],
+    {},
+    [[]] * 500,
+    ["a\nb"],
+)
 
 
 class Shards:
@@ -79,7 +100,7 @@ class Shards:
         view = self._views[split]
         (crop,) = uniforms(0, 0, np.array([index]), view.num_uniforms)
         try:
-            source.expect(np.array([index]))
+            source.prefetch(np.array([index]))
             view.into(source.read(index), crop, self._out_HWC)
             assert source.name(index)
             return ""

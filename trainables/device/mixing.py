@@ -22,7 +22,7 @@ from trainables.device.random_numbers import Draws
 
 
 class Mix(NamedTuple):
-    """What a batch's images show beside their own labels' classes: cross-entropy is share·CE(own) + (1 - share)·CE(other)."""
+    """The second label of a mixed batch's images: cross-entropy is share·CE(own) + (1 - share)·CE(other)."""
 
     labels_B: Tensor  # int64, of the other image
     share_B: Tensor  # float64 in [0, 1], of the image's own label
@@ -84,8 +84,12 @@ def cut_boxes(share_B: Tensor, place_B2: Tensor, height: int, width: int) -> Ten
     half_B = 0.5 * (1 - share_B).sqrt()
     half_high_B, half_wide_B = (half_B * height).floor(), (half_B * width).floor()
     y_B, x_B = (place_B2[:, 0] * height).floor(), (place_B2[:, 1] * width).floor()
-    edges = [(y_B - half_high_B).clamp(min=0), (x_B - half_wide_B).clamp(min=0),
-             (y_B + half_high_B).clamp(max=height), (x_B + half_wide_B).clamp(max=width)]  # fmt: skip
+    edges = [
+        (y_B - half_high_B).clamp(min=0),
+        (x_B - half_wide_B).clamp(min=0),
+        (y_B + half_high_B).clamp(max=height),
+        (x_B + half_wide_B).clamp(max=width),
+    ]
     return torch.stack(edges, dim=1)
 
 

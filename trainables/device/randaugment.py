@@ -23,14 +23,33 @@ from trainables.device.color import WHITE, blend, column, gray, mean_level
 from trainables.device.random_numbers import Draws
 
 OPERATIONS = (
-    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness",
-    "posterize", "solarize", "autocontrast", "equalize",
-)  # fmt: skip
+    "identity",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+    "rotate",
+    "brightness",
+    "color",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "autocontrast",
+    "equalize",
+)
 _BINS = 31
 _MOST = {
-    "shear_x": 0.3, "shear_y": 0.3, "translate_x": 150 / 331, "translate_y": 150 / 331, "rotate": 30.0,
-    "brightness": 0.9, "color": 0.9, "contrast": 0.9, "sharpness": 0.9,
-}  # fmt: skip
+    "shear_x": 0.3,
+    "shear_y": 0.3,
+    "translate_x": 150 / 331,
+    "translate_y": 150 / 331,
+    "rotate": 30.0,
+    "brightness": 0.9,
+    "color": 0.9,
+    "contrast": 0.9,
+    "sharpness": 0.9,
+}
 """The magnitude of the last bin, of those that can have either sign; translations as a part of the image."""
 
 

@@ -122,8 +122,6 @@ def train_stage(config: TrainConfig, group: Group, enough: Callable[[Sequence[fl
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
-    if group.device.type == "cpu" and not config.train.compile:
-        leave_out_triton()
     began = time.time()
     try:
         start_logging(stage, group)
@@ -387,15 +385,6 @@ class ActorLine:
                 raise TeacherServiceLostError(type(error).__name__) from error
 
         return result
-
-
-def leave_out_triton() -> None:
-    """Make `import triton` fail in this process, as where it is not installed.
-
-    The first optimizer imports torch._dynamo, which imports Triton where it can: 70 MiB, and a third of a second on one core,
-    for kernels that no CPU runs.
-    """
-    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
 def note_error(stage: StageDir, group: Group, error: BaseException) -> None:

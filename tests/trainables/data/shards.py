@@ -24,8 +24,17 @@ def make_records(root: Path, *, shards: int = 4, rows: int = 25, size: int = 100
     splits = {
         split: _split(root, split, count, each, size) for split, count, each in (("train", shards, rows), ("val", 1, val_rows))
     }
-    index = {"format": "raydistill records", "version": 1, "image": "file", "mode": {}, "source": {}, "raydistill": "0.1.0",
-             "num_unreadable": 0, "classes": ["a", "b"], "splits": splits}  # fmt: skip
+    index = {
+        "format": "raydistill records",
+        "version": 1,
+        "image": "file",
+        "mode": {},
+        "source": {},
+        "raydistill": "0.1.0",
+        "num_unreadable": 0,
+        "classes": ["a", "b"],
+        "splits": splits,
+    }
     (root / INDEX).write_text(json.dumps(index))
     return root
 

@@ -223,11 +223,11 @@ def test_a_file_of_many_samples_that_has_gone_is_an_error_and_drops_none(
 ) -> None:
     write(tmp_path / "set")
     reader = READERS[kind](tmp_path / "set")
-    places = reader.listing().splits["train"].places
+    locations = reader.listing().splits["train"].locations
     for path in (tmp_path / "set").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        list(reader.read(places))
+        list(reader.read(locations))
 
 
 # TFRecord
@@ -271,8 +271,16 @@ def tfrecord(records: list[bytes]) -> bytes:
 
 def imagenet_example(label: int, jpeg: bytes) -> bytes:
     synset = f"n{label:08}".encode()
-    return example({"image/height": 32, "image/encoded": jpeg, "image/class/label": label, "image/class/synset": synset,
-                    "image/object/bbox/xmin": 0.5, "image/filename": synset + b"_1.JPEG"})  # fmt: skip
+    return example(
+        {
+            "image/height": 32,
+            "image/encoded": jpeg,
+            "image/class/label": label,
+            "image/class/synset": synset,
+            "image/object/bbox/xmin": 0.5,
+            "image/filename": synset + b"_1.JPEG",
+        }
+    )
 
 
 def write_tfrecords(root: Path) -> None:
@@ -473,8 +481,13 @@ def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> 
     by_class = {b"zebra/1.jpg": JPEGS[0], b"ant/2.jpg": JPEGS[1], b"__len__": b"2"}
     train, _ = packed(write_lmdb(tmp_path / "classes", by_class, by_class))
     assert (train.classes, train.labels_N.tolist(), contents(train)) == (("ant", "zebra"), [0, 1], [JPEGS[1], JPEGS[0]])
-    beside = {b"image-000000001": JPEGS[0], b"label-000000001": b"5", b"image-000000002": JPEGS[1], b"label-000000002": b"3",
-              b"num-samples": b"2"}  # fmt: skip
+    beside = {
+        b"image-000000001": JPEGS[0],
+        b"label-000000001": b"5",
+        b"image-000000002": JPEGS[1],
+        b"label-000000002": b"3",
+        b"num-samples": b"2",
+    }
     train, _ = packed(write_lmdb(tmp_path / "beside", beside, beside))
     assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
 
@@ -494,7 +507,7 @@ def test_an_lmdb_is_listed_without_copying_its_images(tmp_path: Path) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(listing.splits["val"].places) == 2
+    assert len(listing.splits["val"].locations) == 2
     assert most < 2**20
 
 

@@ -79,8 +79,8 @@ def test_samples_lie_in_several_shards_of_about_the_size_that_was_asked_for(pack
     assert len(shards) > 2
     assert max(shard.bytes for shard in shards) < 2 * SMALL_SHARDS
     source = open_records(str(packed), "train")
-    places = [source.place(index) for index in range(len(source))]
-    assert places == [(number, row) for number, shard in enumerate(shards) for row in range(shard.rows)]
+    locations = [source.place(index) for index in range(len(source))]
+    assert locations == [(number, row) for number, shard in enumerate(shards) for row in range(shard.rows)]
 
 
 def test_pixels_are_read_as_height_width_and_colour(images: Path, tmp_path: Path) -> None:
@@ -252,8 +252,12 @@ def _with_rows(packed: Path, content: bytes) -> None:
 def test_rows_that_point_outside_their_shard_are_refused(packed: Path) -> None:
     batch = pa.ipc.open_file(packed / "train.rows.arrow").get_batch(0)
     for column, values in (
-        ("offset", [-1, 2**62, 10**6]), ("size", [-1, 2**62, 10**6]), ("label", [-1, 3]), ("width", [-1]), ("height", [-1])
-    ):  # fmt: skip
+        ("offset", [-1, 2**62, 10**6]),
+        ("size", [-1, 2**62, 10**6]),
+        ("label", [-1, 3]),
+        ("width", [-1]),
+        ("height", [-1]),
+    ):
         for value in values:
             changed = batch.column(column).to_numpy().copy()
             changed[4] = value

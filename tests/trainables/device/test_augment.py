@@ -91,8 +91,12 @@ def test_augmented_training_is_the_same_on_2_and_3_workers(ranks: Ranks, tmp_pat
 
 
 def test_an_augmented_run_that_died_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
-    settings = {"teacher": None, "data": {"last_batch": "drop", "device_augment": ALL}, "train": {"checkpoint_every": 3},
-                "optim": {"epochs": 2}}  # fmt: skip
+    settings = {
+        "teacher": None,
+        "data": {"last_batch": "drop", "device_augment": ALL},
+        "train": {"checkpoint_every": 3},
+        "optim": {"epochs": 2},
+    }
     whole = ranks.run(1, train, config(tmp_path / "whole", **settings))[0]
     pieces = ranks.run(1, train, config(tmp_path / "pieces", **settings), 3)[0]
     assert pieces["died"]

@@ -89,16 +89,30 @@ def _without_pixels(data: bytes) -> bytes:
 
 def _config(root: Path, decoder: str, **changes: object) -> DataConfig:
     return DataConfig.model_validate(
-        {"path": str(root), "image_size": SIZE, "global_batch_size": 6, "augment": "crop_flip", "last_batch": "short",
-         "max_bad": 0.3, "decoder": decoder, **changes}
-    )  # fmt: skip
+        {
+            "path": str(root),
+            "image_size": SIZE,
+            "global_batch_size": 6,
+            "augment": "crop_flip",
+            "last_batch": "short",
+            "max_bad": 0.3,
+            "decoder": decoder,
+            **changes,
+        }
+    )
 
 
 def _loader(data: DataConfig, rank: int = 0, world: int = 1, workers: int = 0, device: torch.device = CPU) -> Loader:
     return Loader(
-        open_source(data, "train"), data, split="train", seed=11, rank=rank, world_size=world, loader_workers=workers,
+        open_source(data, "train"),
+        data,
+        split="train",
+        seed=11,
+        rank=rank,
+        world_size=world,
+        loader_workers=workers,
         device=device,
-    )  # fmt: skip
+    )
 
 
 def _epoch(loader: Loader, device: torch.device = CPU, start: int = 0) -> Iterator[DeviceBatch]:
@@ -228,8 +242,8 @@ def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder, nam
     left = [
         int(batch.indices_B[region.row])
         for batch in loader.epoch(2)
-        if batch.undecoded is not None
-        for region in batch.undecoded.regions
+        if batch.encoded_rows is not None
+        for region in batch.encoded_rows.regions
     ]
     assert sorted(left) == sorted(set(range(17)) - {0, 3, 10, 13})
 
@@ -281,7 +295,7 @@ def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder, name: str) ->
     data = _config(root, name)
     loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=0)
     assert loader.decoder in DECODERS
-    assert all(batch.undecoded is None for batch in loader.epoch(0))
+    assert all(batch.encoded_rows is None for batch in loader.epoch(0))
 
 
 def test_a_very_large_image_is_left_to_the_cpu() -> None:

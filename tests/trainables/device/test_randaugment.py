@@ -44,8 +44,11 @@ def test_each_image_gets_its_own_operation_as_torchvision_does_it(size: int, mag
             apart = [levels_apart(mine, theirs) for mine, theirs in zip(ours.apply(batch, KINDS), expected, strict=True)]
             names = [OPERATIONS[kind // 2] for kind in KINDS.tolist()]
             # The same arithmetic: where a machine fuses a multiplication with an addition, a tie may fall to the other side.
-            assert [(name, most) for name, (most, _) in zip(names, apart, strict=True)
-                    if most > 1 and not name.startswith(("shear", "rotate"))] == []  # fmt: skip
+            assert [
+                (name, most)
+                for name, (most, _) in zip(names, apart, strict=True)
+                if most > 1 and not name.startswith(("shear", "rotate"))
+            ] == []
             assert max(part for _, part in apart) < 2e-3
 
 

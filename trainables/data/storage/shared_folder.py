@@ -53,11 +53,11 @@ def _end_lease(user: Path, lock: Lock) -> None:
 def lease_folder(base: str, identity: str, *, grace_s: float = GRACE_S) -> FolderLease:
     """Make or take over the folder of `identity`, and see to its removal `grace_s` seconds after its last user has gone.
 
-    Folders of other identities that a crash left behind are removed. Raises OSError where `base` cannot be used; see `usable`.
+    Folders of other identities that a crash left behind are removed. Raises OSError where `base` cannot be used.
     """
     found = None
     while found is None:
-        folder = _own_root(base) / identity
+        folder = _user_root(base) / identity
         with contextlib.suppress(FileNotFoundError):  # another process has removed the folder or its root in this moment
             folder.mkdir(mode=0o700, exist_ok=True)
             found = _register(folder, grace_s)
@@ -79,7 +79,7 @@ def _register(folder: Path, grace_s: float) -> FolderLease | None:
 
 
 @contextlib.contextmanager
-def usable(setting: str, base: str, instead: str) -> Iterator[None]:
+def reported_as(setting: str, base: str, instead: str) -> Iterator[None]:
     """Make of an OSError the DataError of the `setting` by which `base` is used; `instead`: what to write."""
     try:
         yield
@@ -138,7 +138,7 @@ def _container_bytes() -> float:
     return float("inf") if limit == "max" else int(limit) - used + int(reclaimable)
 
 
-def human(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A size as a message shows it: three digits and a binary unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
@@ -147,7 +147,7 @@ def human(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def _own_root(base: str) -> Path:
+def _user_root(base: str) -> Path:
     """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
     root = expanded(base) / f"raydistill-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

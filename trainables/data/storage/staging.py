@@ -21,11 +21,11 @@ from trainables.data.storage.shared_folder import (
     RAM,
     FolderLease,
     folder_bytes,
+    format_bytes,
     free_bytes,
-    human,
     lease_folder,
     remove_others,
-    usable,
+    reported_as,
 )
 from trainables.data.storage.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
@@ -53,7 +53,7 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderL
     root = expanded(path)
     index = read_index(root)
     content = (root / INDEX).read_bytes()
-    with usable("data.stage", base_folder(to), "give another folder"):
+    with reported_as("data.stage", base_folder(to), "give another folder"):
         lease = lease_folder(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
         target = lease.folder / "data"
         progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
@@ -96,18 +96,18 @@ def is_whole(folder: Path, file: File) -> bool:
 
 
 class Progress:
-    """Logs, every few seconds that it is called, how much of a set a folder holds: who waits says the same as who copies."""
+    """Logs every few seconds that it is called how much of a set is in a folder, in processes that copy and that wait."""
 
     def __init__(self, what: str, folder: Path, index: Index) -> None:
         self._what, self._folder, self._total_bytes = what, folder, sum(file.bytes for file in index.files())
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._said_at < _PROGRESS_S:
+        if now - self._logged_at < _PROGRESS_S:
             return
-        self._said_at = now
-        _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total_bytes))
+        self._logged_at = now
+        _log.info("%s: %s of %s", self._what, format_bytes(folder_bytes(self._folder)), format_bytes(self._total_bytes))
 
 
 def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callable[[], None]) -> None:
@@ -120,8 +120,8 @@ def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callabl
         remove_others(lease, within_grace=True)
     if needed_bytes > (room_bytes := free_bytes(target)):
         raise DataError(
-            f"data.stage: {human(needed_bytes)} of {root} do not fit into the {human(room_bytes)} that are free in {base}; "
-            "write data.stage=none, or a folder with more room"
+            f"data.stage: {format_bytes(needed_bytes)} of {root} do not fit into the {format_bytes(room_bytes)} "
+            f"that are free in {base}; write data.stage=none, or a folder with more room"
         )
     began, stop = time.monotonic(), threading.Event()
     with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
@@ -140,12 +140,12 @@ def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callabl
         for file in target.iterdir():
             file.unlink()
         raise DataError(
-            f"data.stage: {base} was full before {human(needed_bytes)} of {root} were copied there: others write to it too; "
-            "write data.stage=none, or a folder with more room"
+            f"data.stage: {base} was full before {format_bytes(needed_bytes)} of {root} were copied there: "
+            "others write to it too; write data.stage=none, or a folder with more room"
         )
     for failure in failures:
         if not isinstance(failure, StoppedError):
             raise failure
     took_s = time.monotonic() - began
     bytes_per_s = needed_bytes / max(took_s, 1e-3)
-    _log.info("staged %s of %s in %s in %.1f s (%s/s)", human(needed_bytes), root, base, took_s, human(bytes_per_s))
+    _log.info("staged %s of %s in %s in %.1f s (%s/s)", format_bytes(needed_bytes), root, base, took_s, format_bytes(bytes_per_s))

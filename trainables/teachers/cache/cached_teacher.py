@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Batch, Loader
-from trainables.data.storage.shared_folder import free_bytes, human
+from trainables.data.storage.shared_folder import format_bytes, free_bytes
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError, DistillError
 from trainables.methods.contract import ModelOutputs
@@ -141,7 +141,7 @@ def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[
         all_rows, row_bytes = images.num_samples * num_epochs, store.layout.row_bytes
         log.info(
             "teacher.cache: %s holds %s of %s logits (%s images × %s epochs): %s of %s", store.folder, f"{rows:,}",
-            f"{all_rows:,}", f"{images.num_samples:,}", num_epochs, human(there_bytes), human(all_rows * row_bytes),
+            f"{all_rows:,}", f"{images.num_samples:,}", num_epochs, format_bytes(there_bytes), format_bytes(all_rows * row_bytes),
         )  # fmt: skip
         found = store.folder.name, top_k, parts["teacher"]["sha256"]
         if rows == all_rows or not keeps(config):
@@ -151,8 +151,9 @@ def _look(config: TrainConfig, images: Images, classes: Sequence[str]) -> tuple[
         missing_bytes, free = (all_rows - rows) * row_bytes, free_bytes(store.folder)
         if missing_bytes > free:
             return DataError(
-                f"teacher.cache: {human(missing_bytes)} of logits do not fit into the {human(free)} that are free in "
-                f"{teacher.cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+                f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} "
+                f"that are free in {teacher.cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with "
+                "more room"
             )
         write_json(store.folder / "key.json", parts)
     except OSError as error:

@@ -50,9 +50,11 @@ class User:
     def __init__(self, source: Path, to: Path) -> None:
         path = os.pathsep.join([str(Path(__file__).parents[4]), *sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _USER, str(source), str(to)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+            [sys.executable, "-c", _USER, str(source), str(to)],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
             text=True,
-        )  # fmt: skip
+        )
 
     def said(self, word: str) -> str:
         """The first line that begins with `word`."""
