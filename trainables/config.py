@@ -116,7 +116,7 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
-    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "torchvision", "pil", "gpu", "dali"] = Field(
+    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "pil", "gpu", "dali"] = Field(
         "auto", description="library that decodes JPEG; auto: the fastest one installed; gpu, dali: crop_flip's crops on the GPU"
     )
     fidelity: Literal["fast", "exact"] = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 import time
@@ -21,6 +20,7 @@ from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
 from trainables.data.pack.shard import write_shard
 from trainables.errors import DataError
+from trainables.locks import try_lock
 from trainables.rundir import expand_home, write_json
 
 
@@ -60,10 +60,10 @@ def pack(
             verify(dest, index, processes)
             shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
             return Packing(index, 0, time.monotonic() - began)
-        with _alone(dest):
+        with _exclusive(dest):
             _begin(dest, plan)
             missing = [job for job in plan.jobs if not job.is_whole()]
-            num_missing = sum(len(job.listed.places) for job in missing)
+            num_missing = sum(len(job.split_listing.locations) for job in missing)
             _refuse_small(dest, plan, num_missing)
             with bar("packing", "images", plan.num_samples) as advance:
                 advance(plan.num_samples - num_missing)
@@ -105,11 +105,11 @@ def verify(dest: Path, index: Index, threads: int) -> None:
 
 def _begin(dest: Path, plan: Plan) -> None:
     """Say in `dest` what is being packed, or see that it is the same as before."""
-    said = dest / UNFINISHED / "plan.json"
+    summary_line = dest / UNFINISHED / "plan.json"
     try:
-        _refuse_other(dest, plan, json.loads(said.read_bytes())["plan"], "an unfinished set")
+        _refuse_other(dest, plan, json.loads(summary_line.read_bytes())["plan"], "an unfinished set")
     except (OSError, ValueError, KeyError):
-        write_json(said, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
+        write_json(summary_line, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
     for torn in dest.glob(".*.tmp"):  # what a killed process was writing
         torn.unlink(missing_ok=True)
 
@@ -136,23 +136,19 @@ def _refuse_small(dest: Path, plan: Plan, num_missing: int) -> None:
 
 
 @contextlib.contextmanager
-def _alone(dest: Path) -> Iterator[None]:
+def _exclusive(dest: Path) -> Iterator[None]:
     """One command at a time works on `dest`; the lock ends with its process."""
     (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    with open(dest / UNFINISHED / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{dest}: another `distill pack` works on it; wait for its end") from None
-        except OSError as error:
-            raise DataError(
-                f"{dest}: its file system cannot lock files ({error.strerror}), which holds two packs apart; "
-                "pack into a folder on another disk, then copy it"
-            ) from None
+    lock = try_lock(dest / UNFINISHED / "lock")
+    if lock is None:
+        raise DataError(f"{dest}: another `distill pack` works on it; wait for its end")
+    try:
         yield
+    finally:
+        lock.release()
 
 
-def said(dest: Path, packing: Packing) -> str:
+def summary_line(dest: Path, packing: Packing) -> str:
     """A packing in one line."""
     index = packing.index
     counts = ", ".join(f"{split.rows.rows:,} {name}" for name, split in index.splits.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from trainables.errors import ExperimentError
+from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir, unwritable_reason, write_atomic
 
 
@@ -98,21 +98,19 @@ def locked(run_dir: RunDir) -> Iterator[None]:
     Raises:
         ExperimentError: another process carries this run out.
     """
-    with open(run_dir.root / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ExperimentError(
-                f"{run_dir.root} is being carried out by another process: wait for it, or end it first"
-            ) from None
+    lock = try_lock(run_dir.root / ".lock")
+    if lock is None:
+        raise ExperimentError(f"{run_dir.root} is being carried out by another process: wait for it, or end it first")
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def abandoned(run_dir: RunDir) -> bool:
     """Whether a run that has begun is in nobody's hands: the lock of `locked` could be had. It is not kept."""
+    lock = run_dir.root / ".lock"
     try:
-        with open(run_dir.root / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, not there yet, or on a file system without locks
+        return lock.exists() and not is_locked(lock)
+    except OSError:  # another user's, which may not be read
         return False
-    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import hashlib
 import importlib.metadata
@@ -27,6 +26,7 @@ from mlflow.types import Schema, TensorSpec
 import trainables
 from service.tracking.spool import RefusedError, Row
 from trainables.errors import ModelError
+from trainables.locks import locked
 from trainables.models.names import REUSE_SEPARATOR, check_model_name
 
 KEY_TAG = "raydistill.key"
@@ -183,8 +183,7 @@ def create_database(path: Path, artifacts: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f"{path.name}.lock"), "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f"{path.name}.lock")):
         if path.exists() and path.stat().st_size:
             return
         temporary = path.with_name(f".{path.name}.new")

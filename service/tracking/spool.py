@@ -6,7 +6,6 @@ Nothing here knows the store. `events.jsonl` and `target.json` are the truth; wh
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainables.locks import try_lock
 from trainables.rundir import RunDir, append_line, write_json
 
 CHUNK_BYTES = 64 * 1024
@@ -183,13 +183,12 @@ class Spool:
     def sender_lock(self) -> Iterator[bool]:
         """True for the one process that may deliver this spool, False for any other; freed by the process's end at the latest."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with open(self._lock, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+        lock = try_lock(self._lock)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.release()
 
 
 def _records_after(path: Path, offset: int) -> Iterator[dict[str, Any]]:

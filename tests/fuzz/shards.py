@@ -100,7 +100,7 @@ class Shards:
         view = self._views[split]
         (crop,) = uniforms(0, 0, np.array([index]), view.num_uniforms)
         try:
-            source.expect(np.array([index]))
+            source.prefetch(np.array([index]))
             view.into(source.read(index), crop, self._out_HWC)
             assert source.name(index)
             return ""

@@ -134,7 +134,7 @@ def cut(stored: StoredImage, box: Box, flip: bool, out_HWC: NDArray[np.uint8], *
 
 
 def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> None:
-    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly seen.
+    """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly visible.
 
     An image is decoded at a half, a quarter or an eighth where at least one pixel is left for each that is shown, and what is
     then shrunk by less than 2 is interpolated without antialiasing. Measured on 250 ImageNet files at 224 px, decoding included,

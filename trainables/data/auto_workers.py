@@ -1,4 +1,4 @@
-"""How many loader threads are enough: measured while training runs, for `data.loader_workers: auto`."""
+"""The number of loader threads that a run needs: measured while training runs, for `data.loader_workers: auto`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _WAITS = 0.02  # of the step: more waiting than this is too much
 _MIN_BATCHES = 4
 
 
-class Enough:
-    """The least number of threads that keeps the step fed, at most `most` (what the worker has reserved).
+class AutoWorkers:
+    """Finds the least number of threads that keeps the step fed, at most `most` (what the worker has reserved).
 
     It starts with `most`. In windows of `window_s` seconds it adds up what a thread decodes a second and what the step would
     take if it never waited; two windows in a row that could do with fewer threads lower `threads` to 1.25 times the need. A
@@ -22,7 +22,7 @@ class Enough:
         self.threads = self._most = most
         self._window_s = window_s
         self._fewest, self._last, self._windows = 1, most, 0
-        self._said = False
+        self._reported = False
         self._clear()
 
     def add(self, images: int, decode_s: float, wait_s: float, wall_s: float) -> str | None:
@@ -35,28 +35,28 @@ class Enough:
         self._wall_s += wall_s
         self._batches += 1
         if self.threads < self._most and self._wait_s > _WAITS * max(self._window_s, self._wall_s):
-            return self._put_back()
+            return self._use_all()
         if self._wall_s < self._window_s or self._batches < _MIN_BATCHES:
             return None
-        line = self._settle() if self._windows else None
+        line = self._decide() if self._windows else None
         self._windows += 1
         self._clear()
         return line
 
-    def _settle(self) -> str | None:
-        """The window's verdict, which counts once the window before said the same or less."""
+    def _decide(self) -> str | None:
+        """Decide by this window and the one before. Returns a line for the log where the number of threads changes."""
         busy_s = self._wall_s - self._wait_s
         if not (self._images and busy_s > 0 and self._decode_s > 0):
             return None
         a_thread, needed = self._images / self._decode_s, self._images / busy_s
-        wanted = min(self._most, max(self._fewest, math.ceil(_SPARE * needed / a_thread)))
-        enough, self._last = max(wanted, self._last), wanted
-        if self._windows < 2 or (self._said and enough >= self.threads):
+        needed_threads = min(self._most, max(self._fewest, math.ceil(_SPARE * needed / a_thread)))
+        num_threads, self._last = max(needed_threads, self._last), needed_threads
+        if self._windows < 2 or (self._reported and num_threads >= self.threads):
             return None
-        self.threads, self._said = min(enough, self.threads), True
+        self.threads, self._reported = min(num_threads, self.threads), True
         return f"{self._count()}: a thread decodes {a_thread:,.0f} images/s, a step takes {needed:,.0f}"
 
-    def _put_back(self) -> str:
+    def _use_all(self) -> str:
         few, share = self.threads, self._wait_s / self._wall_s
         self.threads = self._last = self._most
         self._fewest = few + 1

@@ -5,6 +5,7 @@ Shapes: B samples of one batch, at most `rows`; C=3 channels, H=W=`image_size` p
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import numpy as np
@@ -22,24 +23,22 @@ class BatchMemory:
     """
 
     def __init__(self, rows: int, image_size: int, *, pinned: bool) -> None:
-        self._rows, self._image_size, self._pinned = rows, image_size, pinned
+        self._images_shape, self._pinned = (rows, image_size, image_size, 3), pinned
+        self._image_bytes = -(-3 * rows * image_size**2 // 8) * 8  # int64 follow
+        self.block_bytes = self._image_bytes + 16 * rows
+        """Uint8 pixels, and an int64 label and index a sample."""
         self._free: list[NDArray[np.uint8]] = []
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: uint8 pixels, and an int64 label and index a sample."""
-        return self._rows * (3 * self._image_size**2 + 16)
 
     def allocate(self) -> tuple[Tensor, Tensor, Tensor]:
         """images_BHWC (uint8), labels_B and indices_B (int64) of a new batch, in one block; the values are undefined."""
         block = self._allocate_block()
-        labels_B, indices_B = block[: 16 * self._rows].view(torch.int64).split(self._rows)
-        return block[16 * self._rows :].view(self._rows, self._image_size, self._image_size, 3), labels_B, indices_B
+        labels_B, indices_B = block[self._image_bytes :].view(torch.int64).chunk(2)
+        return block[: math.prod(self._images_shape)].view(self._images_shape), labels_B, indices_B
 
     def _allocate_block(self) -> Tensor:
         if self._pinned:
             return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
-        memory = self._free.pop() if self._free else np.empty(self.block_bytes, dtype=np.uint8)
+        memory = self._free.pop() if self._free else torch.empty(self.block_bytes, dtype=torch.uint8).numpy()
         lease = memory[:]  # every tensor on the block keeps this very array alive
         weakref.finalize(lease, self._free.append, memory)
         return torch.from_numpy(lease)

@@ -1,6 +1,6 @@
 """A stored sample to RGB pixels, exactly as `PIL.Image.open(file).convert("RGB")` gives them.
 
-Shapes: H W pixels, of the image or of the part that was asked for.
+Shapes: H W pixels, of the image or of the part that is decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Image.preinit()
 Image.init()
 
 Sample = bytes | memoryview | NDArray[np.uint8]
-"""What a source holds: an encoded image file of any format that PIL reads, or RGB pixels (H, W, 3)."""
+"""A stored sample: an encoded image file of any format that PIL reads, or RGB pixels (H, W, 3)."""
 
 
 class UnreadableImageError(Exception):
@@ -47,9 +47,9 @@ _BOMB = "more pixels than PIL's limit against decompression bombs"
 
 
 class StoredImage:
-    """A sample of known size, of which parts can be seen; a JPEG file is decoded no further than they need.
+    """A sample of known size, of which parts can be decoded; a JPEG file is decoded no further than they need.
 
-    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels not before they are asked for.
+    Raises UnreadableImageError as `decode_image` does, for a JPEG file's pixels only when they are decoded.
     """
 
     def __init__(self, sample: Sample, decoder: Decoder) -> None:

@@ -18,7 +18,7 @@ class Region(NamedTuple):
     flip: bool
 
 
-class Undecoded(NamedTuple):
+class EncodedRows(NamedTuple):
     """The rows of one batch that are not decoded, in order."""
 
     decoder: str
@@ -27,7 +27,7 @@ class Undecoded(NamedTuple):
     threads: int
     """How many threads of the CPU the device's decoder may use."""
     skip: Callable[[Mapping[int, str]], None]
-    """Says which rows turned out to hold no whole image, and why; who decodes leaves them out of the batch.
+    """Counts rows that turn out to hold no whole image, row → reason; whoever decodes leaves them out of the batch.
 
     Raises DataError where they are too many, as the loader does. Only in the thread that iterates over the loader.
     """

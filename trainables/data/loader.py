@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from trainables.config import DataConfig
-from trainables.data.auto_workers import Enough
+from trainables.data.auto_workers import AutoWorkers
 from trainables.data.batch_memory import BatchMemory
-from trainables.data.encoded_rows import Undecoded
+from trainables.data.encoded_rows import EncodedRows
 from trainables.data.image_view import View
 from trainables.data.order import Order, Split, rank_part
-from trainables.data.sample_reader import Costs, Part, Reader, outcome
-from trainables.data.source import Closes, Fetches, Sharded, Source
+from trainables.data.sample_reader import Costs, Reader, ReadResult, result_of
+from trainables.data.source import FollowsOrder, Sharded, Source, SupportsClose
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
 
@@ -47,14 +47,14 @@ class Batch(NamedTuple):
     labels_B: torch.Tensor  # int64
     indices_B: torch.Tensor  # int64, dataset-wide
     position: int  # global samples of this epoch that are consumed once this batch is trained on
-    undecoded: Undecoded | None = None  # rows whose pixels are not there yet: `on_device` makes them, and no one else sees this
+    encoded_rows: EncodedRows | None = None  # rows without pixels, which `on_device` decodes
 
 
 class _Pending(NamedTuple):
     """A batch whose pixels are being read."""
 
     batch: Batch
-    parts: list[Future[Part]]
+    parts: list[Future[ReadResult]]
 
 
 class Loader:
@@ -85,7 +85,7 @@ class Loader:
         world_size: int,
         loader_workers: int,
         device: torch.device = _CPU,
-        auto: Enough | None = None,
+        auto: AutoWorkers | None = None,
         num_augmentation_epochs: int | None = None,
     ) -> None:
         num_samples, batch = len(source), data.global_batch_size
@@ -107,16 +107,16 @@ class Loader:
             num_samples=num_samples,
             shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
         )
-        self._follow = source.follow if isinstance(source, Fetches) else None
+        self._follow = source.follow if isinstance(source, FollowsOrder) else None
         view = View(data, split)
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
         self._reader = Reader(source, view, seed)
         self._num_augmentation_epochs = num_augmentation_epochs
-        self._auto, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
+        self._auto_workers, self._threads, self._most_threads = auto, loader_workers, max(1, loader_workers)
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
-        self._ahead = data.prefetch_batches if loader_workers else 0
+        self._prefetch_batches = data.prefetch_batches if loader_workers else 0
         self._rows = math.ceil(min(batch, num_samples) / world_size)
         self._stop = Event()
 
@@ -144,7 +144,7 @@ class Loader:
 
         Whoever uses more than one batch at a time takes more.
         """
-        return (self._ahead + 2) * self._new_memory().block_bytes / 2**20
+        return (self._prefetch_batches + 2) * self._new_memory().block_bytes / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -159,9 +159,9 @@ class Loader:
         return self._batches(epoch, start, self._stop)
 
     def close(self) -> None:
-        """End all work and the threads, and close the source where it `Closes`. A closed loader reads no more."""
+        """End all work and the threads, and close the source where it `SupportsClose`. A closed loader reads no more."""
         self._stop.set()
-        if isinstance(self._source, Closes):  # first: a thread may wait for a shard
+        if isinstance(self._source, SupportsClose):  # first: a thread may wait for a shard
             self._source.close()
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -179,23 +179,23 @@ class Loader:
         begins = iter(range(start, last, batch))
         memory = self._new_memory()
         pending: deque[_Pending] = deque()
-        given_s = None  # when the batch before was given out
+        last_ready_s = None  # when the batch before was returned
         try:
             while True:
-                while len(pending) <= self._ahead and (begin := next(begins, None)) is not None:
+                while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
                     pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, memory, stop))
                 if not pending:
                     return
-                waits, asked_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
-                parts = [outcome(part) for part in pending[0].parts]
+                waits, wait_began_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
+                parts = [result_of(part) for part in pending[0].parts]
                 now_s = time.perf_counter()
-                wait_s = now_s - asked_s if waits else 0.0
+                wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
-                if self._auto and given_s is not None:
+                if self._auto_workers and last_ready_s is not None:
                     decode_s = sum(part.took_s for part in parts)
-                    self._adapt(self._auto, len(ready.labels_B), decode_s, wait_s, now_s - given_s)
+                    self._adapt(self._auto_workers, len(ready.labels_B), decode_s, wait_s, now_s - last_ready_s)
                 self.costs.add(len(ready.labels_B), parts, wait_s)
-                given_s = now_s
+                last_ready_s = now_s
                 pending.popleft()
                 yield ready
                 del ready  # its memory is free once the consumer has done with it
@@ -213,29 +213,28 @@ class Loader:
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
-        augmentation_epoch = self.augmentation_epoch(epoch)
+        pixels_BHWC, augmentation_epoch = images_BHWC.numpy(), self.augmentation_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
         for row in range(0, len(indices_B), rows):
             # In a list that `fill` empties: an executor's thread keeps a finished task's arguments for a while.
-            pixels = [images_BHWC[row : row + rows].numpy()]
-            parts.append(
-                self._run(partial(self._reader.fill, row, indices_B[row : row + rows], pixels, augmentation_epoch, stop))
-            )
+            pixels = [pixels_BHWC[row : row + rows]]
+            fill = partial(self._reader.fill, row, indices_B[row : row + rows], pixels, augmentation_epoch, stop)
+            parts.append(self._run(fill))
         return _Pending(Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, numbers_B, end), parts)
 
-    def _run(self, work: Callable[[], Part]) -> Future[Part]:
+    def _run(self, work: Callable[[], ReadResult]) -> Future[ReadResult]:
         if self._pools:
             return self._pools[-1].submit(work)
-        done: Future[Part] = Future()
+        done: Future[ReadResult] = Future()
         done.set_result(work())
         return done
 
-    def _finish(self, pending: _Pending, parts: list[Part]) -> Batch:
+    def _finish(self, pending: _Pending, parts: list[ReadResult]) -> Batch:
         """The batch whose pixels are read, without the unreadable images."""
         batch = pending.batch
         bad = dict(entry for part in parts for entry in part.bad)
-        regions = [region for part in parts for region in part.undecoded]
+        regions = [region for part in parts for region in part.encoded_rows]
         if bad:
             self._skip(batch.indices_B, bad)
             good = [row for row in range(len(batch.labels_B)) if row not in bad]
@@ -246,7 +245,7 @@ class Loader:
         if not regions:
             return batch
         skip = partial(self._skip, batch.indices_B.clone())  # a clone: it must not keep the memory of the whole batch
-        return batch._replace(undecoded=Undecoded(self.decoder, regions, self._most_threads, skip))
+        return batch._replace(encoded_rows=EncodedRows(self.decoder, regions, self._most_threads, skip))
 
     def _skip(self, indices_B: Tensor, bad: Mapping[int, str]) -> None:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
@@ -255,7 +254,7 @@ class Loader:
             self.skipped[index] = f"{self._source.name(index)} ({reason})"
         self.refuse_too_many(self.skipped)
 
-    def _adapt(self, auto: Enough, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
+    def _adapt(self, auto: AutoWorkers, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
         if line := auto.add(images, decode_s, wait_s, wall_s):
             log.info("%s", line)
             self.resize(auto.threads)

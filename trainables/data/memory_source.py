@@ -1,6 +1,6 @@
 """A source whose pixels lie in memory: what `digits` and `synthetic` are made of.
 
-Shapes: N samples, M stored images, B samples asked for, H=W pixels, C=3 channels.
+Shapes: N samples, M stored images, B samples of a read, H=W pixels, C=3 channels.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ class MemorySource:
         return hashlib.sha256(shape.encode() + np.ascontiguousarray(self.images_MHWC).tobytes()).hexdigest()
 
     def read_batch(self, indices_B: NDArray[np.int64], out_BHWC: NDArray[np.uint8]) -> None:
-        """Copy the asked images into `out_BHWC` in one call: tiny images are read by the million."""
+        """Copy these images into `out_BHWC` in one call: tiny images are read by the million."""
         np.take(self.images_MHWC, indices_B, axis=0, out=out_BHWC, mode="wrap")

@@ -1,6 +1,6 @@
 """Which sample stands at which position of an epoch: a pure function of (seed, epoch, position), and a rank's share of it.
 
-Shapes: B positions asked for, N samples of the split, S blocks (shards, or runs of neighbours) of N samples in all.
+Shapes: B positions, N samples of the split, S blocks (shards, or runs of neighbours) of N samples in all.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `index.json` says what there is, `SPLIT.rows.arrow` where every sample lies, and the shards hold the samples themselves, complete
 with labels and names, for any Arrow reader. A worker opens a split by reading two files, whatever its number of shards.
 
-Shapes: N samples of the split, S shards, R samples asked for, H=W pixels where all images have one size, C=3 channels.
+Shapes: N samples of the split, S shards, R samples of a read, H=W pixels where all images have one size, C=3 channels.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RecordsSource:
         self._shards, self._pixels, self._part = shards, index.image == "pixels", part
         self._check(root / part.rows.file, part)
         side = int(self.widths_N[0])
-        alike = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
-        self.size = side if alike else None
+        one_size = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
+        self.size = side if one_size else None
         """Height and width of every image where they are stored as pixels of one size; see `read_batch`."""
 
     def __len__(self) -> int:
@@ -49,25 +49,25 @@ class RecordsSource:
         """Samples of each shard in stored order."""
         return [stop - start for start, stop in itertools.pairwise((0, *self._ends_S))]
 
-    def place(self, index: int) -> tuple[int, int]:
+    def location(self, index: int) -> tuple[int, int]:
         """The shard that holds a sample, and its row there."""
         shard = bisect_right(self._ends_S, index)
         return shard, index - (self._ends_S[shard - 1] if shard else 0)
 
     def name(self, index: int) -> str:
-        """What the source of the packed set called the sample; its place where the shard is damaged, or not here."""
-        shard, row = self.place(index)
+        """What the source of the packed set called the sample; its shard and row where the shard is damaged, or not here."""
+        shard, row = self.location(index)
         path = self._shards.path(shard)
         return _name(path, row) or f"{path.name}[{row}]"
 
-    def expect(self, indices_R: NDArray[np.int64]) -> None:
+    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
         """These samples (R,) will be read next, one after the other: the disk may bring them side by side meanwhile.
 
         Where nothing of a shard is in the page cache, two threads that decode photos get 1.13 times as many
         (docs/where-the-bytes-live.md); where all of it is, this costs microseconds. Raises DataError as `read` does.
         """
         for index in indices_R.tolist():
-            self._shards.expect(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
+            self._shards.prefetch(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
 
     def fingerprint(self) -> str:
         """Of the files' checksums: see `source.Source`."""
@@ -93,9 +93,9 @@ class RecordsSource:
         Raises DataError as `read` does.
         """
         size, row = out_RHWC[:1].nbytes, 0
-        wanted = zip(indices_R.tolist(), self._offsets_N[indices_R].tolist(), strict=True)
+        samples = zip(indices_R.tolist(), self._offsets_N[indices_R].tolist(), strict=True)
         runs: list[list[int]] = []  # shard, offset, samples
-        for index, offset in wanted:
+        for index, offset in samples:
             shard = bisect_right(self._ends_S, index)
             if runs and runs[-1][0] == shard and runs[-1][1] + runs[-1][2] * size == offset:
                 runs[-1][2] += 1

@@ -1,4 +1,4 @@
-"""What a loader thread does: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
+"""The work of a loader thread: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainables.data.augment import uniforms
 from trainables.data.decode import UnreadableImageError
 from trainables.data.encoded_rows import Region
 from trainables.data.image_view import View
-from trainables.data.source import ReadsAhead, ReadsBatches, Source
+from trainables.data.source import Source, SupportsPrefetch, SupportsReadBatch
 from trainables.errors import DataError, DistillError
 
 
-class Part(NamedTuple):
-    """What a thread did for a batch."""
+class ReadResult(NamedTuple):
+    """What a thread has read for a batch, and what it took."""
 
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
-    undecoded: list[Region]  # rows whose pixels are left to the device
+    encoded_rows: list[Region]  # rows whose pixels are left to the device
     took_s: float
     read_s: float = 0.0  # of it inside the source
     read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
@@ -85,7 +85,7 @@ class Costs:
         self.copy_s += seconds
         self.copies += 1
 
-    def add(self, images: int, parts: list[Part], wait_s: float) -> None:
+    def add(self, images: int, parts: list[ReadResult], wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
         self.images += images
         self.batches += 1
@@ -102,7 +102,7 @@ class Costs:
 
         Milliseconds of a thread an image: `loader/image_ms`; of it `loader/read_ms` inside the source, of which it waited
         `loader/read_wait_ms`; of it `loader/cpu_ms` computing and `loader/core_wait_ms` waiting for a free core. Milliseconds a
-        batch: `loader/batch_ms`, in which the threads load one when nothing holds them up, and `loader/wait_ms`, for which the
+        batch: `loader/batch_ms`, in which the threads load one at full speed, and `loader/wait_ms`, for which the
         step's own thread waited; where there is a GPU `loader/copy_ms`, which its copy takes. `loader/threads`: how many work.
         """
         if not self.images:
@@ -128,11 +128,13 @@ class Reader:
 
     def __init__(self, source: Source, view: View, seed: int) -> None:
         self._source, self._view, self._seed = source, view, seed
-        self._expect = source.expect if isinstance(source, ReadsAhead) else None
-        self._read_batch = source.read_batch if isinstance(source, ReadsBatches) and view.keeps(source.size) else None
+        self._prefetch = source.prefetch if isinstance(source, SupportsPrefetch) else None
+        self._read_batch = source.read_batch if isinstance(source, SupportsReadBatch) and view.keeps(source.size) else None
         self._core_wait = _CoreWait()
 
-    def fill(self, first_row: int, indices_R: NDArray[np.int64], out: list[NDArray[np.uint8]], epoch: int, stop: Event) -> Part:
+    def fill(
+        self, first_row: int, indices_R: NDArray[np.int64], out: list[NDArray[np.uint8]], epoch: int, stop: Event
+    ) -> ReadResult:
         """Read `indices_R` into the array out_RHWC that is taken from `out`, the rows of a batch from `first_row` on.
 
         Rows that stay undefined are named, as bad or as undecoded.
@@ -143,16 +145,16 @@ class Reader:
         out_RHWC = out.pop()
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
         read_s, read_cpu_s = 0.0, 0.0
-        bad, undecoded = list[tuple[int, str]](), list[Region]()
+        bad, encoded_rows = list[tuple[int, str]](), list[Region]()
         source, view = self._source, self._view
 
-        def part() -> Part:
+        def part() -> ReadResult:
             took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
             waited_s = self._core_wait.seconds() - began_wait_s
-            return Part(bad, undecoded, took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s)
+            return ReadResult(bad, encoded_rows, took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s)
 
-        if self._expect:
-            self._expect(indices_R)
+        if self._prefetch:
+            self._prefetch(indices_R)
             read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
         if self._read_batch:
@@ -169,7 +171,7 @@ class Reader:
                 read_s += time.perf_counter() - before_s
                 read_cpu_s += time.thread_time() - before_cpu_s
                 if view.on_device and (region := view.region(first_row + row, sample, uniforms_RU[row])):
-                    undecoded.append(region)
+                    encoded_rows.append(region)
                 else:
                     view.into(sample, uniforms_RU[row], out_RHWC[row])
             except UnreadableImageError as error:
@@ -187,8 +189,8 @@ class Reader:
         return part()
 
 
-def outcome(part: Future[Part]) -> Part:
-    """What a thread did, once it has. A SystemExit that a library raised there must not end this thread as if it were its own.
+def result_of(part: Future[ReadResult]) -> ReadResult:
+    """The result of a thread, once it is there. A SystemExit that a library raised in it does not end this thread.
 
     Raises what the thread died of, as an Exception.
     """

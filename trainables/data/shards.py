@@ -20,7 +20,7 @@ class ShardReader(Protocol):
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """`size` bytes of a shard from `offset` on. Raises DataError where it does not have them."""
 
-    def expect(self, shard: int, offset: int, size: int) -> None:
+    def prefetch(self, shard: int, offset: int, size: int) -> None:
         """These bytes will be read next: the disk may bring them meanwhile. Raises DataError as `read` does."""
 
     def path(self, shard: int) -> Path:
@@ -31,7 +31,7 @@ class LocalShards:
     """Shards in a folder, read by position.
 
     Not memory-mapped: where a disk fails, or a file is cut off under a running job, touching mapped memory kills the process
-    (SIGBUS), and a read is an error that can be told. The copy takes 1% of the time that decoding takes. A shard that is replaced
+    (SIGBUS), and a read is an ordinary error. The copy takes 1% of the time that decoding takes. A shard that is replaced
     once it was read from is still the old one; before, it is an error.
     """
 
@@ -67,7 +67,7 @@ class LocalShards:
             raise DataError(f"data.path: {self.path(shard)} was cut off while it was in use; copy or pack it again")
         return content
 
-    def expect(self, shard: int, offset: int, size: int) -> None:
+    def prefetch(self, shard: int, offset: int, size: int) -> None:
         if sys.platform == "linux":
             try:
                 os.posix_fadvise(self._open(shard), offset, size, os.POSIX_FADV_WILLNEED)
@@ -103,7 +103,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """What a worker says where a file of a packed set cannot be read."""
+    """The error of a file of a packed set that cannot be read."""
     return DataError(f"data.path: {path} cannot be read: {error.strerror}; copy or pack it again")
 
 

@@ -1,6 +1,6 @@
 """Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder.
 
-Shapes: N samples of the split, R samples asked for, H=W pixels, C=3 channels.
+Shapes: N samples of the split, R samples of a read, H=W pixels, C=3 channels.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What a user recognises the sample by."""
+        """The sample's name for messages."""
 
     def read(self, index: int) -> Sample:
         """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
 
     def fingerprint(self) -> str:
-        """What decides the samples and their order: two sources with one fingerprint show the same image at each index."""
+        """A hash of the samples and their order: two sources with one fingerprint show the same image at each index."""
 
 
 @runtime_checkable
@@ -58,15 +58,15 @@ class Sharded(Protocol):
 
 
 @runtime_checkable
-class ReadsAhead(Protocol):
-    """A source that reads faster what it was told of."""
+class SupportsPrefetch(Protocol):
+    """A source that reads samples faster if it knows them before."""
 
-    def expect(self, indices_R: NDArray[np.int64]) -> None:
+    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
         """These samples will be read next, one after the other. Raises DataError as `read` does."""
 
 
 @runtime_checkable
-class ReadsBatches(Protocol):
+class SupportsReadBatch(Protocol):
     """A source that may hold pixels of one size."""
 
     @property
@@ -78,7 +78,7 @@ class ReadsBatches(Protocol):
 
 
 @runtime_checkable
-class Fetches(Protocol):
+class FollowsOrder(Protocol):
     """A source that brings its samples from elsewhere, in the order in which they will be read."""
 
     def follow(self, order: Order, epoch: int, position: int) -> None:
@@ -86,11 +86,11 @@ class Fetches(Protocol):
 
 
 @runtime_checkable
-class Closes(Protocol):
-    """A source that keeps something on its node: a copy, a cache, threads that fetch."""
+class SupportsClose(Protocol):
+    """A source with resources on its node: a copy, a cache, threads that fetch."""
 
     def close(self) -> None:
-        """Let go of it now, and not with the last reference. The source is read no more."""
+        """Free them now, not with the last reference. The source is read no more."""
 
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {

@@ -10,7 +10,7 @@ import numpy as np
 from trainables.data.memory_source import MemorySource
 from trainables.data.order import Split
 
-_STORED_IMAGES = 64  # 9.2 MiB at 224 px: enough that a batch is not one image, and little for every worker to hold
+_STORED_IMAGES = 64  # 9.2 MiB at 224 px: enough that a batch is not one image, and little memory for every worker
 
 
 def open_synthetic(split: Split, num_images: int, num_classes: int, image_size: int) -> MemorySource:

@@ -14,7 +14,7 @@ from trainables.device.random_numbers import Draws
 
 WHITE = 255.0
 _GRAY = (0.2989, 0.587, 0.114)
-_BRIGHTNESS, _CONTRAST = 0, 1  # places among ColorJitter's factors; saturation and hue follow
+_BRIGHTNESS, _CONTRAST = 0, 1  # columns of ColorJitter's factors; saturation and hue follow
 
 
 def column(values_B: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def mean_level(gray_B1HW: Tensor) -> Tensor:
 
 def blend(pixels: Tensor, other: Tensor, factor: Tensor) -> Tensor:
     """factor·pixels + (1 - factor)·other, cut to [0, 255] and to whole numbers. Factor (float64) 1 changes nothing."""
-    kept = pixels * factor.to(pixels.dtype)
-    return kept.addcmul_(other, (1 - factor).to(pixels.dtype)).clamp_(0, WHITE).floor_()
+    scaled = pixels * factor.to(pixels.dtype)
+    return scaled.addcmul_(other, (1 - factor).to(pixels.dtype)).clamp_(0, WHITE).floor_()
 
 
 def shift_hue(pixels_BCHW: Tensor, turns_B: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def shift_hue(pixels_BCHW: Tensor, turns_B: Tensor) -> Tensor:
     sixths = torch.where(most == red, of_blue - of_green, torch.where(most == green, 2 + of_red - of_blue, 4 + of_green - of_red))
     hue = ((sixths / 6 + 1).fmod(1) + turns_B.to(sixths.dtype)[:, None, None]).remainder(1)
     parts = []
-    for place in (5, 3, 1):  # red, green and blue lie a third of the circle apart
-        distance = (hue * 6 + place).remainder(6)
+    for channel_offset in (5, 3, 1):  # red, green and blue lie a third of the circle apart
+        distance = (hue * 6 + channel_offset).remainder(6)
         parts.append(most - most * saturation * torch.minimum(distance, 4 - distance).clamp(0, 1))
     # from [0, 1] to whole numbers as torchvision does: 1 becomes 255, and each level has the same share of the range
     return torch.stack(parts, dim=1).clamp_(0, 1).mul_(WHITE + 1 - 1e-3).floor_()
@@ -72,7 +72,7 @@ class ColorJitter:
         config = self._config
         ranges = [(max(0.0, 1 - width), 1 + width) for width in (config.brightness, config.contrast, config.saturation)]
         ranges.append((-config.hue, config.hue))
-        factors_B4 = torch.stack([low + (high - low) * at_B4[:, place] for place, (low, high) in enumerate(ranges)], dim=1)
+        factors_B4 = torch.stack([low + (high - low) * at_B4[:, factor] for factor, (low, high) in enumerate(ranges)], dim=1)
         return jitter(pixels_BCHW, factors_B4, order_B4, hue=config.hue > 0)
 
 

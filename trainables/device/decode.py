@@ -30,35 +30,34 @@ _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photo
 
 
 def fill(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
-    """Show each region in its row of `out_BCHW` (uint8, on the decoder's device), in the order of the current stream.
+    """Write each region to its row of `out_BCHW` (uint8, on the decoder's device), in the order of the current stream.
 
-    Resized antialiased, as by `resize_exact`, whatever `data.fidelity` says. What the decoder leaves is decoded as elsewhere,
-    in the calling thread. Returns row → reason for the regions of files that hold no whole image, whose rows are undefined.
+    Resized antialiased, as by `resize_exact`, whatever `data.fidelity` says. Other images are decoded on the CPU, in the calling
+    thread. Returns row → reason for the regions of files that hold no whole image, whose rows are undefined.
     Returns, on a GPU, when the current stream has done all that it had to do.
     """
     device, size = out_BCHW.device, out_BCHW.shape[-2:]
-    shown_RCHW = torch.empty((len(regions), 3, *size), device=device)
-    shown, left = list[Region](), list[Region]()
+    resized_RCHW = torch.empty((len(regions), 3, *size), device=device)
+    resized, not_decoded = list[Region](), list[Region]()
     for part in _parts(regions):
         pixels = decoder.decode(part)
         for region, rgb_hwc in zip(part, pixels, strict=True):
             if rgb_hwc is None:
-                left.append(region)
+                not_decoded.append(region)
                 continue
             rgb_1Chw = rgb_hwc.permute(2, 0, 1)[None].to(torch.float32, memory_format=torch.contiguous_format)
-            place_1CHW = shown_RCHW[len(shown) : len(shown) + 1]
-            torch.ops.aten._upsample_bilinear2d_aa.out(rgb_1Chw, size, False, None, None, out=place_1CHW)
-            shown.append(region)
+            row_1CHW = resized_RCHW[len(resized) : len(resized) + 1]
+            torch.ops.aten._upsample_bilinear2d_aa.out(rgb_1Chw, size, False, None, None, out=row_1CHW)
+            resized.append(region)
         _finish(device)
         del pixels
-    shown_RCHW = shown_RCHW[: len(shown)]
-    rows_R, flips_R = (
-        torch.tensor(values, device=device) for values in ([region.row for region in shown], [region.flip for region in shown])
-    )
-    if shown:
-        shown_RCHW = torch.where(flips_R[:, None, None, None], shown_RCHW.flip(3), shown_RCHW)
-        out_BCHW.index_copy_(0, rows_R, shown_RCHW.round_().to(torch.uint8))
-    bad = _fill_on_cpu(left, out_BCHW)
+    resized_RCHW = resized_RCHW[: len(resized)]
+    rows_R = torch.tensor([region.row for region in resized], device=device)
+    flips_R = torch.tensor([region.flip for region in resized], device=device)
+    if resized:
+        resized_RCHW = torch.where(flips_R[:, None, None, None], resized_RCHW.flip(3), resized_RCHW)
+        out_BCHW.index_copy_(0, rows_R, resized_RCHW.round_().to(torch.uint8))
+    bad = _fill_on_cpu(not_decoded, out_BCHW)
     _finish(device)
     return bad
 

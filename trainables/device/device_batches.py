@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainables.data.encoded_rows import Undecoded
+from trainables.data.encoded_rows import EncodedRows
 from trainables.data.loader import Batch
 from trainables.device.decode import fill, region_decoder
 from trainables.device.mixing import Mix
@@ -58,7 +58,7 @@ def on_device(
     `copied` is called with the seconds that each copy has taken on the device, its decoding there included.
 
     On a GPU, batch k+1 is copied on a stream of its own while the step on batch k runs: it is taken from the loader before k
-    is given out, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
+    is yielded, and its copy begins when the device has finished step k-1. At most three uint8 batches are on the device.
     A step waits for its own copy only, on the device, by `DeviceBatch.wait`.
 
     Batch k+2 is taken from the loader when the copy of batch k is over, and this thread sleeps until then: it is at most two
@@ -75,17 +75,17 @@ def on_device(
 def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[DeviceBatch, None, None]:
     for batch in batches:
         ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position)
-        if batch.undecoded is not None:
-            decoder = region_decoder(batch.undecoded.decoder, batch.images_BCHW.device, batch.undecoded.threads)
-            ready = _without(fill(decoder, batch.undecoded.regions, batch.images_BCHW), ready, batch.undecoded)
+        if batch.encoded_rows is not None:
+            decoder = region_decoder(batch.encoded_rows.decoder, batch.images_BCHW.device, batch.encoded_rows.threads)
+            ready = _without(fill(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
         yield ready
 
 
-def _without(bad: Mapping[int, str], batch: DeviceBatch, undecoded: Undecoded) -> DeviceBatch:
-    """The batch without these rows, which the loader is told of: row → reason. Raises DataError where they are too many."""
+def _without(bad: Mapping[int, str], batch: DeviceBatch, encoded_rows: EncodedRows) -> DeviceBatch:
+    """The batch without these rows, row → reason, which the loader counts. Raises DataError where they are too many."""
     if not bad:
         return batch
-    undecoded.skip(bad)
+    encoded_rows.skip(bad)
     batch.wait()
     good = [row for row in range(len(batch.labels_B)) if row not in bad]
     host_indices_B = batch.host_indices_B[good]
@@ -101,15 +101,15 @@ class _Copy(NamedTuple):
     batch: DeviceBatch
     began: torch.cuda.Event
     copied: torch.cuda.Event
-    undecoded: Undecoded | None
+    encoded_rows: EncodedRows | None
     decoded: Future[dict[int, str]] | None
     """Done when `copied` is recorded; the rows that cannot be decoded."""
 
     def result(self) -> DeviceBatch:
         """The batch without the images that cannot be decoded. Waits for the decoder's thread, but not for the copy."""
-        if self.undecoded is None or self.decoded is None:
+        if self.encoded_rows is None or self.decoded is None:
             return self.batch
-        return _without(self.decoded.result(), self.batch, self.undecoded)
+        return _without(self.decoded.result(), self.batch, self.encoded_rows)
 
 
 def _copy_ahead(
@@ -144,30 +144,32 @@ def _copy(batch: Batch, device: torch.device, epoch: int, stream: torch.cuda.Str
     stream.wait_stream(torch.cuda.current_stream(device))
     tensors = [torch.empty_like(tensor, device=device) for tensor in (batch.images_BCHW, batch.labels_B, batch.indices_B)]
     images_BCHW, labels_B, indices_B = tensors
-    undecoded = batch.undecoded
+    encoded_rows = batch.encoded_rows
     began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         began.record(stream)
-        if undecoded is None or len(undecoded.regions) < len(images_BCHW):
+        if encoded_rows is None or len(encoded_rows.regions) < len(images_BCHW):
             images_BCHW.copy_(batch.images_BCHW, non_blocking=True)
         labels_B.copy_(batch.labels_B, non_blocking=True)
         indices_B.copy_(batch.indices_B, non_blocking=True)
     # It sleeps who waits for it: the CPU belongs to the loader's threads.
     copied = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     decoded = None
-    if undecoded is None:
+    if encoded_rows is None:
         copied.record(stream)
     else:
-        decoded = decoder.submit(_decode, undecoded, images_BCHW, stream, copied)
+        decoded = decoder.submit(_decode, encoded_rows, images_BCHW, stream, copied)
     host_indices_B = batch.indices_B.clone()  # a clone: it must not keep the memory of the whole batch
     ready = DeviceBatch(images_BCHW, labels_B, indices_B, host_indices_B, epoch, batch.position, copied)
-    return _Copy(ready, began, copied, undecoded, decoded)
+    return _Copy(ready, began, copied, encoded_rows, decoded)
 
 
-def _decode(undecoded: Undecoded, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event) -> dict[int, str]:
+def _decode(
+    encoded_rows: EncodedRows, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event
+) -> dict[int, str]:
     device = images_BCHW.device
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        decoder = region_decoder(undecoded.decoder, device, undecoded.threads)
-        bad = fill(decoder, undecoded.regions, images_BCHW)
+        decoder = region_decoder(encoded_rows.decoder, device, encoded_rows.threads)
+        bad = fill(decoder, encoded_rows.regions, images_BCHW)
     copied.record(stream)
     return bad

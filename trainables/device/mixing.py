@@ -22,7 +22,7 @@ from trainables.device.random_numbers import Draws
 
 
 class Mix(NamedTuple):
-    """What a batch's images show beside their own labels' classes: cross-entropy is share·CE(own) + (1 - share)·CE(other)."""
+    """The second label of a mixed batch's images: cross-entropy is share·CE(own) + (1 - share)·CE(other)."""
 
     labels_B: Tensor  # int64, of the other image
     share_B: Tensor  # float64 in [0, 1], of the image's own label

@@ -1,6 +1,6 @@
 """The random numbers of `trainables.data.augment.uniforms`, drawn on the device, bit for bit the same.
 
-Shapes: B samples, U random numbers a sample. 64-bit words are held in int64, which adds and multiplies modulo 2^64.
+Shapes: B samples, U random numbers a sample. 64-bit words are int64, which adds and multiplies modulo 2^64.
 """
 
 from __future__ import annotations

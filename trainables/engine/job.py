@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.config import TrainConfig
-from trainables.data.auto_workers import Enough
+from trainables.data.auto_workers import AutoWorkers
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
@@ -286,6 +286,7 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
         assert isinstance(data.loader_workers, int)
         training = split == "train"
         return Loader(
+<<<<<<< HEAD
             sources[split],
             data,
             split=split,
@@ -297,6 +298,13 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             auto=Enough(data.loader_workers) if config.loader_auto and training else None,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
+=======
+            sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
+            loader_workers=data.loader_workers, device=group.device,
+            auto=AutoWorkers(data.loader_workers) if config.loader_auto and split == "train" else None,
+            seed_epochs=config.seed_epochs if split == "train" else None,
+        )  # fmt: skip
+>>>>>>> data
 
     return sources["train"].classes, (loader("train"), loader("val"))
 

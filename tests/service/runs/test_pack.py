@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +21,7 @@ from trainables.data.index import INDEX, UNFINISHED
 from trainables.data.pack.modes import Mode
 from trainables.data.records import open_records
 from trainables.errors import DataError
+from trainables.locks import locked
 
 SMALL_SHARDS = 4000
 
@@ -182,21 +181,9 @@ def test_a_folder_that_holds_other_things_is_not_touched(images: Path, tmp_path:
 def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed"
     (dest / UNFINISHED).mkdir(parents=True)
-    with open(dest / UNFINISHED / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(dest / UNFINISHED / "lock"):
         assert "another `distill pack` works on it; wait for its end" in refusal(images, dest)
     pack(images, dest)
-
-
-@pytest.mark.parametrize("kind", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_told(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(kind, os.strerror(kind))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    said = refusal(images, tmp_path / "packed")
-    assert said.startswith(f"{tmp_path / 'packed'}: its file system cannot lock files ({os.strerror(kind)})")
-    assert said.endswith("pack into a folder on another disk, then copy it")
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trainables.data.auto_workers import Enough
+from trainables.data.auto_workers import AutoWorkers
 
 BATCH = 100
 
 
-def _train(enough: Enough, batches: int, *, a_thread: float, step: float, waits_with: int = 0) -> list[str]:
+def _train(enough: AutoWorkers, batches: int, *, a_thread: float, step: float, waits_with: int = 0) -> list[str]:
     """So many batches of a step that takes `step` images/s if fed by threads of `a_thread` images/s each; the lines said."""
     said = []
     for _ in range(batches):
@@ -23,7 +23,7 @@ def _train(enough: Enough, batches: int, *, a_thread: float, step: float, waits_
 
 
 def test_the_least_number_that_feeds_the_step_with_a_quarter_to_spare_is_used() -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     said = _train(enough, 200, a_thread=310, step=700)
     assert said == ["loader workers: 3 of 7 (auto): a thread decodes 310 images/s, a step takes 700"]
     assert enough.threads == 3
@@ -31,7 +31,7 @@ def test_the_least_number_that_feeds_the_step_with_a_quarter_to_spare_is_used() 
 
 @pytest.mark.parametrize(("step", "threads"), [(1, 1), (190, 1), (250, 2), (790, 4), (830, 5), (5000, 7)])
 def test_never_fewer_than_needed_and_never_more_than_reserved(step: float, threads: int) -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     said = _train(enough, 1000, a_thread=250, step=step)
     assert enough.threads == threads
     assert said[0].startswith(f"loader workers: {threads} of 7 (auto): ")
@@ -39,7 +39,7 @@ def test_never_fewer_than_needed_and_never_more_than_reserved(step: float, threa
 
 
 def test_nothing_changes_before_two_windows_after_the_first_agree() -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     assert _train(enough, 41, a_thread=1000, step=1000) == []  # 4.1 s, of which the first 2 do not count
     assert enough.threads == 7
     assert len(_train(enough, 20, a_thread=1000, step=1000)) == 1
@@ -47,7 +47,7 @@ def test_nothing_changes_before_two_windows_after_the_first_agree() -> None:
 
 
 def test_a_pause_that_looks_like_a_slow_step_lowers_nothing() -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     _train(enough, 100, a_thread=200, step=1000)
     assert enough.threads == 7
     enough.add(BATCH, 0.5, 0.0, 30.0)  # a checkpoint
@@ -56,7 +56,7 @@ def test_a_pause_that_looks_like_a_slow_step_lowers_nothing() -> None:
 
 
 def test_a_step_that_waits_gets_all_threads_back_at_once_and_so_few_are_not_tried_again() -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     _train(enough, 100, a_thread=500, step=1000)
     assert enough.threads == 3
     said = _train(enough, 10, a_thread=500, step=1000, waits_with=3)
@@ -67,7 +67,7 @@ def test_a_step_that_waits_gets_all_threads_back_at_once_and_so_few_are_not_trie
 
 
 def test_files_that_get_harder_bring_the_threads_back() -> None:
-    enough = Enough(7)
+    enough = AutoWorkers(7)
     _train(enough, 100, a_thread=1000, step=1000)
     assert enough.threads == 2
     _train(enough, 100, a_thread=200, step=1000)
@@ -75,14 +75,14 @@ def test_files_that_get_harder_bring_the_threads_back() -> None:
 
 
 def test_a_step_that_waits_with_all_threads_keeps_them() -> None:
-    enough = Enough(2)
+    enough = AutoWorkers(2)
     said = _train(enough, 200, a_thread=100, step=1000)
     assert said == ["loader workers: 2 of 2 (auto): a thread decodes 100 images/s, a step takes 1,000"]
     assert enough.threads == 2
 
 
 def test_batches_without_an_image_decide_nothing() -> None:
-    enough = Enough(3)
+    enough = AutoWorkers(3)
     for _ in range(100):
         assert enough.add(0, 0.0, 0.0, 0.5) is None
     assert enough.threads == 3

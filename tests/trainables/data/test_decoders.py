@@ -18,7 +18,7 @@ from trainables.data import decode
 from trainables.data.decode import StoredImage, UnreadableImageError, decode_image
 from trainables.data.decoders import DECODERS, open_decoder
 from trainables.data.decoders.interface import Box, Decoder, read_header
-from trainables.data.pack.image_check import quick_look
+from trainables.data.pack.image_check import check_header
 from trainables.device.decoders import REGION_DECODERS
 from trainables.errors import DataError
 
@@ -209,7 +209,7 @@ def test_a_size_that_so_few_bytes_cannot_hold_is_refused_by_its_header(decoder: 
         claims = data[: at + 5] + struct.pack(">HH", 9_000, 9_000) + data[at + 9 :]
         with pytest.raises(UnreadableImageError, match="truncated or damaged: too few bytes for its size"):
             StoredImage(claims, decoder)
-        assert quick_look(claims) is None
+        assert check_header(claims) is None
     white = encoded(Image.new("L", (9_000, 9_000), 255), "JPEG", optimize=True, progressive=True)
     assert StoredImage(white, decoder).part((0, 0, 8, 8)).min() == 255
 
@@ -220,7 +220,7 @@ def test_scans_without_end_are_refused_before_any_is_decoded(decoder: Decoder) -
         bomb = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 700 + data[-2:]
         with pytest.raises(UnreadableImageError, match="too many progressive scans for its size"):
             StoredImage(bomb, decoder)
-        assert quick_look(bomb) is None
+        assert check_header(bomb) is None
 
 
 def test_threads_share_a_decoder(decoder: Decoder) -> None:
@@ -244,7 +244,7 @@ def test_auto_is_the_first_that_is_installed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(DECODERS, "turbojpeg", absent)
     monkeypatch.setitem(DECODERS, "nvimagecodec", absent)
     monkeypatch.setitem(DECODERS, "simplejpeg", absent)
-    assert open_decoder("auto").name == "torchvision"
+    assert open_decoder("auto").name == "pil"
     with pytest.raises(DataError, match=r"nvimagecodec is not installed .*; pip install nvidia-nvimgcodec-cu12, or write auto"):
         open_decoder("nvimagecodec")
 

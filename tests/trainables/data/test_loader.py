@@ -22,7 +22,7 @@ import torch
 from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
-from trainables.data.auto_workers import Enough
+from trainables.data.auto_workers import AutoWorkers
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
@@ -425,12 +425,12 @@ def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
     loader = _loader(source, data, workers=2)
     images_mib = 32 * 32 * 32 * 3 / 2**20
     assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.01
-    places, process, before = set(), psutil.Process(), 0
+    locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
-        places.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
+        locations.add((batch.images_BCHW.data_ptr(), batch.labels_B.data_ptr(), batch.indices_B.data_ptr()))
         before = process.memory_info().rss if step == 500 else before
     assert step == 9_999
-    assert len(places) == 5
+    assert len(locations) == 5
     assert process.memory_info().rss - before < 4 * 2**20  # one batch kept in a hundred would be 9 MiB
     loader.close()
 
@@ -457,7 +457,9 @@ def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_be
 
 def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: pytest.LogCaptureFixture) -> None:
     source, data = SlowSource(4000), _data(5)
-    loader = Loader(source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=Enough(4, window_s=0.3))
+    loader = Loader(
+        source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=AutoWorkers(4, window_s=0.3)
+    )
     seen = []
     with caplog.at_level(logging.INFO, "raydistill"):
         for batch in loader.epoch(0):

@@ -56,8 +56,8 @@ def test_an_order_is_a_function_of_seed_epoch_and_position_alone() -> None:
 
 @pytest.mark.parametrize("num_samples", [2, 3, 7, 10, 33])
 def test_every_sample_stands_at_every_position_equally_often(num_samples: int) -> None:
-    places = np.stack([_epoch(0, epoch, num_samples) for epoch in range(3000)])
-    cells = np.stack([np.bincount(column, minlength=num_samples) for column in places.T])
+    locations = np.stack([_epoch(0, epoch, num_samples) for epoch in range(3000)])
+    cells = np.stack([np.bincount(column, minlength=num_samples) for column in locations.T])
     assert abs(_sigmas(cells.ravel(), (num_samples - 1) ** 2)) < 4
 
 

@@ -17,7 +17,7 @@ from tests.trainables.data.test_decode import FILES
 from trainables.data.augment import validation_view
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import UNREADABLE, check_file
-from trainables.data.pack.image_check import quick_look
+from trainables.data.pack.image_check import check_header
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import plan_pack
 from trainables.data.pack.shard import write_shard
@@ -140,7 +140,7 @@ def test_the_longer_side_counts_whichever_it_is(make_folder: MakeFolder, tmp_pat
 def test_the_quick_look_agrees_with_pil_on_every_kind_that_it_accepts() -> None:
     accepted = set()
     for kind, content in KINDS.items():
-        look = quick_look(content)
+        look = check_header(content)
         if look:
             accepted.add(kind)
             assert (look.width, look.height) == by_pil(kind).size
@@ -151,7 +151,7 @@ def test_the_quick_look_agrees_with_pil_on_every_kind_that_it_accepts() -> None:
 def test_the_quick_look_accepts_nothing_that_is_cut_off(kind: str) -> None:
     whole = KINDS[kind]
     for length in range(0, len(whole), max(1, len(whole) // 300)):
-        assert quick_look(whole[:length]) is None
+        assert check_header(whole[:length]) is None
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "jpeg progressive", "jpeg gray", "png", "png palette"])
@@ -160,7 +160,7 @@ def test_what_the_quick_look_accepts_after_a_changed_byte_can_nearly_always_be_d
     accepted = undecodable = 0
     for place in noise.integers(0, len(whole), 300):
         damaged = whole[:place] + bytes([whole[place] ^ int(noise.integers(1, 256))]) + whole[place + 1 :]
-        if (look := quick_look(damaged)) is None:
+        if (look := check_header(damaged)) is None:
             continue
         accepted += 1
         try:
@@ -277,7 +277,7 @@ def test_a_source_that_a_node_does_not_see_is_an_error_and_not_a_shard_of_unread
 ) -> None:
     plan = plan_pack(with_bad, tmp_path / "dest", Mode(), False)
     with_bad.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"is not seen by .*: give a source that all nodes share"):
+    with pytest.raises(DataError, match=r"is not visible to .*: give a source that all nodes share"):
         write_shard(plan.jobs[0])
 
 
@@ -290,7 +290,7 @@ def test_a_large_set_of_tiny_images_is_cut_by_their_number(tmp_path: Path) -> No
     (root / "test_batch.bin").write_bytes(record)
     (root / "batches.meta.txt").write_text("only")
     plan = plan_pack(root, tmp_path / "dest", Mode(), False)
-    assert [len(job.listed.places) for job in plan.jobs] == [6667, 6667, 6666, 1]
+    assert [len(job.listed.locations) for job in plan.jobs] == [6667, 6667, 6666, 1]
     assert plan.expected_bytes == 20001 * 3072
 
 

@@ -223,11 +223,11 @@ def test_a_file_of_many_samples_that_has_gone_is_an_error_and_drops_none(
 ) -> None:
     write(tmp_path / "set")
     reader = READERS[kind](tmp_path / "set")
-    places = reader.listing().splits["train"].places
+    locations = reader.listing().splits["train"].locations
     for path in (tmp_path / "set").iterdir():
         path.unlink()
     with pytest.raises(FileNotFoundError):
-        list(reader.read(places))
+        list(reader.read(locations))
 
 
 # TFRecord
@@ -507,7 +507,7 @@ def test_an_lmdb_is_listed_without_copying_its_images(tmp_path: Path) -> None:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(listing.splits["val"].places) == 2
+    assert len(listing.splits["val"].locations) == 2
     assert most < 2**20
 
 

@@ -242,8 +242,8 @@ def test_only_ordinary_jpegs_are_left_to_the_device(make_folder: MakeFolder, nam
     left = [
         int(batch.indices_B[region.row])
         for batch in loader.epoch(2)
-        if batch.undecoded is not None
-        for region in batch.undecoded.regions
+        if batch.encoded_rows is not None
+        for region in batch.encoded_rows.regions
     ]
     assert sorted(left) == sorted(set(range(17)) - {0, 3, 10, 13})
 
@@ -295,7 +295,7 @@ def test_validation_is_decoded_on_the_cpu(make_folder: MakeFolder, name: str) ->
     data = _config(root, name)
     loader = Loader(open_source(data, "val"), data, split="val", seed=0, rank=0, world_size=1, loader_workers=0)
     assert loader.decoder in DECODERS
-    assert all(batch.undecoded is None for batch in loader.epoch(0))
+    assert all(batch.encoded_rows is None for batch in loader.epoch(0))
 
 
 def test_a_very_large_image_is_left_to_the_cpu() -> None:

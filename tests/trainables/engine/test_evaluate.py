@@ -19,7 +19,7 @@ from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.data.storage.staging import stage
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -127,8 +127,8 @@ def test_an_evaluation_reads_its_nodes_copy_and_gives_it_up(tmp_path: Path) -> N
     assert evaluate_checkpoint(config, Group())["num_images"] == 6
     (folder,) = node.glob("raydistill-*/*")
     deadline = time.monotonic() + 20
-    while not (gone := keeper.remove_unused(str(folder))) and time.monotonic() < deadline:
-        time.sleep(0.01)  # for a moment the folder's keeper holds the lock
+    while not (gone := folder_cleaner.remove_unused(str(folder))) and time.monotonic() < deadline:
+        time.sleep(0.01)  # for a moment the folder's cleaner has the lock
     assert gone
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import Recorded, config, no_telemetry
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import build
@@ -43,7 +43,7 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, di
     ):
         loop.run(job)
     deadline = time.monotonic() + 20
-    while set(threading.enumerate()) - before or not keeper.remove_unused(str(folders[0])):
+    while set(threading.enumerate()) - before or not folder_cleaner.remove_unused(str(folders[0])):
         assert time.monotonic() < deadline, (set(threading.enumerate()) - before, "or the folder is in use")
         time.sleep(0.02)
     assert not folders[0].exists()

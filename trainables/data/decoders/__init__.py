@@ -10,11 +10,10 @@ files of 110 KB in the mean. Each gives PIL's pixels, bit for bit, where nothing
 | turbojpeg    | yes    | yes     | 1.02 |
 | nvimagecodec | yes    | no      | 1.06 |
 | simplejpeg   | no     | yes     | 1.22 |
-| torchvision  | no     | no      | 1.39 |
 | pil          | no     | no      | 1.74 |
 
 Some 0.75 ms of it is Huffman decoding of what lies above and beside the crop too, which no crop avoids. Images of CIFAR's
-size: 25, 38, 19, 56 and 80 µs.
+size: 25, 38, 19 and 80 µs.
 """
 
 from __future__ import annotations
@@ -44,12 +43,6 @@ def _simplejpeg() -> Decoder:
     return SimpleJpeg()
 
 
-def _torchvision() -> Decoder:
-    from trainables.data.decoders.torchvision import Torchvision
-
-    return Torchvision()
-
-
 def _pil() -> Decoder:
     from trainables.data.decoders.pil import Pil
 
@@ -60,7 +53,6 @@ DECODERS: dict[str, Callable[[], Decoder]] = {
     "turbojpeg": _turbojpeg,
     "nvimagecodec": _nvimagecodec,
     "simplejpeg": _simplejpeg,
-    "torchvision": _torchvision,
     "pil": _pil,
 }
 

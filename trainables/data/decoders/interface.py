@@ -1,4 +1,4 @@
-"""What a JPEG decoder is told and gives. Shapes: H W pixels of the part that was decoded."""
+"""The interface of a JPEG decoder. Shapes: H W pixels of the part that was decoded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Decoder(Protocol):
 
         A decoder that cannot shrink, or not choose a part, gives more pixels; `shrink` of its answer says so. Where that is
         1, pixels in the box are those of PIL. None where the file is damaged or strange, so that they may not be: PIL is
-        asked then, and its word is final.
+        used then, and its result is final.
         """
 
 

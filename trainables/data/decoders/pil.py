@@ -6,7 +6,7 @@ from trainables.data.decoders.interface import Box, Decoded, JpegHeader
 
 
 class Pil:
-    """Leaves every file to the one that is asked where a decoder is not sure: PIL."""
+    """Decodes nothing itself: every file goes to the fallback of all decoders, PIL."""
 
     name = "pil"
 

@@ -1,4 +1,4 @@
-"""simplejpeg (libjpeg-turbo inside): whole images, shrunk where that is asked for."""
+"""simplejpeg (libjpeg-turbo inside): whole images, shrunk on request."""
 
 from __future__ import annotations
 

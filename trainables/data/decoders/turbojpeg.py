@@ -1,4 +1,4 @@
-"""libjpeg-turbo 3 through its TurboJPEG API: decodes a part of an image, shrunk where that is asked for.
+"""libjpeg-turbo 3 through its TurboJPEG API: decodes a part of an image, shrunk on request.
 
 The library lies in the wheel `turbojpeg`, whose own Python module, which knows no regions, is not imported; else the system's
 is taken, from version 3.0 on. Functions and constants: turbojpeg.h of libjpeg-turbo 3.

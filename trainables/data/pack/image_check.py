@@ -1,4 +1,4 @@
-"""Is this a whole image, and of what size: told from a JPEG's or PNG's own structure where that leaves no doubt.
+"""Is this a whole image, and of what size: decided by a JPEG's or PNG's own structure where that leaves no doubt.
 
 Decoding every image of a set takes a hundred times longer than copying it. Whatever this quick look does not accept is decoded,
 and that decides.
@@ -18,7 +18,7 @@ _PROGRESSIVE = 0xC2
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
-class Look(NamedTuple):
+class HeaderCheck(NamedTuple):
     """An image's size in pixels as its header has it (EXIF orientation is not applied), and its colour channels."""
 
     width: int
@@ -28,7 +28,7 @@ class Look(NamedTuple):
     progressive: bool = False
 
 
-def quick_look(content: bytes) -> Look | None:
+def check_header(content: bytes) -> HeaderCheck | None:
     """What a whole JPEG or PNG says of itself; None where only a decoder can tell.
 
     A JPEG is whole where it begins with its markers in order and ends with the one that ends it; a PNG where every chunk has
@@ -45,7 +45,7 @@ def quick_look(content: bytes) -> Look | None:
     return None if too_costly(look.width, look.height, content, look.progressive) else look
 
 
-def _jpeg(content: bytes) -> Look | None:
+def _jpeg(content: bytes) -> HeaderCheck | None:
     """The frame header (ITU-T T.81, B.2.2), found by going from marker to marker."""
     at, end = 2, len(content) - 10
     while at < end and content[at] == 0xFF:
@@ -57,15 +57,15 @@ def _jpeg(content: bytes) -> Look | None:
         elif marker in _FRAMES:
             bits, height, width, channels = struct.unpack_from(">BHHB", content, at + 4)
             known = bits == 8 and channels in (1, 3, 4) and content.find(b"\xff\xda", at) > 0
-            return Look(width, height, channels, "JPEG", marker == _PROGRESSIVE) if known else None
+            return HeaderCheck(width, height, channels, "JPEG", marker == _PROGRESSIVE) if known else None
         else:
             at += 2 + (content[at + 2] << 8 | content[at + 3])
     return None
 
 
-def _png(content: bytes) -> Look | None:
+def _png(content: bytes) -> HeaderCheck | None:
     """The header chunk, where all chunks are whole (PNG specification, third edition, section 5)."""
-    at, seen = 8, []
+    at, chunk_kinds = 8, []
     while at + 12 <= len(content):
         size, kind = struct.unpack_from(">I4s", content, at)
         body_end = at + 8 + size
@@ -73,11 +73,17 @@ def _png(content: bytes) -> Look | None:
             return None
         if zlib.crc32(memoryview(content)[at + 4 : body_end]) != int.from_bytes(content[body_end : body_end + 4], "big"):
             return None
-        seen.append(kind)
+        chunk_kinds.append(kind)
         at = body_end + 4
         if kind == b"IEND":
             break
-    if len(seen) < 3 or seen[0] != b"IHDR" or seen[-1] != b"IEND" or b"IDAT" not in seen or content[11] != 13:
+    if (
+        len(chunk_kinds) < 3
+        or chunk_kinds[0] != b"IHDR"
+        or chunk_kinds[-1] != b"IEND"
+        or b"IDAT" not in chunk_kinds
+        or content[11] != 13
+    ):
         return None
     width, height, _, colour = struct.unpack_from(">IIBB", content, 16)
-    return Look(width, height, _PNG_CHANNELS[colour], "PNG") if colour in _PNG_CHANNELS else None
+    return HeaderCheck(width, height, _PNG_CHANNELS[colour], "PNG") if colour in _PNG_CHANNELS else None

@@ -20,15 +20,15 @@ from trainables.errors import DataError
 
 _WORD = re.compile(r"[a-z]+")
 
-Place = Any
+Location = Any
 """Where a reader finds a sample: a path, or a file and a position in it. JSON-like, since it travels and is compared."""
 
 
 @dataclass(frozen=True)
-class Listed:
+class SplitListing:
     """One split of a source in its order: where each sample lies, and its label."""
 
-    places: Sequence[Place]
+    locations: Sequence[Location]
     labels_N: NDArray[np.int64]
 
 
@@ -37,7 +37,7 @@ class Listing:
     """A whole source. Labels are indices into `classes`; `pixels`: samples come as pixels, not as image files."""
 
     classes: tuple[str, ...]
-    splits: Mapping[Split, Listed]
+    splits: Mapping[Split, SplitListing]
     pixels: bool = False
 
 
@@ -47,14 +47,14 @@ class Reader(Protocol):
     def __init__(self, root: Path) -> None: ...
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         """Whether `root` looks like this layout; decided by names, or by a few bytes."""
 
     def listing(self) -> Listing:
         """Every sample of both splits. Raises DataError where there is none, or labels do not agree."""
 
-    def read(self, places: Sequence[Place]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
-        """For each place the sample's name, and what it holds or why that cannot be read.
+    def read(self, locations: Sequence[Location]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
+        """For each location the sample's name, and its content or why that cannot be read.
 
         Raises OSError where disk or network fail, or a file of many samples has gone: that says nothing of the samples.
         """
@@ -68,13 +68,13 @@ def number_labels(
     A class's name is what `names` calls it, or else the value itself. Raises DataError for a value that only validation has.
     """
     values = sorted(set(train), key=lambda value: (isinstance(value, str), value))
-    place = {value: index for index, value in enumerate(values)}
-    if unknown := sorted(set(val) - set(place), key=str):
+    index_of = {value: index for index, value in enumerate(values)}
+    if unknown := sorted(set(val) - set(index_of), key=str):
         raise unknown_labels(root, [str(value) for value in unknown])
     classes = tuple((names or {}).get(value, str(value)) for value in values)
     if len(set(classes)) < len(classes):  # two numbers under one name
         classes = tuple(str(value) for value in values)
-    return classes, *(np.array([place[value] for value in part], dtype=np.int64) for part in (train, val))  # type: ignore[return-value]
+    return classes, *(np.array([index_of[value] for value in part], dtype=np.int64) for part in (train, val))  # type: ignore[return-value]
 
 
 def unknown_labels(root: Path, labels: Sequence[str]) -> DataError:

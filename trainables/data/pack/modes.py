@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from trainables.data.decode import Sample, decode_image, with_shorter_side
-from trainables.data.pack.image_check import quick_look
+from trainables.data.pack.image_check import check_header
 
 
 class Packed(NamedTuple):
@@ -36,7 +36,7 @@ class Mode:
     raw: int | None = None
 
     def stores_pixels(self, source_has_pixels: bool) -> bool:
-        """Whether the set holds pixels: as asked, or as the source has them."""
+        """Whether the set has pixels: by the mode, or because the source has them."""
         return self.raw is not None or (source_has_pixels and self.max_side is None)
 
     def described(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class Mode:
             return _pixels(sample, self.raw)
         if isinstance(sample, np.ndarray):
             return _encoded(decode_image(sample), self.max_side, self.quality)
-        look = quick_look(bytes(sample))
+        look = check_header(bytes(sample))
         if self.max_side is None:
             width, height = (look.width, look.height) if look else decode_image(sample).size
             return Packed(sample, width, height)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing
+from trainables.data.pack.layout_reader import Listing, SplitListing
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.readers import READERS, find_reader
 from trainables.data.pack.shard import ShardJob
@@ -25,7 +25,7 @@ _PROBES = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides what a packed set will hold, byte by byte."""
+    """Everything that a packed set depends on, byte by byte."""
 
     source: Path
     kind: str
@@ -35,11 +35,11 @@ class Plan:
     jobs: tuple[ShardJob, ...]
     expected_bytes: int
     fingerprint: str
-    """Of the arguments, the samples' places and their labels: two plans with the same make the same set."""
+    """Of the arguments, the samples' locations and their labels: two plans with the same make the same set."""
 
     @property
     def num_samples(self) -> int:
-        return sum(len(job.listed.places) for job in self.jobs)
+        return sum(len(job.split_listing.locations) for job in self.jobs)
 
 
 def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes: int = SHARD_BYTES) -> Plan:
@@ -55,23 +55,23 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
     jobs: list[ShardJob] = []
     expected = 0
     for split in ("train", "val"):
-        listed = listing.splits[split]
-        if not len(listed.places):
+        split_listing = listing.splits[split]
+        if not len(split_listing.locations):
             raise DataError(f"{source}: its {kind} holds no {split} images; give both splits")
-        mean = _mean_bytes(source, kind, mode, pixels, listed, split)
-        expected += round(mean * len(listed.places))
-        num_shards = math.ceil(len(listed.places) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))
-        rows = math.ceil(len(listed.places) / num_shards)
-        for number, first in enumerate(range(0, len(listed.places), rows)):
-            part = Listed(listed.places[first : first + rows], listed.labels_N[first : first + rows])
+        mean = _mean_bytes(source, kind, mode, pixels, split_listing, split)
+        expected += round(mean * len(split_listing.locations))
+        num_shards = math.ceil(len(split_listing.locations) / max(1, min(SHARD_ROWS, round(shard_bytes / mean))))
+        rows = math.ceil(len(split_listing.locations) / num_shards)
+        for number, first in enumerate(range(0, len(split_listing.locations), rows)):
+            part = SplitListing(split_listing.locations[first : first + rows], split_listing.labels_N[first : first + rows])
             jobs.append(ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
     fingerprint = _fingerprint(kind, mode, listing, jobs)
     return Plan(source, kind, mode, listing.classes, pixels, tuple(jobs), expected, fingerprint)
 
 
-def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, listed: Listed, split: Split) -> float:
+def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing: SplitListing, split: Split) -> float:
     """Mean bytes of a packed image, from a few that are spread over the split."""
-    probes = listed.places[:: -(-len(listed.places) // _PROBES)]
+    probes = split_listing.locations[:: -(-len(split_listing.locations) // _PROBES)]
     sizes: list[int] = []
     reasons: list[str] = []
     for name, sample in READERS[kind](source).read(probes):
@@ -92,12 +92,12 @@ def _fingerprint(kind: str, mode: Mode, listing: Listing, jobs: list[ShardJob]) 
     """A hash over what the shards are made of."""
     sha = hashlib.sha256(json.dumps([kind, mode.described(), listing.classes, listing.pixels]).encode())
     for job in jobs:
-        sha.update(f"{job.file} {job.check} {len(job.listed.places)}\n".encode())
-        sha.update(_places_text(job.listed.places))
-        sha.update(job.listed.labels_N.tobytes())
+        sha.update(f"{job.file} {job.check} {len(job.split_listing.locations)}\n".encode())
+        sha.update(_locations_text(job.split_listing.locations))
+        sha.update(job.split_listing.labels_N.tobytes())
     return sha.hexdigest()
 
 
-def _places_text(places: Any) -> bytes:
-    text = "\n".join(places) if isinstance(places[0], str) else json.dumps(places)
+def _locations_text(locations: Any) -> bytes:
+    text = "\n".join(locations) if isinstance(locations[0], str) else json.dumps(locations)
     return text.encode(errors="surrogateescape")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed
+from trainables.data.pack.layout_reader import SplitListing
 from trainables.data.pack.modes import Mode, Packed
 from trainables.data.pack.readers import READERS
 from trainables.errors import DataError
@@ -43,7 +43,7 @@ class ShardJob:
     pixels: bool
     check: bool
     """Decode every image, also one that looks whole."""
-    listed: Listed
+    split_listing: SplitListing
 
     @property
     def file(self) -> str:
@@ -51,7 +51,7 @@ class ShardJob:
 
     @property
     def done(self) -> Path:
-        """Says that the shard is finished, and what it holds."""
+        """Marks the shard as finished, and describes it."""
         return self.dest / UNFINISHED / f"{self.split}-{self.number:05}.json"
 
     @property
@@ -61,10 +61,10 @@ class ShardJob:
     def finished(self) -> tuple[File, list[Unreadable]] | None:
         """What an earlier process has written of this shard; None where it has not come to its end."""
         try:
-            said = json.loads(self.done.read_bytes())
-            file = File.model_validate(said["file"])
+            stored = json.loads(self.done.read_bytes())
+            file = File.model_validate(stored["file"])
             whole = (self.dest / file.file).stat().st_size == file.bytes and self.rows.exists()
-            return (file, said["unreadable"]) if whole else None
+            return (file, stored["unreadable"]) if whole else None
         except (OSError, ValueError, KeyError):
             return None
 
@@ -75,16 +75,16 @@ class ShardJob:
 
 
 def write_shard(job: ShardJob) -> int:
-    """Write one shard and what tells that it is finished; the number of samples that it was to hold.
+    """Write one shard, then the file that marks it as finished. Returns the number of samples that it was to have.
 
     Raises DataError where this machine does not see the source; OSError where the disk is full, or fails.
     """
     if not job.source.exists():
-        raise DataError(f"{job.source} is not seen by {socket.gethostname()}: give a source that all nodes share")
+        raise DataError(f"{job.source} is not visible to {socket.gethostname()}: give a source that all nodes share")
     data, ends, labels, names, widths, heights = bytearray(), [0], [], [], [], []
     unreadable: list[Unreadable] = []
-    samples = READERS[job.kind](job.source).read(job.listed.places)
-    for label, (name, sample) in zip(job.listed.labels_N.tolist(), samples, strict=True):
+    samples = READERS[job.kind](job.source).read(job.split_listing.locations)
+    for label, (name, sample) in zip(job.split_listing.labels_N.tolist(), samples, strict=True):
         try:
             packed = _packed(job, sample)
         except UnreadableImageError as error:
@@ -99,10 +99,10 @@ def write_shard(job: ShardJob) -> int:
     sizes = np.array([widths, heights], dtype=np.int32)
     file = _write(job.dest / job.file, data, ends, labels, names, sizes)
     starts = np.array(ends[:-1], dtype=np.int64) + _image_offset(job.dest / job.file)
-    with replacing(job.rows) as beside, open(beside, "wb") as rows:
+    with replacing(job.rows) as temporary, open(temporary, "wb") as rows:
         np.save(rows, np.stack([np.array(labels, dtype=np.int64), starts, np.diff(ends), *sizes.astype(np.int64)]))
     write_json(job.done, {"file": file.model_dump(), "unreadable": unreadable})
-    return len(job.listed.places)
+    return len(job.split_listing.locations)
 
 
 def _packed(job: ShardJob, sample: Any) -> Packed:
@@ -143,7 +143,7 @@ def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
 
 def write_batch(path: Path, batch: Any) -> File:
     """Write one record batch as an Arrow file, hashed on its way."""
-    with replacing(path) as beside, open(beside, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         sink = _Hashed(file)
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)

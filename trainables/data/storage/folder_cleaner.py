@@ -1,115 +1,75 @@
 """Removes a node's shared folder of data once nobody uses it any more, however its users ended.
 
-Every user holds a shared lock on FOLDER/users. The kernel drops it with the process, also after SIGKILL, so that whoever gets
-the exclusive lock knows that no user is left. Run as a script (`python -I -S keeper.py FOLDER GRACE_S`) it waits for that in
-a small process of its own, which needs nothing of the package and outlives the worker that started it.
+Every user has the lock of a file of its own in FOLDER/users, which ends with its process, also after SIGKILL. Users come, and the
+folder goes, under the lock of FOLDER/registry. Run as a module (`python -m … FOLDER GRACE_S`) it waits until the users are gone,
+in a small process of its own, which outlives the worker that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
 import time
 
-USERS, KEEPER = "users", "keeper"
-GONE = ".gone-"
-_BYSTANDER_S = 0.1  # longer than anybody who only asks `is_kept` holds the lock
+from trainables.locks import is_locked, locked, try_lock
+
+USERS, REGISTRY, CLEANER = "users", "registry", "cleaner"
+REMOVED = ".removed-"
+_START_S = 0.1  # longer than anybody who only calls `is_watched` has the lock
+_POLL_S = 0.5
 
 
-def try_lock(handle: int) -> bool:
-    """Take the exclusive lock of an open file if nobody holds it in any way."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def is_watched(folder: str) -> bool:
+    """Whether a process waits to remove `folder`."""
+    return is_locked(os.path.join(folder, CLEANER))
 
 
-def is_at(handle: int, path: str) -> bool:
-    """Whether the open file still stands at `path`: it may have been removed, and another made since."""
-    try:
-        there, here = os.stat(path), os.fstat(handle)
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
-
-
-def is_locked(path: str) -> bool:
-    """Whether a process holds the exclusive lock of the file `path`.
-
-    Asks by a shared lock of a moment, so that no two who ask at once take each other for the holder.
-    """
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-
-
-def is_kept(folder: str) -> bool:
-    """Whether a keeper watches `folder`."""
-    return is_locked(os.path.join(folder, KEEPER))
+def is_used(folder: str) -> bool:
+    """Whether a process has a lease of `folder`."""
+    users = os.path.join(folder, USERS)
+    return os.path.isdir(users) and any(is_locked(os.path.join(users, user)) for user in os.listdir(users))
 
 
 def remove_unused(folder: str) -> bool:
     """Remove `folder` if nobody uses it; whether it is gone."""
-    try:
-        handle = os.open(os.path.join(folder, USERS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
+    if not os.path.isdir(folder):
         return True
+    lock = try_lock(os.path.join(folder, REGISTRY))
+    if lock is None:
+        return False
     try:
-        if not try_lock(handle):
-            return False
-        _remove(folder, handle)
-        return True
+        return not is_used(folder) and _remove(folder)
     finally:
-        os.close(handle)
+        lock.release()
 
 
-def _remove(folder: str, locked: int) -> None:
-    """Remove `folder`, whose `users` this process has locked exclusively.
-
-    Renamed first: who waits for the lock finds by `is_at` that the folder is gone, and makes it anew.
-    """
-    if is_at(locked, os.path.join(folder, USERS)):
-        gone = f"{folder}{GONE}{os.getpid()}"
-        os.rename(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
-        with contextlib.suppress(OSError):  # others have their folders there
-            os.rmdir(os.path.dirname(folder))
+def _remove(folder: str) -> bool:
+    """Remove `folder`, whose registry this process has locked. Renamed first, so that it is never there in part."""
+    removed = f"{folder}{REMOVED}{os.getpid()}"
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+    with contextlib.suppress(OSError):  # others have their folders there
+        os.rmdir(os.path.dirname(folder))
+    return True
 
 
 def watch(folder: str, grace_s: float) -> None:
     """Return when `folder` is removed, which happens once nobody has used it for `grace_s` seconds.
 
-    Returns at once where another keeper watches it.
+    Returns at once where another process watches it. Raises FileNotFoundError where others have removed it.
     """
-    keeper = os.open(os.path.join(folder, KEEPER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + _BYSTANDER_S
-    while not try_lock(keeper):
-        if time.monotonic() > until:
-            return
-        time.sleep(_BYSTANDER_S / 10)
-    users = os.open(os.path.join(folder, USERS), os.O_RDWR | os.O_CLOEXEC)
-    while True:
-        fcntl.flock(users, fcntl.LOCK_EX)  # until the last user has gone
-        last_use = os.fstat(users).st_mtime_ns  # every user touches the file as it comes
-        fcntl.flock(users, fcntl.LOCK_UN)
+    users = os.path.join(folder, USERS)
+    lock = try_lock(os.path.join(folder, CLEANER), wait_s=_START_S)
+    while lock is not None:
+        while is_used(folder):
+            time.sleep(_POLL_S)
+        last_use = os.stat(users).st_mtime_ns  # of the last user that came or went
         time.sleep(grace_s)
-        if try_lock(users):
-            if os.fstat(users).st_mtime_ns == last_use:
-                _remove(folder, users)
+        with locked(os.path.join(folder, REGISTRY)):
+            if os.stat(users).st_mtime_ns == last_use and not is_used(folder) and _remove(folder):
                 return
-            fcntl.flock(users, fcntl.LOCK_UN)
 
 
 if __name__ == "__main__":

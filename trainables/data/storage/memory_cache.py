@@ -8,13 +8,11 @@ Shapes: N samples of the split.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import mmap
 import os
 import struct
-import threading
 import weakref
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +24,11 @@ from trainables.config import DataConfig
 from trainables.data.decode import Sample
 from trainables.data.folder import sampled_sha256
 from trainables.data.order import Split
-from trainables.data.storage.shared_folder import NO_ROOM, RAM, Hold, alone, free_bytes, hold, human, usable
+from trainables.data.storage.shared_folder import NO_ROOM, RAM, FolderLease, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.errors import DataError
+from trainables.locks import locked
 
-_DEFAULT_SHARE = 0.5  # of the free memory
+_DEFAULT_FRACTION = 0.5  # of the free memory
 _SIZE = struct.Struct("q")  # before each sample: its length in bytes
 _log = logging.getLogger("raydistill")
 
@@ -47,47 +46,44 @@ class _Source(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Samples:
-    """An append-only file of samples in shared memory, and where in it each one lies. Safe across threads and processes.
+class SharedSamples:
+    """An append-only file of samples in shared memory, and the offset of each one. Safe across threads and processes.
 
-    A sample is written before its place is, so that who finds a place finds all of it; a writer that is killed leaves a gap.
+    A sample is written before its offset is, so that a sample with an offset is complete; a writer that is killed leaves a gap.
     Raises OSError where the files cannot be made.
     """
 
     def __init__(self, folder: Path, num_samples: int, limit_bytes: int) -> None:
-        with alone(folder / "making"):
+        with locked(folder / "making"):
             self._data = _open_sized(folder / "samples", limit_bytes)
-            self._places = _open_sized(folder / "places", (num_samples + 1) * 8)
+            self._offsets = _open_sized(folder / "offsets", (num_samples + 1) * 8)
             # It is written through its mapping, where memory that is not there kills the process: all of it is taken now.
-            # The samples are written by `pwritev`, and no place points to what did not find room.
-            os.posix_fallocate(self._places, 0, (num_samples + 1) * 8)
-        self._room = os.open(folder / "room", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        weakref.finalize(self, _close, (self._data, self._places, self._room))
+            # The samples are written by `pwritev`, and no offset points to what did not find room.
+            os.posix_fallocate(self._offsets, 0, (num_samples + 1) * 8)
+        self._room = folder / "room"
+        weakref.finalize(self, _close, (self._data, self._offsets))
         self.limit_bytes = os.fstat(self._data).st_size  # the one of whoever came first
         self._content = memoryview(mmap.mmap(self._data, self.limit_bytes, prot=mmap.PROT_READ))
         # First the bytes in use, then for each sample 1 + its offset, or 0.
-        self._places_N = np.frombuffer(mmap.mmap(self._places, 0), dtype=np.int64)
-        self._lock = threading.Lock()
+        self._offsets_N = np.frombuffer(mmap.mmap(self._offsets, 0), dtype=np.int64)
         self.is_full = False
 
     def get(self, index: int) -> memoryview | None:
-        """A sample, as a view of the shared memory; None where nobody has put it there."""
-        place = int(self._places_N[1 + index])
-        if not place:
+        """A sample, as a view of the shared memory; None where nobody has stored it."""
+        entry = int(self._offsets_N[1 + index])
+        if not entry:
             return None
-        begin = place - 1 + _SIZE.size
-        return self._content[begin : begin + _SIZE.unpack_from(self._content, place - 1)[0]]
+        begin = entry - 1 + _SIZE.size
+        return self._content[begin : begin + _SIZE.unpack_from(self._content, entry - 1)[0]]
 
     def put(self, index: int, sample: bytes | memoryview) -> bool:
-        """Keep a sample; False where it finds no room."""
+        """Store a sample; False where there is no room."""
         size = _SIZE.size + len(sample)
-        with self._lock:  # among threads, whose lock of a file is one and the same
-            fcntl.flock(self._room, fcntl.LOCK_EX)
-            begin = int(self._places_N[0])
+        with locked(self._room):
+            begin = int(self._offsets_N[0])
             fits = begin + size <= self.limit_bytes
             if fits:
-                self._places_N[0] = begin + size
-            fcntl.flock(self._room, fcntl.LOCK_UN)
+                self._offsets_N[0] = begin + size
         if not fits:
             return False
         try:
@@ -97,17 +93,17 @@ class Samples:
                 raise
             return False
         if written == size:
-            self._places_N[1 + index] = begin + 1
+            self._offsets_N[1 + index] = begin + 1
         return written == size
 
 
 class CachedSource:
     """A source that is read once per node and sample; see `cached`."""
 
-    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: Samples, held: Hold) -> None:
+    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: SharedSamples, lease: FolderLease) -> None:
         self.classes, self.labels_N = source.classes, source.labels_N
-        self.folder = held.folder
-        self._data, self._split, self._source, self._samples, self._held = data, split, source, samples, held
+        self.folder = lease.folder
+        self._data, self._split, self._source, self._samples, self._lease = data, split, source, samples, lease
 
     def __len__(self) -> int:
         return len(self._source)
@@ -124,7 +120,7 @@ class CachedSource:
 
     def close(self) -> None:
         """This process needs the cache no more."""
-        self._held.close()
+        self._lease.close()
 
     def read(self, index: int) -> Sample:
         sample = self._samples.get(index)
@@ -135,7 +131,7 @@ class CachedSource:
             self._samples.is_full = True
             _log.warning(
                 "data.cache: its %s are full: further %s images are read from %s every time",
-                human(self._samples.limit_bytes),
+                format_bytes(self._samples.limit_bytes),
                 self._split,
                 self._data.path,
             )
@@ -147,22 +143,22 @@ def cached(data: DataConfig, split: Split, source: _Source, identity: str | None
 
     All processes of the node share it, and it is removed a while after the last one has ended. Images that were preprocessed
     anew in place have another; a single file that is changed meanwhile may not be read again. `identity`: of the one to share;
-    None: the one of what the folder holds now. Raises DataError where the memory cannot be had.
+    None: computed from the folder's present content. Raises DataError where there is too little memory.
     """
     identity = identity or _identity(data, split, source)
-    with usable("data.cache", RAM, "leave data.cache out"):
-        held = hold(RAM, identity)
+    with reported_as("data.cache", RAM, "leave data.cache out"):
+        lease = lease_folder(RAM, identity)
         try:
-            room_bytes = free_bytes(held.folder)
-            limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_SHARE * room_bytes)
-            if limit_bytes > room_bytes and not (held.folder / "samples").exists():
+            room_bytes = free_bytes(lease.folder)
+            limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_DEFAULT_FRACTION * room_bytes)
+            if limit_bytes > room_bytes and not (lease.folder / "samples").exists():
                 raise DataError(
-                    f"data.cache: data.cache_mib={data.cache_mib} is more than the {human(room_bytes)} that are free in {RAM}; "
-                    "lower it"
+                    f"data.cache: data.cache_mib={data.cache_mib} is more than the {format_bytes(room_bytes)} "
+                    f"that are free in {RAM}; lower it"
                 )
-            return CachedSource(data, split, source, Samples(held.folder, len(source), limit_bytes), held)
+            return CachedSource(data, split, source, SharedSamples(lease.folder, len(source), limit_bytes), lease)
         except BaseException:
-            held.close()
+            lease.close()
             raise
 
 

@@ -1,6 +1,6 @@
 """Which shards an order needs next, found a stretch of positions at a time.
 
-Shapes: B positions asked for, S shards of the split.
+Shapes: B positions, S shards of the split.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Stretch(NamedTuple):
     shards: tuple[int, ...]  # in the order of their first use
 
 
-class Ahead:
+class NextShards:
     """The shards that are needed from a position on, in the order of their first use. Callers lock."""
 
     def __init__(self, shards: Sequence[File], *, repeats: bool) -> None:
@@ -43,17 +43,17 @@ class Ahead:
         self._num_read = sum(shard.rows > 0 for shard in shards)
         self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
         self._order: Positions | None = None
-        self._given: Positions | None = None
+        self._followed: Positions | None = None
         self._stretches: deque[_Stretch] = deque()
         self._at = (0, 0)  # where the next stretch begins
 
-    def move(self, order: Positions, epoch: int, position: int) -> None:
+    def advance(self, order: Positions, epoch: int, position: int) -> None:
         """What comes before this position is needed no more."""
         while self._stretches and (self._stretches[0].epoch, self._stretches[0].end) <= (epoch, position):
             self._stretches.popleft()
         known = self._stretches and (self._stretches[0].epoch, self._stretches[0].begin) <= (epoch, position)
-        if order is not self._given or not known:
-            self._given, self._order = order, copy.copy(order)  # an order remembers its last epoch: this one goes ahead of it
+        if order is not self._followed or not known:
+            self._followed, self._order = order, copy.copy(order)  # an order remembers its last epoch: this one goes ahead of it
             self._stretches.clear()
             self._at = (epoch, position)
 

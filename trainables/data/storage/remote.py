@@ -18,16 +18,17 @@ from trainables.data.order import Split
 from trainables.data.records import RecordsSource
 from trainables.data.storage.next_shards import Positions
 from trainables.data.storage.shard_fetcher import RemoteShards
-from trainables.data.storage.shared_folder import alone, folder_bytes, free_bytes, hold, human, usable
+from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
-from trainables.data.storage.transfer import NoRoomError, fetch, patiently
+from trainables.data.storage.transfer import NoRoomError, fetch, with_retries
 from trainables.errors import DataError
+from trainables.locks import locked
 
-PATIENCE_S = 300.0
+RETRY_S = 300.0
 """How long a server may be gone in the middle of a job."""
 _OPENING_S = 30.0  # and when a job begins, where a wrong address is more likely
 _FREE_SHARE = 0.9
-_LASTING = re.compile(
+_PERMANENT = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|NO_SUCH_BUCKET|UNAUTHORIZED|FORBIDDEN|Unable to load lib", re.I
 )
 
@@ -40,8 +41,8 @@ def is_remote(path: str) -> bool:
 class Server:
     """The files below a URI. Credentials and endpoint come from where its file system looks for them: AWS_ENDPOINT_URL, …"""
 
-    def __init__(self, uri: str, patience_s: float) -> None:
-        self.uri, self.patience_s = uri.rstrip("/"), patience_s
+    def __init__(self, uri: str, retry_s: float) -> None:
+        self.uri, self.retry_s = uri.rstrip("/"), retry_s
         self._root: tuple[Any, str] | None = None
 
     def open(self, name: str) -> BinaryIO:
@@ -50,23 +51,23 @@ class Server:
         system, root = self._root
         return system.open_input_file(f"{root}/{name}")  # type: ignore[no-any-return]
 
-    def where(self, name: str) -> str:
+    def full_path(self, name: str) -> str:
         return f"{self.uri}/{name}"
 
-    def is_lasting(self, error: Exception) -> bool:
+    def is_permanent(self, error: Exception) -> bool:
         return isinstance(error, FileNotFoundError | PermissionError | ImportError | ValueError) or bool(
-            _LASTING.search(str(error))
+            _PERMANENT.search(str(error))
         )
 
     def read(self, name: str) -> bytes:
-        """A small file. Raises DataError where `patience_s` was in vain."""
+        """A small file. Raises DataError where `retry_s` was in vain."""
         found: list[bytes] = []
 
         def attempt() -> None:
             with self.open(name) as file:
                 found.append(file.read())
 
-        patiently(self, name, attempt)
+        with_retries(self, name, attempt)
         return found[0]
 
 
@@ -84,7 +85,7 @@ class RemoteRecords(RecordsSource):
         """Refuse an order that would fetch shards again and again. `shuffle`: `data.shuffle`, or `none` for validation.
 
         Raises:
-            DataError: what it needs at hand, and what the cache holds.
+            DataError: what it needs at hand, and the size of the cache.
         """
         shards, limit_bytes = self._shards.shards, self._shards.limit_bytes
         total_bytes, largest_bytes = sum(shard.bytes for shard in shards), max(shard.bytes for shard in shards)
@@ -98,8 +99,8 @@ class RemoteRecords(RecordsSource):
         if needed_bytes <= limit_bytes:
             return
         what = (
-            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {human(needed_bytes)} at hand, "
-            f"more than the {human(limit_bytes)} of the cache in {self._shards.folder}"
+            f"data.shuffle: {shuffle} over {self.opened_with[0].path} needs {format_bytes(needed_bytes)} at hand, "
+            f"more than the {format_bytes(limit_bytes)} of the cache in {self._shards.folder}"
         )
         samples = (limit_bytes - val_bytes - 2 * largest_bytes) * len(self) // total_bytes
         smaller = f"data.shuffle=window({samples}) or smaller, or " if shuffle != "none" and samples > 0 else ""
@@ -113,7 +114,7 @@ class RemoteRecords(RecordsSource):
         return open_remote, self.opened_with
 
 
-def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) -> RemoteRecords:
+def open_remote(data: DataConfig, split: Split, retry_s: float = RETRY_S) -> RemoteRecords:
     """One split of the packed set at the URI `data.path`.
 
     Its shards will come to `data.stage`, or the folder for temporary files, and take `data.cache_mib` there at most. All
@@ -124,36 +125,36 @@ def open_remote(data: DataConfig, split: Split, patience_s: float = PATIENCE_S) 
     """
     server = Server(data.path, _OPENING_S)
     content = server.read(INDEX)
-    index = parse_index(content, server.where(INDEX))
+    index = parse_index(content, server.full_path(INDEX))
     base = tempfile.gettempdir() if data.stage == "none" else base_folder(data.stage)
     use = ("data.stage", base, "give another folder")
     if data.stage == "none":
         use = ("data.path", f"the folder for temporary files {base}", "write data.stage=ram, or a folder")
-    with usable(*use):
-        held = hold(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
-        folder, rows = held.folder / "data", index.splits[split].rows
+    with reported_as(*use):
+        lease = lease_folder(base, "remote-" + hashlib.sha256(content).hexdigest()[:32])
+        folder, rows = lease.folder / "data", index.splits[split].rows
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            with alone(held.folder / "rows"):
+            with locked(lease.folder / "rows"):
                 if not is_whole(folder, rows):
                     fetch(server, rows, folder)
             room_bytes = free_bytes(folder) + folder_bytes(folder)
         except BaseException as error:
-            held.close()
+            lease.close()
             if isinstance(error, NoRoomError):
                 raise OSError(errno.ENOSPC, "it is full") from None
             raise
-    server.patience_s = patience_s
+    server.retry_s = retry_s
     limit_bytes = data.cache_mib << 20 if data.cache_mib else int(_FREE_SHARE * room_bytes)
-    shards = RemoteShards(server, held, index, split, limit_bytes=limit_bytes)
+    shards = RemoteShards(server, lease, index, split, limit_bytes=limit_bytes)
     source = RemoteRecords(folder, index, split, shards)
-    source.opened_with = data, split, patience_s
+    source.opened_with = data, split, retry_s
     weakref.finalize(source, shards.close)
     return source
 
 
 def _file_system(uri: str) -> tuple[Any, str]:
-    """The pyarrow file system of a URI and the path there; what pyarrow does not know is asked of fsspec.
+    """The pyarrow file system of a URI and the path there; fsspec opens what pyarrow does not know.
 
     Raises OSError, or ImportError and ValueError where neither knows it.
     """

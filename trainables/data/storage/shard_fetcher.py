@@ -16,35 +16,35 @@ from pathlib import Path
 
 from trainables.data.index import File, Index
 from trainables.data.order import Split
-from trainables.data.storage import folder_cleaner as keeper
-from trainables.data.storage.next_shards import Ahead, Positions
-from trainables.data.storage.shared_folder import Hold, alone, human, usable
+from trainables.data.storage.next_shards import NextShards, Positions
+from trainables.data.storage.shared_folder import FolderLease, format_bytes, reported_as
 from trainables.data.storage.staging import is_whole
-from trainables.data.storage.transfer import NoRoomError, Place, StoppedError, fetch, part_of
+from trainables.data.storage.transfer import FileStore, NoRoomError, StoppedError, fetch, part_of
 from trainables.errors import DataError
+from trainables.locks import is_locked, locked
 
-_LANES = 4  # shards fetched at a time
+_NUM_THREADS = 4  # shards fetched at a time
 _TOUCH_EVERY_S = 1.0
 _LOOK_AGAIN_S = 1.0
 
 
 class RemoteShards:
-    """One split's shards; all processes of the node that hold `held` share the folder and its limit.
+    """One split's shards; all processes of the node that have a `lease` share the folder and its limit.
 
     A shard that is not there is fetched by whoever reads it. Once `follow` was called, threads fetch ahead.
     """
 
-    def __init__(self, server: Place, held: Hold, index: Index, split: Split, *, limit_bytes: int) -> None:
+    def __init__(self, server: FileStore, lease: FolderLease, index: Index, split: Split, *, limit_bytes: int) -> None:
         self.server, self.limit_bytes, self.shards = server, limit_bytes, index.splits[split].shards
-        self.folder, self._held = held.folder / "data", held
+        self.folder, self._lease = lease.folder / "data", lease
         self.largest_val_bytes = max((shard.bytes for shard in index.splits["val"].shards), default=0)
         self._files = {file.file: file for part in index.splits.values() for file in part.shards}
         self._touched_at = [0.0] * len(self.shards)
-        self._ahead = Ahead(self.shards, repeats=split == "train")
+        self._next_shards = NextShards(self.shards, repeats=split == "train")
         self._changed = threading.Condition()
-        self._there: set[int] = set()  # or on its way; what was removed since is found when it is read
+        self._present_shards: set[int] = set()  # or on its way; what was removed since is found when it is read
         self._failed: dict[int, DataError] = {}
-        self._lanes: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def path(self, shard: int) -> Path:
@@ -65,7 +65,7 @@ class RemoteShards:
                     self._touched_at[shard] = time.monotonic()
                     os.utime(path)
             except FileNotFoundError:
-                self._bring(shard)
+                self._ensure(shard)
                 continue
             except OSError as error:
                 raise DataError(f"data.path: {path} cannot be read: {error.strerror}") from None
@@ -73,22 +73,22 @@ class RemoteShards:
                 raise DataError(f"data.path: {path} was cut off while it was in use: remove {self.folder.parent}")
             return content
 
-    def expect(self, shard: int, offset: int, size: int) -> None:
-        """Nothing: what was fetched a while ago is in the page cache, and what is to come is `follow`'s."""
+    def prefetch(self, shard: int, offset: int, size: int) -> None:
+        """Does nothing: fetched shards are in the page cache, and `follow` fetches the later ones."""
 
     def follow(self, order: Positions, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         with self._changed:
-            self._ahead.move(order, epoch, position)
+            self._next_shards.advance(order, epoch, position)
             self._changed.notify_all()
-            while len(self._lanes) < min(_LANES, len(self.shards)):
-                self._lanes.append(threading.Thread(target=self._run_lane, name="fetch", daemon=True))
-                self._lanes[-1].start()
+            while len(self._threads) < min(_NUM_THREADS, len(self.shards)):
+                self._threads.append(threading.Thread(target=self._run_thread, name="fetch", daemon=True))
+                self._threads[-1].start()
 
     def close(self) -> None:
         """End the threads, and the reads that wait for a shard; let go of the folder."""
         self._closed = True
-        self._held.close()
+        self._lease.close()
 
     def _stopped(self) -> bool:
         return self._closed or not threading.main_thread().is_alive()
@@ -97,17 +97,17 @@ class RemoteShards:
         if self._stopped():
             raise StoppedError
 
-    def _run_lane(self) -> None:
+    def _run_thread(self) -> None:
         with contextlib.suppress(StoppedError):
             while True:
                 shard, earlier = self._next()
                 try:
-                    came = self._bring(shard, earlier)
+                    fetched = self._ensure(shard, earlier)
                 except DataError:  # whoever reads the shard says so
                     continue
-                if not came:
+                if not fetched:
                     with self._changed:
-                        self._there.discard(shard)
+                        self._present_shards.discard(shard)
                         self._changed.wait(_LOOK_AGAIN_S)
 
     def _next(self) -> tuple[int, frozenset[str]]:
@@ -115,21 +115,21 @@ class RemoteShards:
         with self._changed:
             while True:
                 self._check_stopped()
-                upcoming = self._ahead.upcoming(self.limit_bytes)
-                for place, shard in enumerate(upcoming):
-                    if shard in self._there or shard in self._failed:
+                upcoming = self._next_shards.upcoming(self.limit_bytes)
+                for position, shard in enumerate(upcoming):
+                    if shard in self._present_shards or shard in self._failed:
                         continue
-                    self._there.add(shard)
-                    return shard, frozenset(self.shards[before].file for before in upcoming[:place])
+                    self._present_shards.add(shard)
+                    return shard, frozenset(self.shards[before].file for before in upcoming[:position])
                 self._changed.wait(_LOOK_AGAIN_S)
 
-    def _bring(self, shard: int, earlier: frozenset[str] | None = None) -> bool:
+    def _ensure(self, shard: int, earlier: frozenset[str] | None = None) -> bool:
         """Fetch a shard unless it is there; whether it is. Ahead of its use only at the cost of files not needed `earlier`.
 
         Raises DataError, StoppedError.
         """
-        here = partial(usable, "data.stage", str(self.folder), "write another folder")
-        with here(), alone(self._lock_of(self.shards[shard]), self._check_stopped):
+        here = partial(reported_as, "data.stage", str(self.folder), "write another folder")
+        with here(), locked(self._lock_of(self.shards[shard]), self._check_stopped):
             if shard in self._failed:
                 raise self._failed[shard]
             try:
@@ -140,30 +140,30 @@ class RemoteShards:
                 raise
 
     def _fetch(self, file: File, earlier: frozenset[str] | None) -> bool:
-        keep, must = earlier or frozenset(), earlier is None
+        not_removed, required = earlier or frozenset(), earlier is None
         # A process that waited for room that others take could wait for ever, since they may wait for its gradients.
-        room = self._make_room(file, keep) or must
+        room = self._make_room(file, not_removed) or required
         while room:
             try:
                 fetch(self.server, file, self.folder, self._stopped)
                 return True
             except NoRoomError:
-                room = self._make_room(file, keep, at_least=file.bytes)
-        if must:
+                room = self._make_room(file, not_removed, at_least=file.bytes)
+        if required:
             raise DataError(
-                f"data.stage: {self.folder} is full, and {human(file.bytes)} of {self.server.where(file.file)} find no room; "
-                "free some, lower data.cache_mib, or give another folder"
+                f"data.stage: {self.folder} is full, and {format_bytes(file.bytes)} of {self.server.full_path(file.file)} "
+                "find no room; free some, lower data.cache_mib, or give another folder"
             )
         return False
 
-    def _make_room(self, file: File, keep: frozenset[str], at_least: int = 0) -> bool:
-        """Remove the files read longest ago, but for `keep`, until `file` fits; nothing where that is not possible.
+    def _make_room(self, file: File, not_removed: frozenset[str], at_least: int = 0) -> bool:
+        """Remove the files read longest ago, but for `not_removed`, until `file` fits; nothing where that is not possible.
 
         `file` counts as if it were there from now on. `at_least` so many bytes are removed.
         """
-        with alone(self._held.folder / "room", self._check_stopped):
+        with locked(self._lease.folder / "room", self._check_stopped):
             num_bytes = max(self._used() + file.bytes - self.limit_bytes, at_least)
-            removable = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in self._present() if path.name not in keep]
+            removable = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in self._present() if path.name not in not_removed]
             if num_bytes > sum(size for _, size, _ in removable):
                 return False
             for _, size, path in sorted(removable):
@@ -173,10 +173,10 @@ class RemoteShards:
                 num_bytes -= size
             part_of(self.folder, file).touch()
         with self._changed:
-            self._there = {shard for shard in self._there if self._is_coming(self.shards[shard])}
+            self._present_shards = {shard for shard in self._present_shards if self._is_present_or_fetched(self.shards[shard])}
         return True
 
-    def _is_coming(self, file: File) -> bool:
+    def _is_present_or_fetched(self, file: File) -> bool:
         return (self.folder / file.file).exists() or part_of(self.folder, file).exists()
 
     def _used(self) -> int:
@@ -184,7 +184,7 @@ class RemoteShards:
         used = 0
         for file in self._files.values():
             part = part_of(self.folder, file)
-            if part.exists() and keeper.is_locked(str(self._lock_of(file))):
+            if part.exists() and is_locked(self._lock_of(file)):
                 used += file.bytes
             else:
                 part.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class RemoteShards:
         return used + sum(stat.st_size for _, stat in self._present())
 
     def _lock_of(self, file: File) -> Path:
-        return self._held.folder / f"{file.file}.lock"
+        return self._lease.folder / f"{file.file}.lock"
 
     def _present(self) -> Iterator[tuple[Path, os.stat_result]]:
         for name in self._files:

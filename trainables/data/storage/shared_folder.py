@@ -1,77 +1,85 @@
-"""A folder that all processes of a node share: BASE/raydistill-UID/IDENTITY, there as long as somebody holds it.
+"""A folder that all processes of a node share: BASE/raydistill-UID/IDENTITY, there as long as a process has a lease of it.
 
-What it holds is named by its identity, so that a folder left by an earlier job, or by a job that died, serves again.
+Its content is named by its identity, so that a folder left by an earlier job, or by a job that died, serves again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
 import stat
 import subprocess
 import sys
-import time
+import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.errors import DataError
+from trainables.locks import Lock, locked, try_lock
 from trainables.rundir import expand_home
 
 RAM = "/dev/shm"
 GRACE_S = 60.0
 """How long an unused folder stays: the next stage of a run, or the next trial of a sweep, takes it over."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
 _log = logging.getLogger("raydistill")
 _MEMORY_SHARE = 0.9  # of the free memory: the rest is for the job itself
 
 
-class Hold:
-    """This process's share in a folder: while it is open, nobody removes the folder."""
+class FolderLease:
+    """This process's use of a folder: until it is closed, nobody removes the folder."""
 
-    def __init__(self, folder: Path, handle: int) -> None:
+    def __init__(self, folder: Path, user: Path, lock: Lock) -> None:
         self.folder = folder
-        self._close = weakref.finalize(self, os.close, handle)
+        self._close = weakref.finalize(self, _end_lease, user, lock)
 
     def close(self) -> None:
-        """Let go. The process's end does the same, and so does losing the last reference."""
+        """End the use. The process's end does the same, and so does losing the last reference."""
         self._close()
 
 
-def hold(base: str, identity: str, *, grace_s: float = GRACE_S) -> Hold:
+def _end_lease(user: Path, lock: Lock) -> None:
+    user.unlink(missing_ok=True)
+    lock.release()
+
+
+def lease_folder(base: str, identity: str, *, grace_s: float = GRACE_S) -> FolderLease:
     """Make or take over the folder of `identity`, and see to its removal `grace_s` seconds after its last user has gone.
 
-    Folders of other identities that a crash left behind are removed. Raises OSError where `base` cannot be used; see `usable`.
+    Folders of other identities that a crash left behind are removed. Raises OSError where `base` cannot be used.
     """
-    while True:
-        folder = _own_root(base) / identity
-        try:
+    found = None
+    while found is None:
+        folder = _user_root(base) / identity
+        with contextlib.suppress(FileNotFoundError):  # another process has removed the folder or its root in this moment
             folder.mkdir(mode=0o700, exist_ok=True)
-            handle = os.open(folder / keeper.USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the keeper of the root's last folder has removed it in this moment
-            continue
-        held = Hold(folder, handle)
-        fcntl.flock(handle, fcntl.LOCK_SH)  # some network file systems have none: OSError
-        if keeper.is_at(handle, str(folder / keeper.USERS)):
-            break
-        held.close()
-    os.utime(handle)
-    if not keeper.is_kept(str(folder)):
-        _start_keeper(folder, grace_s)
-    remove_others(held, kept=False)
-    return held
+            found = _register(folder, grace_s)
+    remove_others(found, within_grace=False)
+    return found
+
+
+def _register(folder: Path, grace_s: float) -> FolderLease | None:
+    """A lease of `folder`, and a process that removes it. Raises FileNotFoundError where the folder is gone."""
+    with locked(folder / folder_cleaner.REGISTRY):
+        user = folder / folder_cleaner.USERS / uuid.uuid4().hex
+        user.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = try_lock(user)
+        if lock is None:
+            return None
+        if not folder_cleaner.is_watched(str(folder)):
+            _start_cleaner(folder, grace_s)
+        return FolderLease(folder, user, lock)
 
 
 @contextlib.contextmanager
-def usable(setting: str, base: str, instead: str) -> Iterator[None]:
+def reported_as(setting: str, base: str, instead: str) -> Iterator[None]:
     """Make of an OSError the DataError of the `setting` by which `base` is used; `instead`: what to write."""
     try:
         yield
@@ -79,37 +87,25 @@ def usable(setting: str, base: str, instead: str) -> Iterator[None]:
         raise DataError(f"{setting}: {base} cannot be used: {error.strerror or error}; {instead}") from None
 
 
-def _start_keeper(folder: Path, grace_s: float) -> None:
-    command = [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(grace_s)]
+def _start_cleaner(folder: Path, grace_s: float) -> None:
+    command = [sys.executable, "-S", "-m", folder_cleaner.__name__, str(folder), str(grace_s)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
     silent = subprocess.DEVNULL
     try:
-        subprocess.run(command, check=True, start_new_session=True, cwd="/", stdin=silent, stdout=silent, stderr=silent)
+        subprocess.run(
+            command, check=True, start_new_session=True, cwd="/", env=environment, stdin=silent, stdout=silent, stderr=silent
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        _log.warning("%s will stay when the job has ended, for want of a process to remove it: %s", folder, error)
+        _log.warning("%s will stay when the job has ended: the process that removes it cannot be started: %s", folder, error)
 
 
-def remove_others(held: Hold, *, kept: bool) -> None:
-    """Remove the folders beside it that nobody uses; with `kept` also those whose time of grace still runs."""
-    for other in held.folder.parent.iterdir():
-        if keeper.GONE in other.name:
+def remove_others(own: FolderLease, *, within_grace: bool) -> None:
+    """Remove the other folders of its root that nobody uses; `within_grace`: also those that a process will remove soon."""
+    for other in own.folder.parent.iterdir():
+        if folder_cleaner.REMOVED in other.name:
             shutil.rmtree(other, ignore_errors=True)
-        elif other != held.folder and (kept or not keeper.is_kept(str(other))):
-            keeper.remove_unused(str(other))
-
-
-@contextlib.contextmanager
-def alone(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the exclusive lock of the file `path`, across the node's processes; `waiting` is called every so often till then."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        pause_s = _SHORTEST_POLL_S
-        while not keeper.try_lock(handle):
-            waiting()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        yield
-    finally:
-        os.close(handle)
+        elif other != own.folder and (within_grace or not folder_cleaner.is_watched(str(other))):
+            folder_cleaner.remove_unused(str(other))
 
 
 def free_bytes(folder: Path) -> int:
@@ -142,7 +138,7 @@ def _container_bytes() -> float:
     return float("inf") if limit == "max" else int(limit) - used + int(reclaimable)
 
 
-def human(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A size as a message shows it: three digits and a binary unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
@@ -151,7 +147,7 @@ def human(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
-def _own_root(base: str) -> Path:
+def _user_root(base: str) -> Path:
     """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
     root = expand_home(base) / f"raydistill-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -19,17 +19,17 @@ from trainables.data.shards import LocalShards
 from trainables.data.storage.shared_folder import (
     GRACE_S,
     RAM,
-    Hold,
-    alone,
+    FolderLease,
     folder_bytes,
+    format_bytes,
     free_bytes,
-    hold,
-    human,
+    lease_folder,
     remove_others,
-    usable,
+    reported_as,
 )
 from trainables.data.storage.transfer import Folder, NoRoomError, StoppedError, fetch
 from trainables.errors import DataError
+from trainables.locks import locked
 from trainables.rundir import expand_home, write_atomic
 
 _COPIES = 4  # at a time: what a disk across a network needs to be busy; locally one would do
@@ -42,7 +42,7 @@ def base_folder(stage: str) -> str:
     return RAM if stage == "ram" else stage
 
 
-def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
+def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderLease]:
     """The folder of this node's copy of the packed set in the folder `path`, and what keeps it there.
 
     The first process of the node copies, others wait; files that an earlier copy finished serve again. `to`: `ram` or a folder.
@@ -53,38 +53,38 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, Hold]:
     root = expand_home(path)
     index = read_index(root)
     content = (root / INDEX).read_bytes()
-    with usable("data.stage", base_folder(to), "give another folder"):
-        held = hold(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
-        target = held.folder / "data"
+    with reported_as("data.stage", base_folder(to), "give another folder"):
+        lease = lease_folder(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
+        target = lease.folder / "data"
         progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
         try:
             target.mkdir(mode=0o700, exist_ok=True)
-            with alone(held.folder / "copying", progress):
+            with locked(lease.folder / "copying", progress):
                 if missing := [file for file in index.files() if not is_whole(target, file)]:
-                    _copy(root, missing, held, progress)
+                    _copy(root, missing, lease, progress)
                 write_atomic(target / INDEX, content)
         except BaseException:
-            held.close()
+            lease.close()
             raise
-    return str(target), held
+    return str(target), lease
 
 
 class StagedRecords(RecordsSource):
     """One split of a packed set as this node's copy has it; see `open_staged`."""
 
-    def __init__(self, root: Path, index: Index, split: Split, held: Hold) -> None:
+    def __init__(self, root: Path, index: Index, split: Split, lease: FolderLease) -> None:
         super().__init__(root, index, split, LocalShards(root, index.splits[split].shards))
-        self._held = held
+        self._lease = lease
 
     def close(self) -> None:
         """This process needs the copy no more."""
-        self._held.close()
+        self._lease.close()
 
 
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
     """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
-    path, held = stage(data.path, data.stage)
-    return StagedRecords(Path(path), read_index(Path(path)), split, held)
+    path, lease = stage(data.path, data.stage)
+    return StagedRecords(Path(path), read_index(Path(path)), split, lease)
 
 
 def is_whole(folder: Path, file: File) -> bool:
@@ -96,32 +96,32 @@ def is_whole(folder: Path, file: File) -> bool:
 
 
 class Progress:
-    """Logs, every few seconds that it is called, how much of a set a folder holds: who waits says the same as who copies."""
+    """Logs every few seconds that it is called how much of a set is in a folder, in processes that copy and that wait."""
 
     def __init__(self, what: str, folder: Path, index: Index) -> None:
         self._what, self._folder, self._total_bytes = what, folder, sum(file.bytes for file in index.files())
-        self._said_at = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._said_at < _PROGRESS_S:
+        if now - self._logged_at < _PROGRESS_S:
             return
-        self._said_at = now
-        _log.info("%s: %s of %s", self._what, human(folder_bytes(self._folder)), human(self._total_bytes))
+        self._logged_at = now
+        _log.info("%s: %s of %s", self._what, format_bytes(folder_bytes(self._folder)), format_bytes(self._total_bytes))
 
 
-def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], None]) -> None:
+def _copy(root: Path, missing: list[File], lease: FolderLease, progress: Callable[[], None]) -> None:
     """Copy `missing` from `root`; where the room runs out, nothing of the copy stays."""
-    target, base = held.folder / "data", held.folder.parent.parent
+    target, base = lease.folder / "data", lease.folder.parent.parent
     for unfinished in target.glob(".*"):
         unfinished.unlink()
     needed_bytes = sum(file.bytes for file in missing)
     if needed_bytes > free_bytes(target):
-        remove_others(held, kept=True)
+        remove_others(lease, within_grace=True)
     if needed_bytes > (room_bytes := free_bytes(target)):
         raise DataError(
-            f"data.stage: {human(needed_bytes)} of {root} do not fit into the {human(room_bytes)} that are free in {base}; "
-            "write data.stage=none, or a folder with more room"
+            f"data.stage: {format_bytes(needed_bytes)} of {root} do not fit into the {format_bytes(room_bytes)} "
+            f"that are free in {base}; write data.stage=none, or a folder with more room"
         )
     began, stop = time.monotonic(), threading.Event()
     with ThreadPoolExecutor(_COPIES, thread_name_prefix="stage") as pool:
@@ -140,12 +140,12 @@ def _copy(root: Path, missing: list[File], held: Hold, progress: Callable[[], No
         for file in target.iterdir():
             file.unlink()
         raise DataError(
-            f"data.stage: {base} was full before {human(needed_bytes)} of {root} were copied there: others write to it too; "
-            "write data.stage=none, or a folder with more room"
+            f"data.stage: {base} was full before {format_bytes(needed_bytes)} of {root} were copied there: "
+            "others write to it too; write data.stage=none, or a folder with more room"
         )
     for failure in failures:
         if not isinstance(failure, StoppedError):
             raise failure
     took_s = time.monotonic() - began
     bytes_per_s = needed_bytes / max(took_s, 1e-3)
-    _log.info("staged %s of %s in %s in %.1f s (%s/s)", human(needed_bytes), root, base, took_s, human(bytes_per_s))
+    _log.info("staged %s of %s in %s in %.1f s (%s/s)", format_bytes(needed_bytes), root, base, took_s, format_bytes(bytes_per_s))

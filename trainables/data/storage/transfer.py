@@ -20,26 +20,26 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 _log = logging.getLogger("raydistill")
 
 
-class Place(Protocol):
-    """Where the files of a packed set lie. Safe from several threads at once."""
+class FileStore(Protocol):
+    """A folder or server that has the files of a packed set. Safe from several threads at once."""
 
-    patience_s: float
+    retry_s: float
     """How long to go on trying when reading fails; 0 where trying again does not help."""
 
     def open(self, name: str) -> BinaryIO:
         """A file, to be read and seeked. Raises OSError, or what a file system's library raises."""
 
-    def where(self, name: str) -> str:
-        """What a user calls that file."""
+    def full_path(self, name: str) -> str:
+        """The file's path or URL, for messages."""
 
-    def is_lasting(self, error: Exception) -> bool:
+    def is_permanent(self, error: Exception) -> bool:
         """Whether the next attempt would meet this error again, however late it comes."""
 
 
 class Folder:
     """A folder on this machine, or on a file system that it has mounted."""
 
-    patience_s = 0.0
+    retry_s = 0.0
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -47,10 +47,10 @@ class Folder:
     def open(self, name: str) -> BinaryIO:
         return open(self._root / name, "rb", buffering=0)
 
-    def where(self, name: str) -> str:
+    def full_path(self, name: str) -> str:
         return str(self._root / name)
 
-    def is_lasting(self, error: Exception) -> bool:
+    def is_permanent(self, error: Exception) -> bool:
         return True
 
 
@@ -62,27 +62,27 @@ class StoppedError(Exception):
     """Nobody needs the file any more."""
 
 
-def fetch(place: Place, file: File, folder: Path, stopped: Callable[[], bool] = lambda: False) -> None:
+def fetch(store: FileStore, file: File, folder: Path, stopped: Callable[[], bool] = lambda: False) -> None:
     """Bring `file` to `folder`. One caller at a time for each file and folder.
 
     A broken connection goes on from the byte that it reached. A file that is not the one of the index is fetched once more.
 
     Raises:
-        DataError: it cannot be read for `place.patience_s`, or it is twice not the one of the index.
+        DataError: it cannot be read for `store.retry_s`, or it is twice not the one of the index.
         NoRoomError: nothing of it is left.
         StoppedError: `stopped()` became true.
     """
     part = part_of(folder, file)
     try:
         for last_attempt in (False, True):
-            problem = _download(place, file, part, stopped)
+            problem = _download(store, file, part, stopped)
             if problem is None:
                 os.replace(part, folder / file.file)
                 fsync_directory(folder)
                 return
             if last_attempt:
-                raise DataError(f"data.path: {place.where(file.file)} {problem}; restore the file, or pack it again")
-            _log.warning("%s %s: fetching it again", place.where(file.file), problem)
+                raise DataError(f"data.path: {store.full_path(file.file)} {problem}; restore the file, or pack it again")
+            _log.warning("%s %s: fetching it again", store.full_path(file.file), problem)
     finally:
         part.unlink(missing_ok=True)
 
@@ -92,14 +92,14 @@ def part_of(folder: Path, file: File) -> Path:
     return folder / f".{file.file}.part"
 
 
-def patiently(
-    place: Place,
+def with_retries(
+    store: FileStore,
     name: str,
     attempt: Callable[[], None],
     stopped: Callable[[], bool] = lambda: False,
     done_bytes: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Call `attempt` until it succeeds, with growing pauses, for `place.patience_s` after the first failure.
+    """Call `attempt` until it succeeds, with growing pauses, for `store.retry_s` after the first failure.
 
     An attempt that fails but brought `done_bytes` further begins both anew.
     Raises DataError where it is in vain, StoppedError where `stopped()` became true.
@@ -120,10 +120,10 @@ def patiently(
                 reason = error.strerror
             elif isinstance(error, FileNotFoundError):  # over HTTP its text is the address, also where no server answers
                 reason = "there is no such file, or no server answers"
-            if place.is_lasting(error) or now - failed_at >= place.patience_s:
+            if store.is_permanent(error) or now - failed_at >= store.retry_s:
                 tried = f" for {now - failed_at:.0f} s" if now > failed_at else ""
-                raise DataError(f"data.path: {place.where(name)} cannot be read{tried}: {reason}") from None
-            _log.warning("%s cannot be read, trying again in %g s: %s", place.where(name), wait_s, reason)
+                raise DataError(f"data.path: {store.full_path(name)} cannot be read{tried}: {reason}") from None
+            _log.warning("%s cannot be read, trying again in %g s: %s", store.full_path(name), wait_s, reason)
         until = now + wait_s
         while time.monotonic() < until:
             if stopped():
@@ -132,14 +132,14 @@ def patiently(
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _download(place: Place, file: File, part: Path, stopped: Callable[[], bool]) -> str | None:
+def _download(store: FileStore, file: File, part: Path, stopped: Callable[[], bool]) -> str | None:
     """Write the file's bytes to `part`, durably; what is wrong with them, or None."""
     digest, done = hashlib.sha256(), 0
     with open(part, "wb", buffering=0) as target:
 
         def attempt() -> None:
             nonlocal done
-            with place.open(file.file) as source:
+            with store.open(file.file) as source:
                 source.seek(done)
                 while done <= file.bytes and (chunk := source.read(_CHUNK_BYTES)):
                     if stopped():
@@ -148,7 +148,7 @@ def _download(place: Place, file: File, part: Path, stopped: Callable[[], bool])
                     digest.update(chunk)
                     done += len(chunk)
 
-        patiently(place, file.file, attempt, stopped, lambda: done)
+        with_retries(store, file.file, attempt, stopped, lambda: done)
         if done != file.bytes:
             return f"has {'at least ' if done > file.bytes else ''}{done:,} bytes, and its index says {file.bytes:,}"
         if digest.hexdigest() != file.sha256:

@@ -1,6 +1,6 @@
 """`dali`: NVIDIA DALI's decoder of slices, on a GPU (`mixed`) or, by the same code, on the CPU, where its pixels are PIL's.
 
-DALI is told the files and the boxes, and gives their pixels; order, crops, labels and the size of a batch are the loader's. Its
+DALI gets the files and the boxes, and returns their pixels; order, crops, labels and the size of a batch are the loader's. Its
 own resize is not used: beyond an image's edge it repeats the last pixel, where torchvision and PIL let it count no more than
 the others, which is up to 15 levels in a batch's outermost pixels (500 ImageNet files at 224 px).
 """
@@ -33,13 +33,13 @@ class Dali:
         """See RegionDecoder. Where DALI fails at a file, it tells of no other file in the same run: all of those are None."""
         pixels: list[Tensor | None] = [None] * len(regions)
         # DALI 2.4 crashes in the run after one that met a header which its parser, nvImageCodec's, refuses
-        places = [place for place, region in enumerate(regions) if code_stream(region) is not None]
-        for start in range(0, len(places), _MOST_IMAGES):
-            part = places[start : start + _MOST_IMAGES]
-            for place, rgb_hwc in zip(part, self._run([regions[place] for place in part]), strict=False):
-                left, top, right, bottom = regions[place].box
+        positions = [position for position, region in enumerate(regions) if code_stream(region) is not None]
+        for start in range(0, len(positions), _MOST_IMAGES):
+            part = positions[start : start + _MOST_IMAGES]
+            for position, rgb_hwc in zip(part, self._run([regions[position] for position in part]), strict=False):
+                left, top, right, bottom = regions[position].box
                 if rgb_hwc.shape == (bottom - top, right - left, 3):
-                    pixels[place] = rgb_hwc
+                    pixels[position] = rgb_hwc
         return pixels
 
     def _run(self, regions: list[Region]) -> list[Tensor]:
@@ -60,7 +60,7 @@ class Dali:
 
     def _build(self) -> Any:
         on_gpu = self._device.type == "cuda"
-        # the default executor: its outputs live as long as they are held, also over the next run
+        # the default executor: its outputs live as long as something refers to them, also over the next run
         pipeline = Pipeline(
             batch_size=_MOST_IMAGES,
             num_threads=self._threads,

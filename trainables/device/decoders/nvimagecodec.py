@@ -32,19 +32,19 @@ class NvImageCodec:
 
     def decode(self, regions: list[Region]) -> list[Tensor | None]:
         """See RegionDecoder."""
-        streams, places = [], []
+        streams, positions = [], []
         pixels: list[Tensor | None] = [None] * len(regions)
-        for place, region in enumerate(regions):
+        for position, region in enumerate(regions):
             if (stream := code_stream(region)) is not None:
                 streams.append(stream)
-                places.append(place)
+                positions.append(position)
         on_gpu = self._device.type == "cuda"
         cuda_stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
         images: list[Any] = self._decoder.decode(streams, params=self._params, cuda_stream=cuda_stream) if streams else []
-        for place, image in zip(places, images, strict=True):
-            left, top, right, bottom = regions[place].box
+        for position, image in zip(positions, images, strict=True):
+            left, top, right, bottom = regions[position].box
             if image is not None and tuple(image.shape) == (bottom - top, right - left, 3):
-                pixels[place] = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
+                pixels[position] = from_dlpack(image) if on_gpu else torch.from_numpy(np.asarray(image))
         return pixels
 
 

@@ -1,4 +1,4 @@
-"""What decodes regions on a device is told and gives. Shapes: h w pixels of a region."""
+"""The interface of a decoder of regions on a device. Shapes: h w pixels of a region."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from tests.trainables.data.storage.small import file_system
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.source import Source, open_on_node, open_source
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.data.storage import memory_cache as cache
-from trainables.data.storage.memory_cache import CachedSource, Samples, cached
+from trainables.data.storage.memory_cache import CachedSource, SharedSamples, cached
 from trainables.errors import DataError
 
 
@@ -29,7 +29,7 @@ def folder(make_folder: MakeFolder) -> Iterator[Path]:
     before = set(Path("/dev/shm").glob("raydistill-*/cache-*"))
     yield make_folder(train={"a": 20, "b": 20}, val={"a": 4})
     for path in set(Path("/dev/shm").glob("raydistill-*/cache-*")) - before:
-        keeper.remove_unused(str(path))
+        folder_cleaner.remove_unused(str(path))
 
 
 def _config(folder: Path, cache_mib: int | None = 4) -> DataConfig:
@@ -118,12 +118,12 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     with file_system(tmp_path / "small", 1) as small:
         yield small
         for path in small.glob("raydistill-*/*"):
-            keeper.remove_unused(str(path))
+            folder_cleaner.remove_unused(str(path))
 
 
 def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
     """As where somebody else fills /dev/shm: what could not be kept is read again."""
-    samples, content = Samples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
+    samples, content = SharedSamples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
     indices = range(0, 50_000, 2_500)  # their places lie in 20 of 98 pages
     kept = [samples.put(index, content) for index in indices]
     assert 5 < sum(kept) < 14
@@ -171,8 +171,8 @@ def test_a_folder_with_other_files_has_a_cache_of_its_own(folder: Path, make_fol
 
 
 def test_the_cache_is_removed_a_while_after_its_last_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = cache.hold
-    monkeypatch.setattr(cache, "hold", lambda base, identity: hold(base, identity, grace_s=0.3))
+    lease_folder = cache.lease_folder
+    monkeypatch.setattr(cache, "lease_folder", lambda base, identity: lease_folder(base, identity, grace_s=0.3))
     source = open_on_node(_config(folder), "train")
     assert isinstance(source, CachedSource)
     place = source.folder

@@ -27,9 +27,9 @@ from trainables.data.index import INDEX, read_index
 from trainables.data.loader import Loader
 from trainables.data.order import Order
 from trainables.data.source import open_on_node, open_source
-from trainables.data.storage import folder_cleaner as keeper
+from trainables.data.storage import folder_cleaner
 from trainables.data.storage import next_shards as looking
-from trainables.data.storage.next_shards import Ahead
+from trainables.data.storage.next_shards import NextShards
 from trainables.data.storage.remote import RemoteRecords, Server, open_remote
 from trainables.data.storage.transfer import fetch
 from trainables.errors import DataError
@@ -44,10 +44,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Path]:
-    """A folder for this node's shards; no keeper of it outlives the test for long."""
+    """A folder for this node's shards; no cleaner of it outlives the test for long."""
     yield tmp_path / "node"
     for folder in (tmp_path / "node").glob("raydistill-*/*"):
-        keeper.remove_unused(str(folder))
+        folder_cleaner.remove_unused(str(folder))
 
 
 def _data(uri: str, node: Path, **more: Any) -> DataConfig:
@@ -197,7 +197,7 @@ class Counting(Server):
     """A server that notes which files were asked of it."""
 
     def __init__(self, uri: str, asked: list[str]) -> None:
-        super().__init__(uri, patience_s=1)
+        super().__init__(uri, retry_s=1)
         self._asked = asked
 
     def open(self, name: str) -> BinaryIO:
@@ -246,12 +246,12 @@ def test_shards_that_are_needed_are_known_across_the_end_of_an_epoch(packed: Pat
     expected: dict[int, None] = {}
     for epoch, begin in ((3, 960), (4, 0)):
         expected |= dict.fromkeys((order.at(epoch, np.arange(begin, ROWS * SHARDS)) // ROWS).tolist())
-    ahead = Ahead(shards, repeats=True)
-    ahead.move(order, 3, 960)
+    ahead = NextShards(shards, repeats=True)
+    ahead.advance(order, 3, 960)
     first = ahead.upcoming(1)
     assert first == list(expected)[: len(first)]
     assert ahead.upcoming(1 << 40) == list(expected)
-    ahead.move(order, 4, 0)
+    ahead.advance(order, 4, 0)
     assert sorted(ahead.upcoming(1 << 40)) == list(range(SHARDS))
 
 
@@ -259,9 +259,9 @@ def test_a_shard_without_rows_is_never_needed(packed: Path) -> None:
     shards = read_index(packed).splits["train"].shards[:3]
     empty = shards[0].model_copy(update={"file": "empty.arrow", "rows": 0})
     order = Order("train", "none", seed=1, num_samples=3 * ROWS)
-    ahead = Ahead([shards[0], empty, *shards[1:]], repeats=True)
+    ahead = NextShards([shards[0], empty, *shards[1:]], repeats=True)
     for epoch in range(3):
-        ahead.move(order, epoch, 40)
+        ahead.advance(order, epoch, 40)
         assert sorted(ahead.upcoming(1 << 40)) == [0, 2, 3]
 
 
@@ -269,11 +269,11 @@ def test_validation_that_ends_fetches_nothing_for_the_next_one(packed: Path, mon
     monkeypatch.setattr(looking, "_STRETCH", 128)
     shards = read_index(packed).splits["train"].shards
     order = Order("val", "none", seed=1, num_samples=ROWS * SHARDS)
-    ahead = Ahead(shards, repeats=False)
+    ahead = NextShards(shards, repeats=False)
     for epoch in range(2):
-        ahead.move(order, epoch, 0)
+        ahead.advance(order, epoch, 0)
         assert ahead.upcoming(1 << 40) == list(range(SHARDS))
-        ahead.move(order, epoch, 992)
+        ahead.advance(order, epoch, 992)
         assert ahead.upcoming(1 << 40) == [28, 29, 30, 31]  # of the stretch that is being read
 
 
@@ -430,12 +430,12 @@ def test_patience_begins_anew_with_every_byte_that_comes(tmp_path: Path) -> None
     root = make_records(tmp_path / "set", shards=1, rows=10, size=SIZE)
     (shard,) = read_index(root).splits["train"].shards
     (tmp_path / "here").mkdir()
-    fetch(Faltering(root.as_uri(), patience_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
+    fetch(Faltering(root.as_uri(), retry_s=0.8), shard, tmp_path / "here")  # three failures, half a second each
     assert (tmp_path / "here" / shard.file).read_bytes() == (root / shard.file).read_bytes()
 
 
 def test_a_server_that_stays_away_is_one_line_after_the_patience(s3: S3, node: Path) -> None:
-    source = open_remote(_data("s3://bucket/set", node), "train", patience_s=1)
+    source = open_remote(_data("s3://bucket/set", node), "train", retry_s=1)
     source.read(0)
     s3.kill()
     began = time.monotonic()

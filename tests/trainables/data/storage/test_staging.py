@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -24,11 +22,11 @@ from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.records import open_records
 from trainables.data.source import open_on_node
-from trainables.data.storage import folder_cleaner as keeper
-from trainables.data.storage import staging
-from trainables.data.storage.shared_folder import alone, folder_bytes, hold, remove_others
+from trainables.data.storage import folder_cleaner, staging
+from trainables.data.storage.shared_folder import folder_bytes, lease_folder, remove_others
 from trainables.data.storage.staging import stage
 from trainables.errors import DataError
+from trainables.locks import locked
 
 GRACE_S = 0.3
 
@@ -144,7 +142,7 @@ def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, s
     assert _gone(_own(to))
 
 
-def test_a_keeper_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
+def test_a_cleaner_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     holds = [stage(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
     (folder,) = _own(to).iterdir()
@@ -203,7 +201,7 @@ def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Pa
     assert len({open_records(path, "train").read(index) for index in range(100)}) == 100
     held.close()
     again.close()
-    keeper.remove_unused(str(copy.parent))
+    folder_cleaner.remove_unused(str(copy.parent))
 
 
 def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
@@ -245,7 +243,7 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
-        with alone(held.folder / "copying"):
+        with locked(held.folder / "copying"):
             waiting, deadline = pool.submit(stage, str(root), str(to), grace_s=GRACE_S), time.monotonic() + 20
             while not caplog.messages and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -277,14 +275,11 @@ def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path:
     assert folder_bytes(tmp_path) == 500
 
 
-def test_a_keeper_is_not_kept_from_its_work_by_whoever_asks_for_one(tmp_path: Path) -> None:
+def test_a_cleaner_begins_its_work_although_others_look_whether_there_is_one(tmp_path: Path) -> None:
     folder = tmp_path / "base" / "identity"
-    folder.mkdir(parents=True)
-    (folder / keeper.USERS).touch()
-    with open(folder / keeper.KEEPER, "wb") as asked:
-        fcntl.flock(asked, fcntl.LOCK_SH)
-        assert not keeper.is_kept(str(folder))
-        watching = threading.Thread(target=keeper.watch, args=(str(folder), 0.0))
+    (folder / folder_cleaner.USERS).mkdir(parents=True)
+    with locked(folder / folder_cleaner.CLEANER):  # as `is_watched` does for a moment
+        watching = threading.Thread(target=folder_cleaner.watch, args=(str(folder), 0.0))
         watching.start()
         time.sleep(0.03)
     watching.join(timeout=20)
@@ -293,19 +288,19 @@ def test_a_keeper_is_not_kept_from_its_work_by_whoever_asks_for_one(tmp_path: Pa
 
 def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_path: Path) -> None:
     to, base = tmp_path / "disk", tmp_path / "disk" / f"raydistill-{os.getuid()}"
-    for name in ("crashed", "crashed.gone-1"):
+    for name in ("crashed", "crashed.removed-1"):
         (base / name).mkdir(parents=True)
         (base / name / "shard").write_bytes(b"x" * 1000)
-    used = hold(str(to), "used", grace_s=30)
-    mine = hold(str(to), "mine", grace_s=30)
+    used = lease_folder(str(to), "used", grace_s=30)
+    mine = lease_folder(str(to), "mine", grace_s=30)
     assert sorted(path.name for path in base.iterdir()) == ["mine", "used"]
     used.close()
-    while used.folder.exists():  # for a moment its keeper holds the lock
-        remove_others(mine, kept=True)
+    while used.folder.exists():  # for a moment its cleaner has the lock
+        remove_others(mine, within_grace=True)
     assert [path.name for path in base.iterdir()] == ["mine"]
     mine.close()
-    while mine.folder.exists():  # its keeper too
-        keeper.remove_unused(str(mine.folder))
+    while mine.folder.exists():  # its cleaner too
+        folder_cleaner.remove_unused(str(mine.folder))
     assert not base.exists()
 
 
@@ -350,7 +345,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_copy_is_cleaned_and_an_error(
     assert "\n" not in str(error.value)
     (folder,) = _own(to).iterdir()
     assert not list((folder / "data").iterdir())
-    keeper.remove_unused(str(folder))
+    folder_cleaner.remove_unused(str(folder))
 
 
 def test_a_full_disk_under_two_processes_ends_both_with_the_error(
@@ -403,17 +398,6 @@ def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> Non
         stage(str(root), "/proc/nowhere")
 
 
-def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:  # no such file system can be counted on where tests run
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    root = make_records(tmp_path / "set")
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No locks available; give another folder") as error:
-        stage(str(root), str(tmp_path / "disk"))
-    assert "\n" not in str(error.value)
-
-
 def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     data = DataConfig(path=str(root), stage=str(to))
@@ -423,9 +407,9 @@ def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None
     assert [source.read(3) for source in sources] == [image_of("train", 3), image_of("val", 3)]
     (folder,) = _own(to).iterdir()
     while sources:
-        assert not keeper.remove_unused(str(folder))
+        assert not folder_cleaner.remove_unused(str(folder))
         sources.pop()
-    while not keeper.remove_unused(str(folder)):  # for a moment the folder's keeper holds the lock
+    while not folder_cleaner.remove_unused(str(folder)):  # for a moment the folder's cleaner has the lock
         time.sleep(0.01)
 
 

@@ -25,7 +25,7 @@ from service.config.experiment import load
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.teachers.cache.test_key import folder
 from trainables.config import TrainConfig
-from trainables.data.storage.shared_folder import human
+from trainables.data.storage.shared_folder import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
@@ -212,9 +212,9 @@ def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ra
     each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
-    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "torchvision")]
+    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "simplejpeg")]
     for line in ranks.run(2, refusal, each):
-        assert line.startswith("teacher.cache: the workers decode JPEG by pil and torchvision, which differ in a rounding: ")
+        assert line.startswith("teacher.cache: the workers decode JPEG by pil and simplejpeg, which differ in a rounding: ")
 
 
 def test_batch_size_workers_and_optimizer_are_not_part_of_the_key(tmp_path: Path, ranks: RankPool) -> None:
@@ -353,7 +353,7 @@ def test_the_size_of_the_cache_is_logged_before_anything_is_written(tmp_path: Pa
     (first, nothing), (second, half) = listening.records
     assert (first, nothing) == (f"{place} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
     assert half == pytest.approx(39.4 * 1024, rel=0.05)
-    assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {human(half)} of 78.9 KiB"
+    assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {format_bytes(half)} of 78.9 KiB"
     assert listening.there() == pytest.approx(78.9 * 1024, rel=0.05)
 
 

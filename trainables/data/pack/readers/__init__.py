@@ -1,4 +1,4 @@
-"""The layouts that can be packed, by name, in the order in which a path is asked about them."""
+"""The layouts that can be packed, by name, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ READERS: dict[str, type[Reader]] = {
 def find_reader(root: Path) -> str:
     """The layout of a source. Raises DataError where it has none that is known."""
     if not root.exists():
-        raise DataError(f"{root} does not exist; give {_known()}")
+        raise DataError(f"{root} does not exist; give {_known_layouts()}")
     for name, reader in READERS.items():
-        if reader.knows(root):
+        if reader.matches(root):
             return name
-    raise DataError(f"{root} is of no layout that can be packed: {_known()}; docs/records.md shows each")
+    raise DataError(f"{root} is of no layout that can be packed: {_known_layouts()}; docs/records.md shows each")
 
 
-def _known() -> str:
+def _known_layouts() -> str:
     return ", ".join(READERS)

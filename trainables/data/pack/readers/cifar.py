@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing, unnamed_labels
+from trainables.data.pack.layout_reader import Listing, SplitListing, unnamed_labels
 from trainables.errors import DataError
 
 _PIXEL_BYTES = 3 * 32 * 32
@@ -42,18 +42,20 @@ class CifarReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         return any((root / kind.val).is_file() and (root / kind.names).is_file() for kind in _KINDS)
 
     def listing(self) -> Listing:
         kind = self._kind()
         names = (self._root / kind.names).read_text().split()
         files: dict[Split, tuple[str, ...]] = {"train": kind.train, "val": (kind.val,)}
-        return Listing(tuple(names), {split: self._listed(part, kind, names) for split, part in files.items()}, pixels=True)
+        return Listing(
+            tuple(names), {split: self._split_listing(part, kind, names) for split, part in files.items()}, pixels=True
+        )
 
-    def read(self, places: Sequence[tuple[str, int]]) -> Iterator[tuple[str, NDArray[np.uint8] | UnreadableImageError]]:
+    def read(self, locations: Sequence[tuple[str, int]]) -> Iterator[tuple[str, NDArray[np.uint8] | UnreadableImageError]]:
         record = self._kind().label_bytes + _PIXEL_BYTES
-        for file, number in places:
+        for file, number in locations:
             with open(self._root / file, "rb") as content:
                 content.seek(number * record + record - _PIXEL_BYTES)
                 pixels = content.read(_PIXEL_BYTES)
@@ -67,7 +69,7 @@ class CifarReader:
     def _kind(self) -> _Kind:
         return next(kind for kind in _KINDS if (self._root / kind.val).is_file())
 
-    def _listed(self, files: tuple[str, ...], kind: _Kind, names: list[str]) -> Listed:
+    def _split_listing(self, files: tuple[str, ...], kind: _Kind, names: list[str]) -> SplitListing:
         record = kind.label_bytes + _PIXEL_BYTES
         labels: list[NDArray[np.int64]] = []
         for file in files:
@@ -80,5 +82,5 @@ class CifarReader:
             labels.append(content.reshape(-1, record)[:, kind.label_bytes - 1].astype(np.int64))
             if unknown := sorted(set(labels[-1][labels[-1] >= len(names)].tolist())):
                 raise unnamed_labels(self._root / file, [str(label) for label in unknown])
-        places = [(file, number) for file, part in zip(files, labels, strict=True) for number in range(len(part))]
-        return Listed(places, np.concatenate(labels))
+        locations = [(file, number) for file, part in zip(files, labels, strict=True) for number in range(len(part))]
+        return SplitListing(locations, np.concatenate(labels))

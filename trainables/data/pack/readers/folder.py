@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.folder import FolderSource
-from trainables.data.pack.layout_reader import Listed, Listing
+from trainables.data.pack.layout_reader import Listing, SplitListing
 
 
 class FolderReader:
@@ -18,19 +18,21 @@ class FolderReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         train = root / "train"
         return train.is_dir() and any(entry.is_dir() for entry in os.scandir(train))
 
     def listing(self) -> Listing:
         train, val = FolderSource(str(self._root), "train"), FolderSource(str(self._root), "val")
-        return Listing(train.classes, {"train": Listed(train.files(), train.labels_N), "val": Listed(val.files(), val.labels_N)})
+        return Listing(
+            train.classes, {"train": SplitListing(train.files(), train.labels_N), "val": SplitListing(val.files(), val.labels_N)}
+        )
 
-    def read(self, places: Sequence[str]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
+    def read(self, locations: Sequence[str]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
         root = os.path.join(self._root, "")
-        for place in places:
-            name = place if place.isascii() else os.fsencode(place).decode(errors="replace")
+        for location in locations:
+            name = location if location.isascii() else os.fsencode(location).decode(errors="replace")
             try:
-                yield name, read_file(root + place)
+                yield name, read_file(root + location)
             except UnreadableImageError as error:
                 yield name, error

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing, number_labels, split_files
+from trainables.data.pack.layout_reader import Listing, SplitListing, number_labels, split_files
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 
 _FILE = "data.mdb"
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM", b"GIF8", b"II*\0", b"MM\0*", b"P5", b"P6")
 _NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
-"""Keys beside the images: their labels, their number, and what tools of PyTorch users keep, such as __len__ and __keys__."""
+"""Other keys than images: labels, their number, and those of PyTorch users' tools, such as __len__ and __keys__."""
 _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files under image-N with label-N beside them"
 
 
@@ -34,27 +34,29 @@ class LmdbReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         return any(root.glob(f"*/{_FILE}"))
 
     def listing(self) -> Listing:
-        places: dict[Split, list[tuple[str, str]]] = {"train": [], "val": []}
+        locations: dict[Split, list[tuple[str, str]]] = {"train": [], "val": []}
         labels: dict[Split, list[int | str]] = {"train": [], "val": []}
         pixels = False
         for split, files in split_files(self._root, sorted(self._root.glob(f"*/{_FILE}")), "LMDB environments").items():
             for file in files:
                 folder = file.parent.name
                 for key, label, is_pixels in _samples(file.parent):
-                    places[split].append((folder, key.decode("latin-1")))
+                    locations[split].append((folder, key.decode("latin-1")))
                     labels[split].append(label)
                     pixels = is_pixels
         classes, train, val = number_labels(self._root, labels["train"], labels["val"])
-        return Listing(classes, {"train": Listed(places["train"], train), "val": Listed(places["val"], val)}, pixels)
+        return Listing(
+            classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)}, pixels
+        )
 
-    def read(self, places: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
+    def read(self, locations: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
         with contextlib.ExitStack() as opened:
             open_now: dict[str, Any] = {}
-            for folder, key in places:
+            for folder, key in locations:
                 if folder not in open_now:
                     open_now[folder] = opened.enter_context(_reading(self._root / folder))
                 value = open_now[folder].get(key.encode("latin-1"))
@@ -63,7 +65,7 @@ class LmdbReader:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[Any]:
-    """A read transaction, which gives views of the mapped file: they hold as long as it does.
+    """A read transaction, which gives views of the mapped file: they are valid as long as it is.
 
     Raises DataError where there is no environment, or it is damaged.
     """
@@ -87,7 +89,7 @@ def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
             if _NO_IMAGE.fullmatch(key):
                 continue
             if bytes(value[:4]).startswith(_MAGIC):
-                yield key, _label_beside(folder, transaction, key), False
+                yield key, _label_of(folder, transaction, key), False
             elif len(value) > 2 and value[0] == 0x80 and value[1] in range(2, 6) and value[-1] == ord("."):
                 raise DataError(
                     f"{folder}: its values are Python pickles, and reading a pickle runs whatever code it names; "
@@ -101,7 +103,7 @@ def _samples(folder: Path) -> Iterator[tuple[bytes, int | str, bool]]:
                 yield key, datum.label, not datum.encoded
 
 
-def _label_beside(folder: Path, transaction: Any, key: bytes) -> int | str:
+def _label_of(folder: Path, transaction: Any, key: bytes) -> int | str:
     """The label of an image file: the value of label-N for image-N, or the first part of the key CLASS/NAME."""
     if key.startswith(b"image-"):
         value = transaction.get(b"label-" + key.removeprefix(b"image-"))

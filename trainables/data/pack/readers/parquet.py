@@ -12,7 +12,7 @@ import numpy as np
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files, unnamed_labels
+from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files, unnamed_labels
 from trainables.errors import DataError
 
 _LABELS = ("label", "labels", "fine_label")
@@ -25,32 +25,32 @@ class ParquetReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         return bool(files_below(root, r".+\.parquet"))
 
     def listing(self) -> Listing:
-        places: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
+        locations: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
         labels: dict[Split, list[int | str]] = {"train": [], "val": []}
         names: dict[Path, tuple[str, ...]] = {}
         for split, paths in split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files").items():
             for path in paths:
                 part, names[path] = _labels(path)
                 labels[split] += part
-                places[split] += [(str(path.relative_to(self._root)), row) for row in range(len(part))]
+                locations[split] += [(str(path.relative_to(self._root)), row) for row in range(len(part))]
         first, classes = next(iter(names.items()))
         if other := next((path for path in names if names[path] != classes), None):
             raise DataError(f"{other} has other class names than {first}; give the files of one data set")
         if classes:
-            for split in places:
+            for split in locations:
                 if unknown := sorted({str(label) for label in labels[split]} - {str(n) for n in range(len(classes))}):
                     raise unnamed_labels(self._root, unknown)
             train, val = (np.array(labels[split], dtype=np.int64) for split in ("train", "val"))
         else:
             classes, train, val = number_labels(self._root, labels["train"], labels["val"])
-        return Listing(classes, {"train": Listed(places["train"], train), "val": Listed(places["val"], val)})
+        return Listing(classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)})
 
-    def read(self, places: Sequence[tuple[str, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
-        for file, group in groupby(places, key=lambda place: place[0]):
+    def read(self, locations: Sequence[tuple[str, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
+        for file, group in groupby(locations, key=lambda location: location[0]):
             yield from _images(self._root / file, file, [row for _, row in group])
 
 

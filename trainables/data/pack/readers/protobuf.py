@@ -1,6 +1,6 @@
 """Just enough of Protocol Buffers' wire format (https://protobuf.dev/programming-guides/encoding) to take two messages apart.
 
-Both are fixed for a decade: TensorFlow's Example and Caffe's Datum. What is not asked for is stepped over, not copied.
+Both are fixed for a decade: TensorFlow's Example and Caffe's Datum. Fields that are not used are skipped, not copied.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files
 from trainables.data.pack.readers.protobuf import WireError, example_features
 from trainables.errors import DataError
 
@@ -32,12 +32,12 @@ class TfrecordReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         return bool(files_below(root, _FILES))
 
     def listing(self) -> Listing:
         files = split_files(self._root, files_below(self._root, _FILES), "TFRecord files")
-        places: dict[Split, list[tuple[str, int, int]]] = {"train": [], "val": []}
+        locations: dict[Split, list[tuple[str, int, int]]] = {"train": [], "val": []}
         labels: dict[Split, list[int]] = {"train": [], "val": []}
         names: dict[int | str, str] = {}
         for split, paths in files.items():
@@ -48,17 +48,17 @@ class TfrecordReader:
                         raise DataError(f"{path}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
                     if label not in names and (name := _first(features, _CLASS_NAME)):
                         names[label] = _text(name)
-                    places[split].append((str(path.relative_to(self._root)), offset, size))
+                    locations[split].append((str(path.relative_to(self._root)), offset, size))
                     labels[split].append(label)
         classes, train, val = number_labels(self._root, labels["train"], labels["val"], names)
-        return Listing(classes, {"train": Listed(places["train"], train), "val": Listed(places["val"], val)})
+        return Listing(classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)})
 
-    def read(self, places: Sequence[tuple[str, int, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
-        for place in places:
+    def read(self, locations: Sequence[tuple[str, int, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
+        for location in locations:
             try:
-                yield self._read(*place)
+                yield self._read(*location)
             except WireError as error:
-                yield f"{place[0]}@{place[1]}", UnreadableImageError(f"a damaged record: {error}")
+                yield f"{location[0]}@{location[1]}", UnreadableImageError(f"a damaged record: {error}")
 
     def _read(self, file: str, offset: int, size: int) -> tuple[str, bytes]:
         with open(self._root / file, "rb") as content:

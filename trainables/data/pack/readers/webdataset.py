@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainables.data.folder import EXTENSIONS
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listed, Listing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files
 from trainables.errors import DataError
 
 _BLOCK = 512
@@ -21,7 +21,7 @@ class WebdatasetReader:
         self._root = root
 
     @staticmethod
-    def knows(root: Path) -> bool:
+    def matches(root: Path) -> bool:
         return bool(files_below(root, r".+\.tar(\.gz|\.bz2|\.xz|\.zst)?"))
 
     def listing(self) -> Listing:
@@ -29,22 +29,24 @@ class WebdatasetReader:
             raise DataError(
                 f"{packed[0]} is compressed, so that its images cannot be reached one by one; unpack it to a plain .tar"
             )
-        places: dict[Split, list[tuple[str, int, int, str]]] = {"train": [], "val": []}
+        locations: dict[Split, list[tuple[str, int, int, str]]] = {"train": [], "val": []}
         labels: dict[Split, list[str]] = {"train": [], "val": []}
         for split, paths in split_files(self._root, files_below(self._root, r".+\.tar"), "tars").items():
             for path in paths:
                 for name, offset, size, label in _samples(path):
-                    places[split].append((str(path.relative_to(self._root)), offset, size, name))
+                    locations[split].append((str(path.relative_to(self._root)), offset, size, name))
                     labels[split].append(label)
         train, val = labels["train"], labels["val"]
         if all(label.isdecimal() for label in (*train, *val)):
             classes, train_N, val_N = number_labels(self._root, [int(label) for label in train], [int(label) for label in val])
         else:
             classes, train_N, val_N = number_labels(self._root, train, val)
-        return Listing(classes, {"train": Listed(places["train"], train_N), "val": Listed(places["val"], val_N)})
+        return Listing(
+            classes, {"train": SplitListing(locations["train"], train_N), "val": SplitListing(locations["val"], val_N)}
+        )
 
-    def read(self, places: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes]]:
-        for file, offset, size, member in places:
+    def read(self, locations: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes]]:
+        for file, offset, size, member in locations:
             with open(self._root / file, "rb") as tar:
                 tar.seek(offset)
                 yield f"{file}/{member}", tar.read(size)

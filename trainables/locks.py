@@ -1,0 +1,112 @@
+"""Exclusive locks of files, between processes and threads. A lock ends with its process, however that ends.
+
+Some network file systems cannot lock files. There a file of this node's own temporary folder is locked instead: processes of one
+node exclude each other, those of several do not, and a warning names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from filelock import lock_descriptor
+
+_log = logging.getLogger("raydistill")
+_PROBE_S = 0.02  # longer than `is_locked` has a lock
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
+_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+class Lock:
+    """The exclusive lock of an open file, which ends with `release`, with the last reference, or with the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.release = weakref.finalize(self, os.close, descriptor)
+
+
+def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S) -> Lock | None:
+    """The exclusive lock of the file `path`, which is made where it is missing; None where others have it for `wait_s` seconds.
+
+    Raises OSError where the file cannot be opened, or neither it nor one of the temporary folder can be locked.
+    """
+    until = time.monotonic() + wait_s
+    while True:
+        if lock := _try_once(os.fspath(path)):
+            return lock
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_SHORTEST_POLL_S)
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Wait for the exclusive lock of the file `path`, and call `waiting` every so often until then. Raises as `try_lock` does."""
+    pause_s = _SHORTEST_POLL_S
+    while (lock := _try_once(os.fspath(path))) is None:
+        waiting()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether anybody has the lock of the file `path`; False where there is no such file. Raises as `try_lock` does."""
+    if not os.path.exists(path):
+        return False
+    lock = try_lock(path)
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
+def _try_once(path: str) -> Lock | None:
+    lock = Lock(_open(path))
+    try:
+        free = lock_descriptor(lock.descriptor, blocking=False) and _is_at(lock.descriptor, path)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        lock = Lock(_open(_on_this_node(path, error.strerror or "")))
+        free = lock_descriptor(lock.descriptor, blocking=False)
+    if free:
+        return lock
+    lock.release()
+    return None
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError:  # another user's: whoever may read it may find out whether it is locked
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether the open file is still the one at `path`, which may have been removed and made anew."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@functools.cache
+def _on_this_node(path: str, reason: str) -> str:
+    """The file that is locked in place of `path`. Raises OSError."""
+    folder = os.path.join(tempfile.gettempdir(), f"raydistill-locks-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.lstat(folder).st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, f"{folder} is not a folder of this user: remove it")
+    _log.warning("%s: its file system cannot lock files (%s): only processes of this node exclude each other", path, reason)
+    return os.path.join(folder, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32])
