@@ -11,7 +11,7 @@ from service.commands.options import DIR, PROCESSES, print_all
 from service.report.contact_sheet import describe, write_sheet
 from service.runs.display import output
 from service.runs.pack import pack as run_pack
-from service.runs.pack import said
+from service.runs.pack import summary_line
 from service.runs.pack import verify as run_verify
 from trainables.data.index import read_index
 from trainables.data.pack.modes import Mode
@@ -49,7 +49,7 @@ def pack(
     except KeyboardInterrupt:
         click.echo("interrupted; the same command goes on where it was", err=True)
         raise
-    click.echo(said(dest, packing))
+    click.echo(summary_line(dest, packing))
 
 
 @click.command()

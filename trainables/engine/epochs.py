@@ -17,14 +17,6 @@ class Epoch:
     augmentation: int
     """The epoch whose augmentations the images have: with cached logits there are fewer than epochs."""
 
-<<<<<<< HEAD
-=======
-    @property
-    def is_init_stage(self) -> bool:
-        """Whether it belongs to a method's init stage, which trains by losses of its own."""
-        return self.training < 0
-
->>>>>>> methods
 
 @dataclass(frozen=True)
 class Epochs:

@@ -130,11 +130,7 @@ def build(
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-<<<<<<< HEAD
     `connections`: to the actors of `teacher.service`; `flush_records`: for a `report` that leaves writing to another thread.
-=======
-    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that queues its records.
->>>>>>> engine
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment names does not exist or does not fit.
@@ -286,7 +282,6 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
         assert isinstance(data.loader_workers, int)
         training = split == "train"
         return Loader(
-<<<<<<< HEAD
             sources[split],
             data,
             split=split,
@@ -295,16 +290,9 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
             world_size=group.world_size,
             loader_workers=data.loader_workers,
             device=group.device,
-            auto=Enough(data.loader_workers) if config.loader_auto and training else None,
+            auto=AutoWorkers(data.loader_workers) if config.loader_auto and training else None,
             num_augmentation_epochs=config.num_augmentation_epochs if training else None,
         )
-=======
-            sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-            loader_workers=data.loader_workers, device=group.device,
-            auto=AutoWorkers(data.loader_workers) if config.loader_auto and split == "train" else None,
-            seed_epochs=config.seed_epochs if split == "train" else None,
-        )  # fmt: skip
->>>>>>> data
 
     return sources["train"].classes, (loader("train"), loader("val"))
 

@@ -177,11 +177,7 @@ class PerLossUpdate(ParameterUpdate):
 
 
 class InitStageUpdate(ParameterUpdate):
-<<<<<<< HEAD
-    """A init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
-=======
     """The init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
->>>>>>> methods
 
     def __init__(
         self,

@@ -179,8 +179,8 @@ def _preactivation(trace: Trace, modules: dict[str, nn.Module], end: TensorVersi
         if function not in RESHAPES:
             return version
     normed = _output_of_next_norm(trace, modules, end)
-    activated = {source for source, function in trace.produced_by.values() if function not in RESHAPES}
-    return normed if normed is not None and normed in activated else end
+    produced_by = {source for source, function in trace.produced_by.values() if function not in RESHAPES}
+    return normed if normed is not None and normed in produced_by else end
 
 
 def _output_of_next_norm(trace: Trace, modules: dict[str, nn.Module], version: TensorVersion) -> TensorVersion | None:

@@ -184,8 +184,8 @@ def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) ->
         ModelError: no such tap.
     """
     survey = TapSurvey(model, image_size, name=name)
-    (expanded,) = survey.expand(tap)
-    found = survey.find(expanded).events[0]
+    (expand_home,) = survey.expand(tap)
+    found = survey.find(expand_home).events[0]
     index = next(index for index, event in enumerate(survey.trace.events) if event is found)
     return {event.path for event in survey.trace.events[: index + 1] if event.direction == "in"}
 

@@ -58,7 +58,7 @@ class Taps:
         if not names:
             return
         survey = TapSurvey(model, image_size, name=name)
-        self.names = tuple(expanded for tap in names for expanded in survey.expand(tap))
+        self.names = tuple(expand_home for tap in names for expand_home in survey.expand(tap))
         found = [survey.find(tap) for tap in self.names]
         self.shapes = tuple(hook_point.shape for hook_point in found)
         events = {tap: hook_point.events[0] for tap, hook_point in zip(self.names, found, strict=True)}

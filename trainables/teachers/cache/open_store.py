@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.data.storage.shared_folder import free_bytes, human
+from trainables.data.storage.shared_folder import format_bytes, free_bytes
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError, DistillError
 from trainables.rundir import write_json
@@ -66,7 +66,7 @@ def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> t
             free = free_bytes(store.folder)
             if missing_bytes > free:
                 return DataError(
-                    f"teacher.cache: {human(missing_bytes)} of logits do not fit into the {human(free)} that are free in "
+                    f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are free in "
                     f"{cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
                 )
             write_json(store.folder / "key.json", parts)
@@ -88,7 +88,7 @@ def _log_size(store: LogitsStore, num_epochs: int) -> int:
         f"{all_rows:,}",
         f"{store.num_samples:,}",
         num_epochs,
-        human(num_bytes),
-        human(all_rows * row_bytes),
+        format_bytes(num_bytes),
+        format_bytes(all_rows * row_bytes),
     )
     return (all_rows - num_rows) * row_bytes
