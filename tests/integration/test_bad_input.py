@@ -59,8 +59,12 @@ class Command:
         with open(self._said, "wb") as out, open(self._log, "wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service", *map(str, arguments), *sets],
-                stdout=out, stderr=err, cwd=folder, start_new_session=True, env={**clean, "RAYDISTILL_RUNS": str(self._runs)},
-            )  # fmt: skip
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                start_new_session=True,
+                env={**clean, "RAYDISTILL_RUNS": str(self._runs)},
+            )
 
     def end(self) -> Ended:
         try:

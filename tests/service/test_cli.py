@@ -71,9 +71,12 @@ def sets(*overrides: str) -> list[str]:
 
 def cpu_seconds(code: str) -> float:
     """Processor time of a Python process that runs `code`, which other jobs on this machine do not add to."""
-    pid = os.posix_spawn(sys.executable, [*PYTHON, code], os.environ, file_actions=[
-        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)
-    ])  # fmt: skip
+    pid = os.posix_spawn(
+        sys.executable,
+        [*PYTHON, code],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)],
+    )
     _, _, usage = os.wait4(pid, 0)
     return usage.ru_utime + usage.ru_stime
 

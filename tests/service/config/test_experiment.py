@@ -77,14 +77,19 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
     told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
     assert [(stage.model, stage.optim.epochs) for stage in told] == [
-        ("convnet_large", 12), ("resnet14", 7), ("resnet8", 12), ("convnet_small", 12),
-    ]  # fmt: skip
+        ("convnet_large", 12),
+        ("resnet14", 7),
+        ("resnet8", 12),
+        ("convnet_small", 12),
+    ]
     assert told[0].teacher is None
     assert told[0].distill is None
     teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
     assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
-        ("convnet_large", "before.safetensors", 1), ("resnet14", "before.safetensors", 0), ("resnet8", "before.safetensors", 0),
-    ]  # fmt: skip
+        ("convnet_large", "before.safetensors", 1),
+        ("resnet14", "before.safetensors", 0),
+        ("resnet8", "before.safetensors", 0),
+    ]
     assert all(stage.distill == experiment.distill for stage in told[1:])
 
 

@@ -66,7 +66,7 @@ def refused_by_a_worker(overrides: tuple[str, ...], folder: Path) -> str:
         ),
         (("teacher=null", "distill.method=[dkd]"), "distill.method: dkd needs a teacher: write teacher.model"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     overrides: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:

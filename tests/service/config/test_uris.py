@@ -12,10 +12,13 @@ URI = "postgresql://me:p@ss@db:5432/mlflow"
 @pytest.mark.parametrize(
     ("held", "shown"),
     [
-        (URI, "postgresql://db:5432/mlflow"), ("s3://bucket/set", "s3://bucket/set"), ("sqlite:////a/b@c.db", "sqlite:////a/b@c.db"),
-        ("http://[", "http://["), ("", ""),
+        (URI, "postgresql://db:5432/mlflow"),
+        ("s3://bucket/set", "s3://bucket/set"),
+        ("sqlite:////a/b@c.db", "sqlite:////a/b@c.db"),
+        ("http://[", "http://["),
+        ("", ""),
     ],
-)  # fmt: skip
+)
 def test_a_uri_is_shown_without_its_login(held: str, shown: str) -> None:
     assert without_password(held) == shown
 

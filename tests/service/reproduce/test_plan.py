@@ -34,8 +34,10 @@ def parts(
 def test_students_alone_are_one_sweep_and_each_teacher_is_another(cifar100: Table) -> None:
     found = parts(cifar100, "resnet56-resnet20,resnet110-resnet20,resnet110-resnet32", "student,kd", "3,4")
     assert [(part.name, part.teacher, len(part.resolved.experiment.sweep.points)) for part in found] == [
-        ("students", None, 4), ("teacher-resnet56", "resnet56", 2), ("teacher-resnet110", "resnet110", 4),
-    ]  # fmt: skip
+        ("students", None, 4),
+        ("teacher-resnet56", "resnet56", 2),
+        ("teacher-resnet110", "resnet110", 4),
+    ]
     assert found[2].rows == {("resnet20", "kd"): ("000", "001"), ("resnet32", "kd"): ("002", "003")}
     assert found[0].resolved.experiment.teacher is None
     assert [part.num_runs for part in found] == [4, 3, 5]
@@ -54,8 +56,13 @@ def test_a_cell_has_the_settings_of_its_student_its_column_and_its_pair(cifar100
     assert experiment.student.model == "mobilenetv2_half_cifar"
     assert (experiment.optim.lr, experiment.optim.epochs, experiment.optim.milestones) == (0.01, 240, (150, 180, 210))
     assert experiment.distill.options["dkd"] == {
-        "weight": 1.0, "alpha": 1.0, "beta": 6.0, "temperature": 4.0, "warmup_epochs": 20.0, "warmup_by": "epoch_from_1",
-    }  # fmt: skip
+        "weight": 1.0,
+        "alpha": 1.0,
+        "beta": 6.0,
+        "temperature": 4.0,
+        "warmup_epochs": 20.0,
+        "warmup_by": "epoch_from_1",
+    }
     assert part.resolved.experiment.optim.lr == 0.05  # the teacher's
 
 
@@ -158,9 +165,19 @@ def test_a_cells_wrong_setting_is_one_line_before_a_plan_is_printed(
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, said, _ = run(
-        capsys, "reproduce", "cifar100", "--pairs", "resnet56-resnet20", "--methods", "kd,dkd", "--runs", tmp_path / "runs",
-        "--dry-run", "--images-per-s", "10000",
-    )  # fmt: skip
+        capsys,
+        "reproduce",
+        "cifar100",
+        "--pairs",
+        "resnet56-resnet20",
+        "--methods",
+        "kd,dkd",
+        "--runs",
+        tmp_path / "runs",
+        "--dry-run",
+        "--images-per-s",
+        "10000",
+    )
     assert code == 0
     assert "resnet56: trained first" in said
     assert "7 runs, 1,680 epochs of 50,000 images; 2.3 hours left" in said

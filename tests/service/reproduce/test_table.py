@@ -99,8 +99,11 @@ def test_reviewkd_is_trained_as_its_authors_train_it_and_not_as_the_tables_other
     assert (found.data.global_batch_size, optim.lr, optim.nesterov, optim.weight_decay) == (128, lr, True, 5e-4)
     assert (optim.epochs, optim.milestones, optim.gamma, optim.momentum) == (240, (151, 181, 211), 0.1, 0.9)
     assert found.distill.options["reviewkd"] == {
-        "weight": weight, "warmup_epochs": 20.0, "warmup_by": "epoch_from_0", "teacher_norm": "batch",
-    }  # fmt: skip
+        "weight": weight,
+        "warmup_epochs": 20.0,
+        "warmup_by": "epoch_from_0",
+        "teacher_norm": "batch",
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,8 +161,11 @@ def test_a_warm_up_that_ends_with_the_first_epoch_counted_from_1_is_none(column:
 def test_reviewkd_for_imagenet_reads_both_models_after_the_activations_that_its_code_applies_in_place() -> None:
     options = experiment_of("imagenet", "resnet34-resnet18", "reviewkd").distill.options["reviewkd"]
     assert options == {
-        "weight": 1.0, "warmup_epochs": 0.0, "student_taps": ["stages", "pooled"], "teacher_taps": ["stages", "pooled"],
-    }  # fmt: skip
+        "weight": 1.0,
+        "warmup_epochs": 0.0,
+        "student_taps": ["stages", "pooled"],
+        "teacher_taps": ["stages", "pooled"],
+    }
 
 
 def test_dist_is_trained_as_its_authors_train_it_and_not_as_the_tables_other_columns() -> None:
@@ -190,13 +196,27 @@ def test_the_13_pairs_are_the_published_ones_with_all_methods() -> None:
 # How many numbers there are and what they sum up to, once each had been compared with its source: a mistyped digit shows.
 COLUMNS = {
     "cifar100": {
-        "kd": (13, 941.06), "fitnet": (13, 918.45), "at": (13, 912.40), "sp": (13, 934.56), "cc": (13, 914.39),
-        "vid": (13, 928.70), "rkd": (13, 917.78), "pkt": (13, 937.05), "ab": (13, 924.08), "ft": (13, 910.05),
-        "fsp": (6, 427.71), "nst": (13, 919.93), "crd": (13, 955.12), "crd_kd": (13, 958.21), "reviewkd": (8, 604.99),
-        "dkd": (11, 818.41), "kd_dot": (3, 224.44), "kd_standardized": (10, 731.73),
+        "kd": (13, 941.06),
+        "fitnet": (13, 918.45),
+        "at": (13, 912.40),
+        "sp": (13, 934.56),
+        "cc": (13, 914.39),
+        "vid": (13, 928.70),
+        "rkd": (13, 917.78),
+        "pkt": (13, 937.05),
+        "ab": (13, 924.08),
+        "ft": (13, 910.05),
+        "fsp": (6, 427.71),
+        "nst": (13, 919.93),
+        "crd": (13, 955.12),
+        "crd_kd": (13, 958.21),
+        "reviewkd": (8, 604.99),
+        "dkd": (11, 818.41),
+        "kd_dot": (3, 224.44),
+        "kd_standardized": (10, 731.73),
     },
     "imagenet": {"kd": (1, 71.03), "dkd": (1, 71.70), "kd_dot": (1, 71.72), "dist": (1, 72.07), "reviewkd": (1, 71.61)},
-}  # fmt: skip
+}
 PAIRS = {
     "cifar100": {
         "wrn_40_2-wrn_16_2": (17, 1263.90),
@@ -217,12 +237,24 @@ PAIRS = {
 }
 MODELS = {
     "cifar100": {
-        "resnet56": 72.34, "resnet110": 74.31, "resnet32x4": 79.42, "wrn_40_2": 75.61, "vgg13_cifar": 74.64,
-        "resnet50_cifar": 79.34, "resnet20": 69.06, "resnet32": 71.14, "resnet8x4": 72.50, "wrn_16_2": 73.26, "wrn_40_1": 71.98,
-        "vgg8_cifar": 70.36, "mobilenetv2_half_cifar": 64.60, "shufflenetv1_cifar": 70.50, "shufflenetv2_cifar": 71.82,
+        "resnet56": 72.34,
+        "resnet110": 74.31,
+        "resnet32x4": 79.42,
+        "wrn_40_2": 75.61,
+        "vgg13_cifar": 74.64,
+        "resnet50_cifar": 79.34,
+        "resnet20": 69.06,
+        "resnet32": 71.14,
+        "resnet8x4": 72.50,
+        "wrn_16_2": 73.26,
+        "wrn_40_1": 71.98,
+        "vgg8_cifar": 70.36,
+        "mobilenetv2_half_cifar": 64.60,
+        "shufflenetv1_cifar": 70.50,
+        "shufflenetv2_cifar": 71.82,
     },
     "imagenet": {"resnet34": 73.31, "resnet18": 69.76},
-}  # fmt: skip
+}
 
 
 def counted(numbers: list[float]) -> tuple[int, float]:

@@ -14,10 +14,19 @@ from trainables.rundir import RunDir, append_line
 
 SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
 METRICS = {
-    "step_s": 0.1, "images_per_s": 1280.0, "epoch_s": 12.5, "epoch_projected": 1.0, "top1_pct": 97.25, "data_pct": 25.0,
-    "phase/data_ms": 25.0, "phase/data_min_ms": 1.0, "phase/data_max_ms": 50.0, "phase/teacher_ms": 30.0,
-    "phase/student_ms": 45.0, "phase/step_ms": 100.0,
-}  # fmt: skip
+    "step_s": 0.1,
+    "images_per_s": 1280.0,
+    "epoch_s": 12.5,
+    "epoch_projected": 1.0,
+    "top1_pct": 97.25,
+    "data_pct": 25.0,
+    "phase/data_ms": 25.0,
+    "phase/data_min_ms": 1.0,
+    "phase/data_max_ms": 50.0,
+    "phase/teacher_ms": 30.0,
+    "phase/student_ms": 45.0,
+    "phase/step_ms": 100.0,
+}
 
 
 def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
@@ -31,8 +40,17 @@ def result() -> dict[str, Any]:
         trial("001", "oom", reason="rank 0: CUDA out of memory"),
         trial("002", "ok", metrics=METRICS, oversubscribed=True),
     ]
-    return {"kind": "sweep", "name": "demo", "status": "running", "space": SCALE, "metric": "images_per_s", "mode": "max",
-            "trials": rows, "best": best, "use_gpu": True}  # fmt: skip
+    return {
+        "kind": "sweep",
+        "name": "demo",
+        "status": "running",
+        "space": SCALE,
+        "metric": "images_per_s",
+        "mode": "max",
+        "trials": rows,
+        "best": best,
+        "use_gpu": True,
+    }
 
 
 def shown(renderable: object) -> str:
