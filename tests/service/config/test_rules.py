@@ -84,6 +84,7 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ("data.device_augment.mixup=0.2", "data.global_batch_size=62"),
         ("data.global_batch_size=63", "data.last_batch=short"),
         ("data.device_augment.mixup=0.2", "distill.method=kd"),
+        ("data.device_augment.mixup=0.2", "distill.method=at"),
         ("teacher.service=1", "data.global_batch_size=63"),
         GPU,
         (*GPU, "scale.use_gpu=true"),
@@ -100,6 +101,12 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
 )
 def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None:
     load("digits", overrides)
+
+
+def test_asha_needs_an_accuracy_after_its_grace_epochs() -> None:
+    asha = ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null")
+    refused = refused_by_the_driver((*asha, "sweep.grace_epochs=2", "train.evaluate_every=3"))
+    assert refused.endswith("write 3, or train.evaluate_every 1")
 
 
 def test_a_batch_is_as_large_as_the_training_split_at_most() -> None:
