@@ -103,6 +103,11 @@ def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None
     load("digits", overrides)
 
 
+def test_rows_of_all_workers_are_gathered_where_batches_are_whole() -> None:
+    experiment = load("digits", ["scale.num_workers=2"]).experiment
+    assert first_problem_of_method("pskd", load_method("pskd").needs, experiment) is None
+
+
 def test_asha_needs_an_accuracy_after_its_grace_epochs() -> None:
     asha = ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null")
     refused = refused_by_the_driver((*asha, "sweep.grace_epochs=2", "train.evaluate_every=3"))
