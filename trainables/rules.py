@@ -14,7 +14,7 @@ from trainables.config import DataConfig, OptimConfig, ScaleConfig, TeacherConfi
 Problem = str | None
 
 
-class Settings(Protocol):
+class JobSettings(Protocol):
     """The sections that an experiment and a training job have alike."""
 
     @property
@@ -40,12 +40,12 @@ class MethodRequirements(Protocol):
     def all_gather(self) -> bool: ...
 
 
-def worker_batch(settings: Settings) -> int:
+def worker_batch(settings: JobSettings) -> int:
     """Samples of one worker's batch."""
     return settings.data.global_batch_size // settings.scale.num_workers
 
 
-def batch_is_divisible(settings: Settings) -> Problem:
+def batch_is_divisible(settings: JobSettings) -> Problem:
     batch, workers = settings.data.global_batch_size, settings.scale.num_workers
     if batch % workers == 0:
         return None
@@ -71,14 +71,14 @@ def enough_images(data: DataConfig, num_images: int) -> Problem:
     )
 
 
-def accumulate_fits_batch(settings: Settings) -> Problem:
+def accumulate_fits_batch(settings: JobSettings) -> Problem:
     accumulate, batch = settings.optim.accumulate, worker_batch(settings)
     if accumulate <= batch:
         return None
     return f"optim.accumulate {accumulate} exceeds the {batch} samples of one worker's batch"
 
 
-def mixing_has_pairs(settings: Settings) -> Problem:
+def mixing_has_pairs(settings: JobSettings) -> Problem:
     data, workers, batch = settings.data, settings.scale.num_workers, worker_batch(settings)
     if not data.device_augment.mixes:
         return None
@@ -95,7 +95,7 @@ def mixing_has_pairs(settings: Settings) -> Problem:
     return None
 
 
-def mixing_has_a_network(settings: Settings) -> Problem:
+def mixing_has_a_network(settings: JobSettings) -> Problem:
     key = settings.teacher.logits_only if settings.teacher is not None else None
     if key is None or not settings.data.device_augment.mixes:
         return None
@@ -105,7 +105,7 @@ def mixing_has_a_network(settings: Settings) -> Problem:
     )
 
 
-def teacher_service_gets_images(settings: Settings) -> Problem:
+def teacher_service_gets_images(settings: JobSettings) -> Problem:
     if settings.teacher is None or settings.teacher.service is None or not settings.data.decodes_on_device:
         return None
     return (
@@ -114,7 +114,7 @@ def teacher_service_gets_images(settings: Settings) -> Problem:
     )
 
 
-def gpu_decoder_has_gpus(settings: Settings) -> Problem:
+def gpu_decoder_has_gpus(settings: JobSettings) -> Problem:
     if not settings.data.decodes_on_device or settings.scale.use_gpu is not False:
         return None
     return f"data.decoder {settings.data.decoder} works on GPUs only: set scale.use_gpu, or data.decoder to auto"
@@ -134,7 +134,7 @@ def nesterov_has_momentum(optim: OptimConfig, section: str = "optim.") -> Proble
     return f"{section}nesterov needs {section}momentum above 0: set it, or set {section}nesterov to false"
 
 
-RULES: tuple[Callable[[Settings], Problem], ...] = (
+RULES: tuple[Callable[[JobSettings], Problem], ...] = (
     batch_is_divisible,
     lambda settings: resize_covers_crop(settings.data),
     accumulate_fits_batch,
@@ -158,13 +158,13 @@ def splits_no_batch(what: str, accumulate: int) -> Problem:
     )
 
 
-def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+def method_has_a_teacher(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
     if settings.teacher is not None or not requirements.teacher:
         return None
     return f"distill.method: {name} needs a teacher: write teacher.model"
 
 
-def method_has_one_label(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+def method_has_one_label(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
     if not requirements.hard_labels or not settings.data.device_augment.mixes:
         return None
     return (
@@ -173,11 +173,11 @@ def method_has_one_label(name: str, requirements: MethodRequirements, settings: 
     )
 
 
-def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+def method_has_whole_batches(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
     return splits_no_batch(f"distill.method: {name}", settings.optim.accumulate) if requirements.whole_batch else None
 
 
-def method_has_all_workers(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+def method_has_all_workers(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
     if not requirements.all_gather or settings.optim.accumulate == 1 or settings.scale.num_workers == 1:
         return None
     return (
@@ -186,7 +186,7 @@ def method_has_all_workers(name: str, requirements: MethodRequirements, settings
     )
 
 
-METHOD_RULES: tuple[Callable[[str, MethodRequirements, Settings], Problem], ...] = (
+METHOD_RULES: tuple[Callable[[str, MethodRequirements, JobSettings], Problem], ...] = (
     method_has_a_teacher,
     method_has_one_label,
     method_has_whole_batches,
@@ -195,11 +195,11 @@ METHOD_RULES: tuple[Callable[[str, MethodRequirements, Settings], Problem], ...]
 """What each method of a job requires of the other sections."""
 
 
-def first_problem(settings: Settings) -> Problem:
+def first_problem(settings: JobSettings) -> Problem:
     """Of the first of `RULES` that `settings` do not keep."""
     return next((problem for rule in RULES if (problem := rule(settings)) is not None), None)
 
 
-def first_problem_of_method(name: str, requirements: MethodRequirements, settings: Settings) -> Problem:
+def first_problem_of_method(name: str, requirements: MethodRequirements, settings: JobSettings) -> Problem:
     """Of the first of `METHOD_RULES` that `settings` do not keep for the method of this name."""
     return next((problem for rule in METHOD_RULES if (problem := rule(name, requirements, settings)) is not None), None)

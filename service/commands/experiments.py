@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -11,6 +11,7 @@ from service.commands.options import SET
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
+from service.config.messages import source_of_key
 from service.config.reference import keys_below
 
 
@@ -58,11 +59,4 @@ def print_values(recipe_or_file: str, overrides: Sequence[str]) -> None:
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}
     left, middle = max(map(len, texts)), min(60, max(map(len, texts.values())))
     for key, text in texts.items():
-        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of(key, resolved.sources)}")
-
-
-def source_of(key: str, sources: Mapping[str, str]) -> str:
-    """The file, recipe or override of a key, or of the nearest section around it; `default` where there is none."""
-    parts = key.split(".")
-    around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((sources[name] for name in around if name in sources), "default")
+        click.echo(f"{key:{left}}  {text:{middle}}  # {source_of_key(key, resolved.sources, 'default')}")

@@ -63,7 +63,7 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
 
     if Path(directory_or_recipe).is_dir():
         if overrides:
-            raise click.UsageError("--set: changes a recipe; what a directory's run was told stands in its experiment.yaml")
+            raise click.UsageError("--set: changes a recipe; the values of a run are in its experiment.yaml")
         cases = read_run(*reopen(Path(directory_or_recipe)))
     else:
         resolved = load(directory_or_recipe, overrides)

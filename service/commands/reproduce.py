@@ -16,7 +16,7 @@ from service.reproduce.run_table import (
     cells,
     check_same,
     prepare,
-    run_parts,
+    run_sweeps,
     seconds_left,
     size_differences,
     teachers_of,
@@ -59,10 +59,10 @@ def reproduce(
     published = read_table(table)
     request = Request.of(published, pairs, methods, seeds)
     changed = changes(overrides)
-    parts = compose(published, request, overrides, data_path, teachers)
+    sweeps = compose(published, request, overrides, data_path, teachers)
     check_places(root, out)
     stem = f"reproduce-{Path(table).stem}"
-    job = Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
+    job = Reproduction(published, request, sweeps, changed, (out or root / stem).absolute(), root)
     check_same(job)
     console = output()
     console.print(terminal.plan_grid(job))
@@ -83,7 +83,7 @@ def reproduce(
 def run(job: Reproduction, table: str) -> list[str]:
     """Run what is left and write the result. Returns one line for each sweep that failed."""
     try:
-        failed = run_parts(job, click.echo)
+        failed = run_sweeps(job, click.echo)
     except KeyboardInterrupt:
         click.echo(f"interrupted; the same command with --out {job.out} goes on", err=True)
         raise

@@ -1,1 +1,1 @@
-"""What a user may write: the experiment, its sweep, their rules, and the one line that a wrong value gets."""
+"""The experiment and its sweep: schema, files, rules, error messages."""

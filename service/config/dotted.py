@@ -1,4 +1,4 @@
-"""An experiment as YAML has it, mappings in mappings, whose values are named by dotted keys: `data.path`."""
+"""Nested mappings, as YAML has an experiment, and their dotted keys, such as `data.path`."""
 
 from __future__ import annotations
 

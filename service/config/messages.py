@@ -59,7 +59,7 @@ class ConfigProblems(Exception):
 
     def text(self, where: str, sources: Mapping[str, str] | None = None) -> str:
         """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`."""
-        lines = [f"{source_of(key, sources or {}, where)}: {line}" for key, line in self.problems]
+        lines = [f"{source_of_key(key, sources or {}, where)}: {line}" for key, line in self.problems]
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"… and {len(lines) - MAX_LINES + 1} more"]
         return "\n".join(lines)
@@ -142,7 +142,7 @@ def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, s
     return key, plain
 
 
-def source_of(key: str, sources: Mapping[str, str], where: str) -> str:
+def source_of_key(key: str, sources: Mapping[str, str], where: str) -> str:
     """Where a dotted key's value came from: the source of the key or of the nearest section around it, else of a key below it,
     else `where`."""
     parts = key.partition("[")[0].split(".")

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from service.config.sweep import SweepConfig
 from trainables.config import AssistantConfig, DistillConfig, TrainingConfig
-from trainables.rules import Problem, Settings, first_problem, warmup_leaves_an_epoch
+from trainables.rules import JobSettings, Problem, first_problem, warmup_leaves_an_epoch
 
 
-class ExperimentSettings(Settings, Protocol):
+class ExperimentSettings(JobSettings, Protocol):
     """The sections of an experiment that rules are about."""
 
     @property

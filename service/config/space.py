@@ -25,7 +25,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Any, Any], Any]] = {
 
 
 ENUMERATED = ("grid", "guided")
-"""Policies that know every point of the space before they begin."""
+"""Policies that enumerate every point of the space before they begin."""
 MAX_POINTS = 10_000
 
 

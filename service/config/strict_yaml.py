@@ -1,4 +1,4 @@
-"""YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, a key twice is refused, a mistake is one line."""
+"""YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, a duplicate key is refused, an error is one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainables.errors import ExperimentError
 
 MAX_DEPTH = 50
 MAX_REPEATED = 10_000
-"""Most values that a document's aliases may stand for beyond those that are written: nine lines can mean billions."""
+"""Most values that a document's aliases may repeat: nine lines can mean billions."""
 
 # YAML 1.1, which PyYAML reads, takes 1e-4 and 1.5e3 for text, on, off, yes and no for booleans, 010 for eight, 1:30.5 for 90.5;
 # YAML 1.2 and every user take them for numbers, text (which a section's boolean still takes for what it means), ten and text.
@@ -24,12 +24,12 @@ _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _TAG = "tag:yaml.org,2002:"
 
 
-class _TwiceError(yaml.MarkedYAMLError):
-    """A key that stands twice in one mapping: PyYAML would silently take the last."""
+class _DuplicateKeyError(yaml.MarkedYAMLError):
+    """A key that is in one mapping twice: PyYAML would silently take the last."""
 
 
-class _RepeatedError(Exception):
-    """Aliases that stand for more than `MAX_REPEATED` values."""
+class _TooManyAliasesError(Exception):
+    """Aliases that repeat more than `MAX_REPEATED` values."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
-                    raise _TwiceError(problem=f"{key.value} is written twice: keep one", problem_mark=key.start_mark)
+                    raise _DuplicateKeyError(problem=f"{key.value} is written twice: keep one", problem_mark=key.start_mark)
                 names.add(key.value)
                 if key.tag != f"{_TAG}merge":
                     key.tag = f"{_TAG}str"
@@ -82,7 +82,7 @@ def parse(text: str, where: str) -> Any:
     """
     try:
         value = yaml.load(text, _Loader)
-    except _RepeatedError as error:
+    except _TooManyAliasesError as error:
         raise ExperimentError(
             f"{where}: its aliases (`*name`) repeat more than {MAX_REPEATED} values: write out what is meant"
         ) from error
@@ -90,9 +90,9 @@ def parse(text: str, where: str) -> Any:
         raise ExperimentError(f"{where}: nested more than {MAX_DEPTH} deep: an experiment needs three levels") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise ExperimentError(f"{place}: {'' if isinstance(error, _TwiceError) else 'not YAML: '}{problem}") from error
+        raise ExperimentError(f"{position}: {'' if isinstance(error, _DuplicateKeyError) else 'not YAML: '}{problem}") from error
     except ValueError as error:  # PyYAML hands on what `int` and `date` say
         raise ExperimentError(f"{where}: a value cannot be read: {str(error).partition(';')[0]}") from error
     except (LookupError, AttributeError, OverflowError) as error:  # nor does PyYAML look whether a value has its tag's form
@@ -110,7 +110,7 @@ def _check_size(root: yaml.Node) -> None:
 
     Raises:
         RecursionError: it is nested too deeply, as one that contains itself (`a: &a [*a]`) is.
-        _RepeatedError: see there.
+        _TooManyAliasesError: see there.
     """
     sizes: dict[int, tuple[int, int]] = {}  # of the nodes that were looked at: values below, aliases expanded, and levels
 
@@ -130,4 +130,4 @@ def _check_size(root: yaml.Node) -> None:
 
     size, _ = look(root, 0)
     if size - len(sizes) > MAX_REPEATED:
-        raise _RepeatedError
+        raise _TooManyAliasesError

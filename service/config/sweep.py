@@ -1,4 +1,4 @@
-"""What an experiment says of a search: the space, how it is searched, and by which metric."""
+"""The sweep section of an experiment: the space, how it is searched, and by which metric."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SPEEDS = ("images_per_s", "step_s", "epoch_s", "gpu_s_per_epoch", "data_pct", "p
 FRONT = "pareto"
 TIME = "time_to_accuracy"
 TIME_S = f"{TIME}_s"
-"""What a training that has reached its target has it under."""
+"""The name of that metric in the record of a training that has reached its target."""
 GUIDED = ("images_per_s", "epoch_s", "gpu_s_per_epoch", FRONT, TIME)
-"""What the policy guided can look for: what its models predict, and the front of speed and cost."""
+"""Metrics of the policy guided: those that its models predict, and the Pareto front of speed and cost."""
 ACCURACIES = ("top1_pct", "best_top1_pct", "top5_pct", "val_loss")
-"""Metrics that a trial has once it has trained a whole epoch."""
+"""Metrics of trials that train whole epochs."""
 MINIMIZED = frozenset({"epoch_s", "step_s", "gpu_s_per_epoch", "val_loss", "data_pct", "peak_memory_mib", TIME})
 
 
@@ -45,13 +45,15 @@ class SweepConfig(Section):
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
     )
-    max_concurrent: Count = Field(1, description="trials at a time; bounded by what the cluster holds")
-    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
+    max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
+    grace_epochs: Count = Field(
+        1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart"
+    )
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 
     @property
     def axes(self) -> dict[str, Any]:
-        """What is searched over: the space, or of listed points every key with the values that it has among them."""
+        """The searched keys with their values: the space, or of listed points every key with its values in any of them."""
         if not self.points:
             return self.space
         found: dict[str, list[Any]] = {}
@@ -69,12 +71,12 @@ class SweepConfig(Section):
 
     @property
     def figure(self) -> str:
-        """What `metric` is called among a trial's metrics."""
+        """The name of `metric` in a trial's metrics."""
         return TIME_S if self.metric == TIME else self.metric
 
     @property
     def races(self) -> bool:
-        """Whether the points that are found to be the fastest are then trained to the target."""
+        """Whether the fastest points are then trained to the target."""
         return self.policy == "guided" and self.metric == TIME
 
     @property

@@ -1,4 +1,4 @@
-"""URIs of stores as they are written by a user, and as they are shown: who reads a page or a log needs no password."""
+"""URIs of stores as users write them, and as they are shown: without the password."""
 
 from __future__ import annotations
 

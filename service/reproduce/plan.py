@@ -1,4 +1,4 @@
-"""Which runs a part of a table takes: a sweep for the students alone, one for each teacher, and where each cell's trials are."""
+"""The sweeps that reproduce a table, or a part of it: one for the students alone, one for each teacher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from service.config.paths import absolute
 from service.reproduce.table import ALONE, Table
 from trainables.errors import ExperimentError, near
 
-OURS = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
-"""What the table decides, but for how many trials run at a time."""
+DECIDED_BY_THE_TABLE = ("teacher.model", "teacher.weights", "student", "distill.method", "seed", "name", "sweep")
+"""Keys that a user may not set, but for `HARMLESS` ones among them."""
 HARMLESS = (
     "data.path",
     "data.loader_workers",
@@ -33,12 +33,12 @@ HARMLESS = (
     "train.compile",
     "train.telemetry_every_s",
 )
-"""What may be set without another training coming of it: how fast it runs and what is recorded."""
+"""Keys that may be set without changing what is trained: how fast it runs and what is recorded."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What of a table is to be run."""
+    """The part of a table that is to be run."""
 
     pairs: tuple[str, ...]
     columns: tuple[str, ...]
@@ -46,7 +46,7 @@ class Request:
 
     @classmethod
     def of(cls, table: Table, pairs: str | None, methods: str | None, seeds: str) -> Request:
-        """From the words of the command line, commas between them; None: all.
+        """From the options of the command line, with commas between names; None: all.
 
         Raises:
             ExperimentError: a name that the table does not have, or a seed that is no number.
@@ -57,19 +57,19 @@ class Request:
             raise ExperimentError(f"--seeds {seeds}: write numbers with commas between them, such as 0,1,2") from None
         if min(numbers) < 0:
             raise ExperimentError(f"--seeds {seeds}: seeds are 0 and above")
-        chosen = _chosen("--pairs", pairs, tuple(table.pairs))
-        columns = _chosen("--methods", methods, (ALONE, *table.columns))
-        found = cls(chosen, columns, numbers)
-        if not found.cells(table):
-            raise ExperimentError(f"--methods {methods}: the table has no number of it for {', '.join(chosen)}")
-        return found
+        selected = _selected("--pairs", pairs, tuple(table.pairs))
+        columns = _selected("--methods", methods, (ALONE, *table.columns))
+        request = cls(selected, columns, numbers)
+        if not request.cells(table):
+            raise ExperimentError(f"--methods {methods}: the table has no number of it for {', '.join(selected)}")
+        return request
 
     def cells(self, table: Table) -> list[tuple[str, str]]:
         """Pair and column of each number that is published, by pairs."""
         return [(p, c) for p in self.pairs for c in self.columns if table.published(p, c) is not None]
 
 
-def _chosen(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+def _selected(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
     if text is None:
         return tuple(known)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -82,7 +82,7 @@ def _chosen(option: str, text: str | None, known: Sequence[str]) -> tuple[str, .
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedSweep:
     """One sweep of a reproduction, in the folder `name`."""
 
     name: str
@@ -116,14 +116,14 @@ class Part:
 
 
 def changes(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The keys among `overrides` that make another training of it than the published one.
+    """The keys among `overrides` that change the training from the published one.
 
     Raises:
         ExperimentError: a key that the table decides.
     """
     keys = [parse_override(text)[0] for text in overrides]
     for key in keys:
-        if _within(key, OURS) and not _within(key, HARMLESS):
+        if _within(key, DECIDED_BY_THE_TABLE) and not _within(key, HARMLESS):
             raise ExperimentError(f"--set {key}: the table decides it: choose with --pairs, --methods, --seeds or --teachers")
     return tuple(dict.fromkeys(key for key in keys if not _within(key, HARMLESS)))
 
@@ -132,90 +132,94 @@ def _within(key: str, sections: Sequence[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def compose(table: Table, request: Request, overrides: Sequence[str], data: str | None, teachers: Path | None) -> list[Part]:
-    """The sweeps, in the order in which they run. `overrides` count more than what the table says of a column or a pair.
+@dataclass
+class _Trials:
+    """The trials of one sweep."""
+
+    points: list[dict[str, Any]]
+    first_points: dict[tuple[str, str], dict[str, Any]]
+    """(pair, column) → its point with the first seed."""
+    rows: dict[tuple[str, str], tuple[int, ...]]
+    """(student, column) → indices of its points."""
+
+
+def compose(
+    table: Table, request: Request, overrides: Sequence[str], data: str | None, teachers: Path | None
+) -> list[PlannedSweep]:
+    """The sweeps, in the order in which they run. `overrides` count more than the table's settings of a column or a pair.
 
     Raises:
-        ExperimentError: the experiments that come of it are wrong, or a teacher's checkpoint is not in `teachers`.
+        ExperimentError: the resulting experiments are wrong, or a teacher's checkpoint is not in `teachers`.
     """
-    given = [*overrides, *([f"data.path={data}"] if data is not None else [])]
-    base = load(table.recipe, given)
+    settings = [*overrides, *([f"data.path={data}"] if data is not None else [])]
+    set_keys = [parse_override(text)[0] for text in settings]
+    base = load(table.recipe, settings)
     tree = base.experiment.model_dump(mode="json")
     tree["data"]["path"] = absolute(tree["data"]["path"])
-    set_keys = [parse_override(text)[0] for text in given]
-    pairs = [table.pairs[name] for name in request.pairs]
-    parts = []
-    for teacher in (None, *dict.fromkeys(pair.teacher for pair in pairs)):
-        points: list[dict[str, Any]] = []
-        firsts: dict[tuple[str, str], dict[str, Any]] = {}
-        rows: dict[tuple[str, str], tuple[str, ...]] = {}
-        for name in request.pairs:
-            pair = table.pairs[name]
-            for column in request.columns if teacher in (None, pair.teacher) else ():
-                key = (pair.student, column)
-                if table.published(name, column) is None or (teacher is None) is not (column == ALONE) or key in rows:
-                    continue
-                point = {"student.model": pair.student, **_settings(table, name, column)}
-                kept = {key: value for key, value in point.items() if not _overridden(key, set_keys)}
-                rows[key] = tuple(f"{len(points) + number:03d}" for number in range(len(request.seeds)))
-                firsts[name, column] = {**kept, "seed": request.seeds[0]}
-                points += [{**kept, "seed": seed} for seed in request.seeds]
-        if not points:
+    sweeps = []
+    for teacher in (None, *dict.fromkeys(table.pairs[name].teacher for name in request.pairs)):
+        trials = _trials_of(table, request, teacher, set_keys)
+        if not trials.points:
             continue
-        width = max(3, len(str(len(points) - 1)))  # as a sweep numbers its trials
-        rows = {key: tuple(f"{int(trial):0{width}d}" for trial in trials) for key, trials in rows.items()}
         name = "students" if teacher is None else f"teacher-{teacher}"
         common = _common(tree, table, teacher, teachers, name)
-        for (pair_name, column), point in firsts.items():
-            places = {key: place for key, place in _places(table, pair_name, column).items() if not _overridden(key, set_keys)}
-            where = f"pairs.{pair_name}.{column} of the table" + (", with what --set changes" if overrides else "")
-            validate(_with(common, point), where, {**base.sources, **places})
-        own = {"student.model": points[0]["student.model"], "sweep.points": points}
-        parts.append(Part(name, teacher, Resolved(validate(_with(common, own), f"table {table.title}"), base.sources), rows))
-    return parts
+        for (pair, column), point in trials.first_points.items():
+            sources = {key: source for key, source in _sources(table, pair, column).items() if not _within(key, set_keys)}
+            where = f"pairs.{pair}.{column} of the table" + (", with what --set changes" if overrides else "")
+            validate(_with(common, point), where, {**base.sources, **sources})
+        searched = {"student.model": trials.points[0]["student.model"], "sweep.points": trials.points}
+        experiment = validate(_with(common, searched), f"table {table.title}")
+        width = max(3, len(str(len(trials.points) - 1)))  # as a sweep numbers its trials
+        rows = {key: tuple(f"{index:0{width}d}" for index in indices) for key, indices in trials.rows.items()}
+        sweeps.append(PlannedSweep(name, teacher, Resolved(experiment, base.sources), rows))
+    return sweeps
+
+
+def _trials_of(table: Table, request: Request, teacher: str | None, set_keys: Sequence[str]) -> _Trials:
+    """The trials of the students of one teacher, or without one; none for a student and column that are already among them."""
+    trials = _Trials([], {}, {})
+    for name in request.pairs:
+        pair = table.pairs[name]
+        for column in request.columns if teacher in (None, pair.teacher) else ():
+            key = (pair.student, column)
+            if table.published(name, column) is None or (teacher is None) is not (column == ALONE) or key in trials.rows:
+                continue
+            settings = {"student.model": pair.student, **_settings(table, name, column)}
+            point = {key: value for key, value in settings.items() if not _within(key, set_keys)}
+            trials.rows[key] = tuple(range(len(trials.points), len(trials.points) + len(request.seeds)))
+            trials.first_points[name, column] = {**point, "seed": request.seeds[0]}
+            trials.points += [{**point, "seed": seed} for seed in request.seeds]
+    return trials
 
 
 def _settings(table: Table, pair: str, column: str) -> dict[str, Any]:
-    """Dotted keys and values of a cell: the student's, the column's over them, and what the pair has of its own over both."""
+    """Dotted keys and values of a cell: the student's, the column's over them, and those of the pair over both."""
     merged: dict[str, Any] = {}
     for _, settings in _layers(table, pair, column):
         merged = merge(merged, settings)
     return flatten(merged)
 
 
-def _places(table: Table, pair: str, column: str) -> dict[str, str]:
-    """Dotted keys of a cell, and where in the table each one's value stands."""
+def _sources(table: Table, pair: str, column: str) -> dict[str, str]:
+    """Dotted keys of a cell, and the table's key that has each one's value."""
     layers = _layers(table, pair, column)
-    return {key: f"{place} of the table" for place, settings in layers for key in flatten(settings)}
+    return {key: f"{table_key} of the table" for table_key, settings in layers for key in flatten(settings)}
 
 
 def _layers(table: Table, pair: str, column: str) -> list[tuple[str, dict[str, Any]]]:
-    """Place in the table and settings, of which the later ones count more."""
-    there = table.pairs[pair]
-    alone = (f"students.models.{there.student}.settings", table.students.models[there.student].settings)
+    """Keys of the table and their settings, of which the later ones count more."""
+    row = table.pairs[pair]
+    student = (f"students.models.{row.student}.settings", table.students.models[row.student].settings)
     if column == ALONE:
-        return [alone]
-    own = (f"pairs.{pair}.settings.{column}", there.settings.get(column, {}))
-    return [alone, (f"columns.{column}.settings", table.columns[column].settings), own]
-
-
-def _overridden(key: str, set_keys: Sequence[str]) -> bool:
-    return any(key == other or key.startswith(f"{other}.") for other in set_keys)
+        return [student]
+    method = (f"columns.{column}.settings", table.columns[column].settings)
+    return [student, method, (f"pairs.{pair}.settings.{column}", row.settings.get(column, {}))]
 
 
 def _common(tree: Mapping[str, Any], table: Table, teacher: str | None, teachers: Path | None, name: str) -> dict[str, Any]:
-    """What all points of a sweep share."""
-    common = _with(
-        tree,
-        {
-            "name": name,
-            "sweep.space": {},
-            "sweep.policy": "grid",
-            "sweep.metric": "top1_pct",
-            "sweep.steps": None,
-            "sweep.target_pct": None,
-        },
-    )
+    """The tree that all points of a sweep share."""
+    sweep: dict[str, Any] = {"space": {}, "policy": "grid", "metric": "top1_pct", "steps": None, "target_pct": None}
+    common = _with(tree, {"name": name, **{f"sweep.{key}": value for key, value in sweep.items()}})
     if teacher is None:
         return common | {"teacher": None, "distill": {}}
     return common | {"teacher": {**(tree["teacher"] or {}), "model": teacher, "weights": _weights(table, teacher, teachers)}}
@@ -232,11 +236,12 @@ def _with(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weights(table: Table, teacher: str, teachers: Path | None) -> str | None:
-    found = table.teachers.models[teacher]
+    published = table.teachers.models[teacher]
     if teachers is None:
-        return found.weights
-    wanted = [teachers / name for name in (found.checkpoint, f"{teacher}.pth", f"{teacher}.safetensors") if name is not None]
-    path = next((path for path in wanted if path.is_file()), None)
+        return published.weights
+    names = (published.checkpoint, f"{teacher}.pth", f"{teacher}.safetensors")
+    paths = [teachers / name for name in names if name is not None]
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise ExperimentError(f"--teachers {teachers}: there is no {wanted[0].relative_to(teachers)}, nor {wanted[-1].name}")
+        raise ExperimentError(f"--teachers {teachers}: there is no {paths[0].relative_to(teachers)}, nor {paths[-1].name}")
     return str(path.absolute())

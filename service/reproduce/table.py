@@ -1,4 +1,4 @@
-"""A table of published accuracies: what its YAML may say, checked. The numbers are data, in `service/reproduce/tables`."""
+"""A table of published accuracies: the schema of its YAML. The numbers are data, in `service/reproduce/tables`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source(Section):
 
 
 class Teacher(Section):
-    """A teacher's published accuracy, and what may stand for training it."""
+    """A teacher's published accuracy, and weights that may replace its training."""
 
     top1_pct: Percent
     checkpoint: str | None = Field(None, description="the published file, under the folder that --teachers names")
@@ -104,16 +104,17 @@ class Table(Section):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
-        alone = (("teachers", self.teachers.source), ("students", self.students.source))
         named: list[tuple[str, str, Collection[str]]] = [
-            *((f"{key}.source", name, self.sources) for key, name in alone),
-            *((f"columns.{key}.source", column.source, self.sources) for key, column in self.columns.items()),
-            *((f"pairs.{key}.teacher", pair.teacher, self.teachers.models) for key, pair in self.pairs.items()),
-            *((f"pairs.{key}.student", pair.student, self.students.models) for key, pair in self.pairs.items()),
-            *((f"pairs.{key}.top1_pct", name, self.columns) for key, pair in self.pairs.items() for name in pair.top1_pct),
-            *((f"pairs.{key}.settings", name, pair.top1_pct) for key, pair in self.pairs.items() for name in pair.settings),
-            *((f"pairs.{key}.num_runs", name, self.sources) for key, pair in self.pairs.items() for name in pair.num_runs),
+            ("teachers.source", self.teachers.source, self.sources),
+            ("students.source", self.students.source, self.sources),
         ]
+        named += [(f"columns.{key}.source", column.source, self.sources) for key, column in self.columns.items()]
+        for key, pair in self.pairs.items():
+            named.append((f"pairs.{key}.teacher", pair.teacher, self.teachers.models))
+            named.append((f"pairs.{key}.student", pair.student, self.students.models))
+            named += [(f"pairs.{key}.top1_pct", name, self.columns) for name in pair.top1_pct]
+            named += [(f"pairs.{key}.settings", name, pair.top1_pct) for name in pair.settings]
+            named += [(f"pairs.{key}.num_runs", name, self.sources) for name in pair.num_runs]
         for where, name, known in named:
             if name not in known:
                 raise ValueError(f"{where}: there is no {name!r} in this table; it has {', '.join(known)}")
@@ -126,15 +127,15 @@ class Table(Section):
         return self.sources[self.students.source if column == ALONE else self.columns[column].source]
 
     def num_runs(self, pair: str, column: str) -> int:
-        """Runs whose mean is the published accuracy."""
-        there = self.pairs[pair]
-        own = self.students.models[there.student].num_runs if column == ALONE else there.num_runs.get(self.columns[column].source)
-        return own or self.source_of(column).num_runs
+        """Number of runs whose mean was published."""
+        row = self.pairs[pair]
+        num = self.students.models[row.student].num_runs if column == ALONE else row.num_runs.get(self.columns[column].source)
+        return num or self.source_of(column).num_runs
 
     def published(self, pair: str, column: str) -> float | None:
         """The published accuracy in percent; None where the table has none."""
-        there = self.pairs[pair]
-        return self.students.models[there.student].top1_pct if column == ALONE else there.top1_pct.get(column)
+        row = self.pairs[pair]
+        return self.students.models[row.student].top1_pct if column == ALONE else row.top1_pct.get(column)
 
 
 def tables() -> dict[str, str]:
@@ -148,10 +149,10 @@ def tables() -> dict[str, str]:
 
 
 def read_table(name: str) -> Table:
-    """A shipped table by its name, or one's own by its file, beside which its recipe is looked for.
+    """A shipped table by its name, or a file, whose recipe is a path from the file's folder.
 
     Raises:
-        ExperimentError: there is none, or it is not a table; one line a mistake.
+        ExperimentError: there is none, or it is not a table; one line for each problem.
     """
     shipped = tables()
     if name in shipped:

@@ -1,4 +1,4 @@
-"""What is known of a teacher: its accuracy here and the hash of its weights."""
+"""The accuracy of a teacher here, and the hash of its weights."""
 
 from __future__ import annotations
 
@@ -12,42 +12,29 @@ from service.runs.outcome import read_summary
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json
 
-KEPT = "teacher-given.json"
+MEASURED = "teacher-given.json"
+"""In a sweep's folder: the accuracy of a teacher whose weights were given."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """A teacher as it taught."""
+class TeacherAccuracy:
+    """The accuracy of a teacher of students."""
 
     top1_pct: float
     sha256: str
-    """Of the tensors, see `teacher_sha256`: the same whatever file they lie in, and of weights that go by a name."""
+    """Of the tensors, see `teacher_sha256`: the same in whatever file they are, and for weights that have a name."""
     weights: str
 
 
-def trained(run_dir: RunDir) -> Known | None:
-    """The teacher that a sweep has trained: its best epoch, which teaches. None: not yet."""
-    stage = run_dir.stage("teacher")
-    summary = read_summary(stage)
-    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
-    if header is None or summary is None:
-        return None
-    from trainables.models.weights import teacher_sha256
-
-    about: dict[str, Any] = {"num_classes": header.num_classes, "image_size": header.image_size, "classes": header.classes}
-    sha256 = teacher_sha256(header.model, str(stage.best), **about, seed=0)
-    return Known(summary.metrics["best_top1_pct"], sha256, str(stage.best))
-
-
-def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
-    """The accuracy of a teacher with weights of its own, once: it is kept beside its sweep, and not measured again.
+def measure_teacher(experiment: Experiment, run_dir: RunDir, root: Path) -> TeacherAccuracy:
+    """The accuracy of a teacher with given weights. It is measured once and written to the sweep's folder.
 
     Raises:
         DistillError: the weights or the data cannot be read; one line.
     """
-    kept = run_dir.root / KEPT
-    if kept.exists():
-        return Known(**json.loads(kept.read_text()))
+    file = run_dir.root / MEASURED
+    if file.exists():
+        return TeacherAccuracy(**json.loads(file.read_text()))
     from service.runs.evaluate import evaluate
     from trainables.data.source import open_source
     from trainables.engine.checkpoint import write_tensors
@@ -57,9 +44,9 @@ def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
     assert teacher is not None
     assert teacher.weights is not None
     classes, size = open_source(data, "val").classes, data.image_size
-    told: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
-    model = load_teacher(teacher.model, teacher.weights, **told)
-    about = {
+    fit: dict[str, Any] = {"num_classes": len(classes), "image_size": size, "classes": classes, "seed": 0}
+    model = load_teacher(teacher.model, teacher.weights, **fit)
+    header = {
         "model": teacher.model,
         "num_classes": len(classes),
         "classes": list(classes),
@@ -69,19 +56,33 @@ def measured(experiment: Experiment, run_dir: RunDir, root: Path) -> Known:
         "std": list(data.std),
         "transform_input": bool(getattr(model, "transform_input", False)),
     }
-    ours = run_dir.root / "given-teacher.safetensors"
-    write_tensors(ours, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, about)
+    checkpoint = run_dir.root / "given-teacher.safetensors"
+    write_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, header)
     settings = [f"data.loader_workers={data.loader_workers}", f"scale.use_gpu={str(experiment.scale.use_gpu).lower()}"]
-    top1_pct = evaluate(ours, data.path, settings, root)["top1_pct"]
-    known = Known(top1_pct, teacher_sha256(teacher.model, teacher.weights, **told), teacher.weights)
-    ours.unlink()
-    write_json(kept, asdict(known))
-    return known
+    top1_pct = evaluate(checkpoint, data.path, settings, root)["top1_pct"]
+    accuracy = TeacherAccuracy(top1_pct, teacher_sha256(teacher.model, teacher.weights, **fit), teacher.weights)
+    checkpoint.unlink()
+    write_json(file, asdict(accuracy))
+    return accuracy
 
 
-def known_of(experiment: Experiment, run_dir: RunDir) -> Known | None:
-    """What an earlier call has found out, without measuring anything."""
+def teacher_accuracy(experiment: Experiment, run_dir: RunDir) -> TeacherAccuracy | None:
+    """What an earlier call has measured or trained; nothing is measured here."""
     if experiment.teacher is None:
         return None
-    kept = run_dir.root / KEPT
-    return Known(**json.loads(kept.read_text())) if kept.exists() else trained(run_dir)
+    file = run_dir.root / MEASURED
+    return TeacherAccuracy(**json.loads(file.read_text())) if file.exists() else trained_teacher(run_dir)
+
+
+def trained_teacher(run_dir: RunDir) -> TeacherAccuracy | None:
+    """The teacher that a sweep has trained, at its best epoch, which the students learn from; None: it has trained none yet."""
+    stage = run_dir.stage("teacher")
+    header = read_header(stage.best) if stage.result.exists() and stage.best.exists() else None
+    if header is None:
+        return None
+    from trainables.models.weights import teacher_sha256
+
+    fit: dict[str, Any] = {"num_classes": header.num_classes, "image_size": header.image_size, "classes": header.classes}
+    metrics = json.loads(stage.result.read_text())["metrics"]
+    sha256 = teacher_sha256(header.model, str(stage.best), **fit, seed=0)
+    return TeacherAccuracy(metrics["best_top1_pct"], sha256, str(stage.best))

@@ -9,7 +9,7 @@ from rich.table import Table as Grid
 from service.report.labels import number
 from service.reproduce.run_table import Cell, Reproduction
 from service.reproduce.table import ALONE, Table
-from service.reproduce.teacher_accuracy import Known
+from service.reproduce.teacher_accuracy import TeacherAccuracy
 from service.reproduce.verdict import Mean
 
 
@@ -18,23 +18,22 @@ def plan_grid(job: Reproduction) -> Grid:
     grid = Grid(title=job.table.title, title_justify="left")
     for name in ("sweep", "teacher", "students", "methods", "seeds", "runs", "epochs"):
         grid.add_column(name, justify="right" if name in ("runs", "epochs") else "left", overflow="fold")
-    for part in job.parts:
-        weights = part.resolved.experiment.teacher.weights if part.resolved.experiment.teacher else None
-        teacher = "–" if part.teacher is None else f"{part.teacher}: {weights or 'trained first'}"
-        students, columns = (", ".join(dict.fromkeys(row[place] for row in part.rows)) for place in (0, 1))
-        seeds = ", ".join(map(str, job.request.seeds))
-        grid.add_row(part.name, teacher, students, columns, seeds, str(part.num_runs), f"{part.num_epochs:,}")
+    seeds = ", ".join(map(str, job.request.seeds))
+    for planned in job.sweeps:
+        weights = planned.resolved.experiment.teacher.weights if planned.resolved.experiment.teacher else None
+        teacher = "–" if planned.teacher is None else f"{planned.teacher}: {weights or 'trained first'}"
+        students = ", ".join(dict.fromkeys(student for student, _ in planned.rows))
+        columns = ", ".join(dict.fromkeys(column for _, column in planned.rows))
+        grid.add_row(planned.name, teacher, students, columns, seeds, str(planned.num_runs), f"{planned.num_epochs:,}")
     return grid
 
 
 def plan_line(job: Reproduction, seconds: float | None) -> str:
-    """The sum of it."""
-    runs, epochs = sum(part.num_runs for part in job.parts), sum(part.num_epochs for part in job.parts)
-    hours = (
-        f"{seconds / 3600:,.1f} hours left, one run after the other"
-        if seconds is not None
-        else ("hours: not known before a run has ended; --images-per-s gives them for a speed")
-    )
+    """How many runs, epochs and hours."""
+    runs, epochs = sum(planned.num_runs for planned in job.sweeps), sum(planned.num_epochs for planned in job.sweeps)
+    hours = "hours: not known before a run has ended; --images-per-s gives them for a speed"
+    if seconds is not None:
+        hours = f"{seconds / 3600:,.1f} hours left, one run after the other"
     return f"{runs} runs, {epochs:,} epochs of {job.table.data.train_images:,} images; {hours}"
 
 
@@ -43,30 +42,32 @@ def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> G
     grid = Grid(title=f"{table.title}: top-1 %, ours beside the published", title_justify="left")
     for name in ("pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"):
         grid.add_column(name, justify="left" if name in ("pair", "method", "of epoch", "verdict") else "right")
-    before = None
+    previous = None
     for cell in found:
-        if before not in (None, cell.pair):
+        if previous not in (None, cell.pair):
             grid.add_section()
-        verdict = cell.verdict
-        ours = verdict.last
-        said = "reduced: not comparable" if verdict.outcome == "not comparable" else verdict.outcome
-        grid.add_row(
-            cell.pair if cell.pair != before else "",
-            "labels alone" if cell.column == ALONE else cell.column,
-            number(verdict.published),
-            verdict.epoch,
-            _mean(verdict.last),
-            _mean(verdict.best),
-            str(ours.num) if ours else "-",
-            f"{verdict.difference:+.2f}" if verdict.difference is not None else "-",
-            number(verdict.tolerance) if verdict.tolerance is not None else "-",
-            said + (f": {cell.failed}" if cell.failed else ""),
-            style={"pass": "green", "fail": "red"}.get(verdict.outcome),
-        )
-        before = cell.pair
+        style = {"pass": "green", "fail": "red"}.get(cell.verdict.outcome)
+        grid.add_row(cell.pair if cell.pair != previous else "", *_cell_columns(cell), style=style)
+        previous = cell.pair
     if changed:
         grid.caption = f"changed, so that nothing is comparable: {', '.join(changed)}"
     return grid
+
+
+def _cell_columns(cell: Cell) -> list[str]:
+    verdict = cell.verdict
+    outcome = "reduced: not comparable" if verdict.outcome == "not comparable" else verdict.outcome
+    return [
+        "labels alone" if cell.column == ALONE else cell.column,
+        number(verdict.published),
+        verdict.epoch,
+        _mean(verdict.last),
+        _mean(verdict.best),
+        str(verdict.last.num) if verdict.last else "-",
+        f"{verdict.difference:+.2f}" if verdict.difference is not None else "-",
+        number(verdict.tolerance) if verdict.tolerance is not None else "-",
+        outcome + (f": {cell.failed}" if cell.failed else ""),
+    ]
 
 
 def _mean(mean: Mean | None) -> str:
@@ -75,14 +76,14 @@ def _mean(mean: Mean | None) -> str:
     return number(mean.value) + (f" ± {mean.std:.2f}" if mean.std is not None else "")
 
 
-def teachers_grid(table: Table, known: Mapping[str, Known | None]) -> Grid:
+def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) -> Grid:
     """One row a teacher, with the first twelve digits of its weights' SHA-256."""
     grid = Grid(title="teachers", title_justify="left")
     for name in ("teacher", "published", "ours", "sha256", "weights"):
         grid.add_column(name, justify="right" if name in ("published", "ours") else "left", overflow="fold")
-    for name, one in known.items():
+    for name, accuracy in teachers.items():
         published = number(table.teachers.models[name].top1_pct)
-        ours = (number(one.top1_pct), one.sha256[:12], one.weights) if one else ("-", "-", "-")
+        ours = (number(accuracy.top1_pct), accuracy.sha256[:12], accuracy.weights) if accuracy else ("-", "-", "-")
         grid.add_row(name, published, *ours)
     return grid
 

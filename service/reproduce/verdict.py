@@ -1,4 +1,4 @@
-"""Whether a published accuracy was reached: mean and deviation over seeds, and the tolerance that the difference is held to."""
+"""Whether a published accuracy was reached: mean and deviation over seeds, and the tolerance of the difference."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A published accuracy beside ours."""
+    """A published accuracy and ours."""
 
     published: float
     num_published: int
-    """Runs whose mean it is."""
+    """Number of runs whose mean was published."""
     epoch: Literal["last", "best"]
     last: Mean | None
     best: Mean | None
@@ -51,26 +51,26 @@ def tolerance(ours: Mean, num_published: int, least: float) -> float:
     """Points by which a mean over seeds may be off: 2·s·√(1/n + 1/m), at least `least` and at most twice that.
 
     That is two standard errors of the difference of the two means, with our deviation s for both, n our runs and m theirs. Papers
-    seldom give a deviation; `least` is for what no seed tells of, such as another library. The upper bound keeps runs that
-    scatter widely from passing for it.
+    seldom give a deviation; `least` is for differences that seeds do not show, such as another library's. The upper bound keeps
+    runs that scatter widely from passing for it.
     """
     if ours.std is None:
         return least
     return min(max(least, 2 * ours.std * math.sqrt(1 / ours.num + 1 / num_published)), 2 * least)
 
 
-def judge(
+def compare_accuracy(
     published: float,
-    epoch: Literal["last", "best"],
-    num_published: int,
-    least: float,
     last: Sequence[float],
     best: Sequence[float],
     *,
-    num_wanted: int,
+    epoch: Literal["last", "best"],
+    num_published: int,
+    least_tolerance: float,
+    num_seeds: int,
     comparable: bool,
 ) -> Verdict:
-    """Compare. `last` and `best`: percent of each finished seed; of `num_wanted` seeds all must have finished.
+    """A published accuracy and ours. `last` and `best`: percent of each finished seed; all of `num_seeds` must have finished.
 
     It passes where |mean − published| ≤ `tolerance`: what is far above was not reproduced either.
     """
@@ -78,10 +78,10 @@ def judge(
     ours = means[epoch]
     if ours is None:
         return Verdict(published, num_published, epoch, None, None, None, "-")
-    allowed = tolerance(ours, num_published, least)
+    allowed = tolerance(ours, num_published, least_tolerance)
     outcome: Outcome = "pass" if abs(ours.value - published) <= allowed else "fail"
     if not comparable:
         outcome = "not comparable"
-    elif ours.num < num_wanted:
+    elif ours.num < num_seeds:
         outcome = "unfinished"
     return Verdict(published, num_published, epoch, means["last"], means["best"], allowed, outcome)

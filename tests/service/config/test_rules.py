@@ -75,8 +75,43 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
     assert refused_by_a_worker(overrides, tmp_path) == refused
 
 
-def test_every_accumulation_up_to_a_worker_batch_is_taken() -> None:
-    assert load("digits", ["optim.accumulate=32", "scale.num_workers=2"]).experiment.optim.accumulate == 32
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("scale.num_workers=2", "data.global_batch_size=62"),
+        ("data.val_resize=8",),
+        ("optim.accumulate=32", "scale.num_workers=2"),
+        ("data.device_augment.mixup=0.2", "data.global_batch_size=62"),
+        ("data.global_batch_size=63", "data.last_batch=short"),
+        ("data.device_augment.mixup=0.2", "distill.method=kd"),
+        ("data.device_augment.mixup=0.2", "distill.method=at"),
+        ("teacher.service=1", "data.global_batch_size=63"),
+        GPU,
+        (*GPU, "scale.use_gpu=true"),
+        ("optim.warmup_epochs=11.9",),
+        ("optim.nesterov=false", "optim.momentum=0"),
+        ("optim.accumulate=2", "distill.method=pskd"),
+        ("distill.method=pskd", "scale.num_workers=2"),
+        ("distill.method=sp",),
+        ("teacher=null", "distill.method=pskd"),
+        ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null", "sweep.grace_epochs=4", "train.evaluate_every=2"),
+        ("sweep.grace_epochs=3", "train.evaluate_every=2"),
+        ("assistants=[{model: resnet8, epochs: 3}]", "optim.warmup_epochs=2", "teacher.epochs=3"),
+    ],
+)
+def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None:
+    load("digits", overrides)
+
+
+def test_rows_of_all_workers_are_gathered_where_batches_are_whole() -> None:
+    experiment = load("digits", ["scale.num_workers=2"]).experiment
+    assert first_problem_of_method("pskd", load_method("pskd").needs, experiment) is None
+
+
+def test_asha_needs_an_accuracy_after_its_grace_epochs() -> None:
+    asha = ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null")
+    refused = refused_by_the_driver((*asha, "sweep.grace_epochs=2", "train.evaluate_every=3"))
+    assert refused.endswith("write 3, or train.evaluate_every 1")
 
 
 def test_a_batch_is_as_large_as_the_training_split_at_most() -> None:

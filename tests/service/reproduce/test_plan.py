@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
-from service.reproduce.plan import Part, Request, changes, compose
+from service.reproduce.plan import PlannedSweep, Request, changes, compose
 from service.reproduce.table import Table, read_table
 from service.sweeps.trials import plan_trials
 from tests.service.commands import run
@@ -27,7 +27,7 @@ def parts(
     seeds: str = "0",
     sets: tuple[str, ...] = (),
     teachers: Path | None = None,
-) -> list[Part]:
+) -> list[PlannedSweep]:
     return compose(table, Request.of(table, pairs, methods, seeds), sets, None, teachers)
 
 

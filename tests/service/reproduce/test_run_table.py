@@ -22,7 +22,7 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
     table = read_table(str(path))
     request = Request.of(table, None, "kd", "0,1")
     job = Reproduction(table, request, compose(table, request, [], None, None), (), tmp_path / "out", tmp_path)
-    run_dir = job.run_dir(job.parts[0])
+    run_dir = job.run_dir(job.sweeps[0])
     run_dir.root.mkdir(parents=True)
     rows = [
         {"id": f"00{seed}", "status": "ok", "metrics": {"top1_pct": top1_pct, "best_top1_pct": top1_pct}}
@@ -52,7 +52,7 @@ def test_a_folder_of_other_runs_is_refused_before_its_numbers_stand_for_these(
         return Reproduction(table, request, parts, changes(overrides), tmp_path / "out", tmp_path)
 
     whole = job("0,1", [])
-    for part in whole.parts:
+    for part in whole.sweeps:
         run_dir = whole.run_dir(part)
         run_dir.root.mkdir(parents=True)
         begin(part.resolved, "sweep", run_dir, tmp_path)

@@ -44,7 +44,7 @@ def result() -> dict[str, Any]:
         "kind": "sweep",
         "name": "demo",
         "status": "running",
-        "space": SCALE_AXES,
+        "space": SCALE,
         "metric": "images_per_s",
         "mode": "max",
         "trials": rows,

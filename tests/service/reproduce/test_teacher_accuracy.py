@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from service.config.experiment import load
-from service.reproduce.teacher_accuracy import known_of, measured
+from service.reproduce.teacher_accuracy import measure_teacher, teacher_accuracy
 from tests.trainables.jobs import write_teacher
 from trainables.models.registry import build_model
 from trainables.rundir import RunDir, write_json
@@ -23,8 +23,8 @@ def hash_of(root: Path, model: str, weights: object, *data: str) -> str:
     experiment = load("digits", [f"teacher.model={model}", f"teacher.weights={weights}", *data]).experiment
     run_dir = RunDir(root)
     root.mkdir()
-    found = measured(experiment, run_dir, root)
-    assert found == known_of(experiment, run_dir)
+    found = measure_teacher(experiment, run_dir, root)
+    assert found == teacher_accuracy(experiment, run_dir)
     return found.sha256
 
 
@@ -43,12 +43,12 @@ def test_weights_by_a_name_have_the_hash_of_the_file_that_they_come_from(tmp_pat
 def test_a_teacher_trained_here_has_the_hash_that_its_checkpoint_has_as_a_file(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "sweep")
     experiment = load("digits").experiment
-    assert known_of(experiment, run_dir) is None
+    assert teacher_accuracy(experiment, run_dir) is None
     stage = run_dir.stage("teacher")
     stage.best.parent.mkdir(parents=True)
     write_teacher(stage.best)
     write_json(stage.result, {"metrics": {"best_top1_pct": 97.0}})
-    found = known_of(experiment, run_dir)
+    found = teacher_accuracy(experiment, run_dir)
     assert found is not None
     assert (found.top1_pct, found.weights) == (97.0, str(stage.best))
     assert found.sha256 == hash_of(tmp_path / "given", "mlp_large", stage.best)

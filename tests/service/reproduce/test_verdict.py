@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from service.reproduce.verdict import Mean, judge, tolerance
+from service.reproduce.verdict import Mean, compare_accuracy, tolerance
 
 
 def verdict_of(last: list[float], best: list[float], **changed: object) -> str:
-    settings = {"num_wanted": len(last), "comparable": True, **changed}
-    return judge(70.0, "last", 5, 0.5, last, best, **settings).outcome  # type: ignore[arg-type]
+    settings = {"epoch": "last", "num_published": 5, "least_tolerance": 0.5, "num_seeds": len(last), "comparable": True}
+    return compare_accuracy(70.0, last, best, **{**settings, **changed}).outcome  # type: ignore[arg-type]
 
 
 def test_the_deviation_is_the_samples_and_one_run_has_none() -> None:
@@ -43,13 +43,15 @@ def test_a_mean_within_the_tolerance_passes_and_one_beyond_it_fails_on_both_side
 
 
 def test_the_epoch_that_was_published_is_the_one_compared() -> None:
-    found = judge(70.0, "best", 5, 0.5, [69.0], [70.1], num_wanted=1, comparable=True)
+    found = compare_accuracy(
+        70.0, [69.0], [70.1], epoch="best", num_published=5, least_tolerance=0.5, num_seeds=1, comparable=True
+    )
     assert found.outcome == "pass"
     assert found.difference == pytest.approx(0.1)
     assert found.last == Mean(69.0, None, 1)
 
 
 def test_too_few_seeds_and_changed_settings_give_no_verdict() -> None:
-    assert verdict_of([70.0], [70.0], num_wanted=3) == "unfinished"
+    assert verdict_of([70.0], [70.0], num_seeds=3) == "unfinished"
     assert verdict_of([70.0], [70.0], comparable=False) == "not comparable"
-    assert verdict_of([], [], num_wanted=3) == "-"
+    assert verdict_of([], [], num_seeds=3) == "-"
