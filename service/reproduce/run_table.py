@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from service.report import reporter
 from service.reproduce.plan import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher, teacher_accuracy
 from service.reproduce.verdict import Verdict, compare_accuracy
-from service.runs.preflight import check_checkpoints, check_inputs
+from service.runs.preflight import check_checkpoints
+from service.runs.result import TrialRow, read_result
 from service.runs.run_directory import begin, reopen
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
@@ -72,7 +74,7 @@ def prepare(job: Reproduction) -> None:
         if run_dir.result.exists():
             check_checkpoints(run_dir)
         else:
-            check_inputs(planned.resolved, "sweep")
+            check_sweep(planned.resolved)
 
 
 def size_differences(job: Reproduction) -> list[str]:
@@ -99,14 +101,14 @@ def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
             run_dir.root.mkdir(parents=True, exist_ok=True)
             begin(planned.resolved, "sweep", run_dir, job.root)
         _, _, result = reopen(run_dir.root, to_continue=True)
-        if result["status"] == "complete":
+        if result.status == "complete":
             log(f"{planned.name}: complete")
             continue
         if experiment.teacher is not None and experiment.teacher.weights is not None:
             ours = measure_teacher(experiment, run_dir, job.root).top1_pct
             log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published_teacher(job.table, planned):.2f}%")
         try:
-            sweep(planned.resolved, run_dir)
+            sweep(planned.resolved, run_dir, reporter)
         except TrainingError as error:
             failed.append(f"{planned.name}: {error}")
     return failed
@@ -124,13 +126,13 @@ def cells(job: Reproduction) -> list[Cell]:
     return [_cell(job, pair, column, rows) for pair, column in job.request.cells(job.table)]
 
 
-def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, dict[str, Any]]]) -> Cell:
+def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, TrialRow]]) -> Cell:
     """`rows`: of each sweep the rows that it has."""
     table = job.table
     student, teacher = table.pairs[pair].student, table.pairs[pair].teacher
     planned = next(p for p in job.sweeps if (student, column) in p.rows and p.teacher in (None, teacher))
-    trials = [rows[planned.name].get(trial, {}) for trial in planned.rows[student, column]]
-    finished = [trial["metrics"] for trial in trials if trial.get("status") == "ok"]
+    trials = [rows[planned.name][trial] for trial in planned.rows[student, column] if trial in rows[planned.name]]
+    finished = [trial.metrics for trial in trials if trial.status == "ok"]
     published = table.published(pair, column)
     assert published is not None
     verdict = compare_accuracy(
@@ -143,7 +145,7 @@ def _cell(job: Reproduction, pair: str, column: str, rows: dict[str, dict[str, d
         num_seeds=len(job.request.seeds),
         comparable=not job.changed,
     )
-    reasons = [trial["reason"] for trial in trials if trial.get("status") in ("failed", "oom", "infeasible")]
+    reasons = [trial.reason for trial in trials if trial.status in ("failed", "oom", "infeasible")]
     return Cell(pair, column, verdict, reasons[0] if reasons else "")
 
 
@@ -191,8 +193,8 @@ def seconds_left(job: Reproduction, images_per_s: float | None) -> float | None:
         points = planned.resolved.experiment.sweep.points
         all_epochs += planned.num_epochs
         for trial, row in _rows(job.run_dir(planned)).items():
-            if row["status"] == "ok":
-                finished_s += row["seconds"]
+            if row.status == "ok":
+                finished_s += row.seconds or 0.0
                 finished_epochs += planned.epochs_of(points[int(trial)])
     remaining = all_epochs - finished_epochs
     if images_per_s is not None:

@@ -77,12 +77,12 @@ def teacher_accuracy(experiment: Experiment, run_dir: RunDir) -> TeacherAccuracy
 def trained_teacher(run_dir: RunDir) -> TeacherAccuracy | None:
     """The teacher that a sweep has trained, at its best epoch, which the students learn from; None: it has trained none yet."""
     stage = run_dir.stage("teacher")
-    header = read_header(stage.best) if stage.result.exists() and stage.best.exists() else None
-    if header is None:
+    summary = read_summary(stage)
+    header = read_checkpoint_header(stage.best) if stage.best.exists() else None
+    if header is None or summary is None:
         return None
     from trainables.models.weights import teacher_sha256
 
     fit: dict[str, Any] = {"num_classes": header.num_classes, "image_size": header.image_size, "classes": header.classes}
-    metrics = json.loads(stage.result.read_text())["metrics"]
     sha256 = teacher_sha256(header.model, str(stage.best), **fit, seed=0)
-    return TeacherAccuracy(metrics["best_top1_pct"], sha256, str(stage.best))
+    return TeacherAccuracy(summary.metrics["best_top1_pct"], sha256, str(stage.best))

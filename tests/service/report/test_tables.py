@@ -44,7 +44,7 @@ def result() -> dict[str, Any]:
         "kind": "sweep",
         "name": "demo",
         "status": "running",
-        "space": SCALE,
+        "space": SCALE_AXES,
         "metric": "images_per_s",
         "mode": "max",
         "trials": rows,
