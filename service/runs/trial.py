@@ -157,7 +157,7 @@ def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | No
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What a worker wrote to `error.json`; the first cause that Ray knows where none could write, or where that is a lost peer."""
+    """What a worker wrote to `error.json`; where none could, or where it only lost a peer, the first cause that Ray knows."""
     written = read_failure(stage.error)
     if written is not None and written.kind != "lost_peer":
         return written
