@@ -16,7 +16,8 @@ from pathlib import Path
 
 import ray
 
-from service.cluster import resources as cluster
+from service.cluster.connect import connect
+from service.cluster.resources import Reservation
 from service.runs import teacher_actors as teachers
 from tests.benchmarks.rounds import Comparison, in_turn
 from tests.benchmarks.teacher_cache import PAIRS, STUDENTS, Bench
@@ -26,7 +27,7 @@ from trainables.worker.entry_points import ActorLine
 
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
-    with tempfile.TemporaryDirectory() as name, cluster.connect(2, Path(name)):
+    with tempfile.TemporaryDirectory() as name, connect(2, Path(name)):
         lines = []
         for teacher, pair in PAIRS.items():
             bench = Bench(pair, Path(name) / teacher, None, steps=2 if short else 16)
@@ -42,7 +43,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 def served_s(bench: Bench) -> float:
     """Seconds of students side by side whom a new actor answers."""
     name = f"benchmark-{time.time_ns():x}"
-    actor = teachers.start(name, cluster.Need(1, 1))
+    actor = teachers.start(name, Reservation(1, 1))
     try:
         ray.get(actor.counts.remote())
         taken_s = together_s(bench, name)
