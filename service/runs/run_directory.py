@@ -1,4 +1,4 @@
-"""Where a run is written: a directory that is chosen, begun, held by one driver at a time, and opened again."""
+"""A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainables.rundir import RunDir, unwritable, write_atomic
 
 
 def check_places(root: Path, out: Path | None) -> None:
-    """Refuse a place that holds a run already or cannot be written, before anything is created.
+    """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
     Raises:
         ExperimentError: see above.
@@ -31,7 +31,7 @@ def check_places(root: Path, out: Path | None) -> None:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/, which is nobody else's.
+    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
 
     Raises:
         ExperimentError: it cannot be created.
@@ -53,7 +53,7 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
 
 
 def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
-    """Write down what is going to be carried out: from here on `distill resume` can continue it."""
+    """Write the resolved experiment and a first result: from here on `distill resume` can continue the run."""
     try:
         write_atomic(run_dir.experiment, resolved.to_yaml().encode())
         result = RunResult(
@@ -89,10 +89,10 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Hold a run directory against a second driver, which would train into the same files.
+    """Lock a run directory against a second driver, which would train into the same files.
 
     Raises:
-        ExperimentError: another process carries this run out.
+        ExperimentError: another process works on this run.
     """
     with open(run_dir.root / ".lock", "w") as lock:
         try:
@@ -105,10 +105,10 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 
 def abandoned(run_dir: RunDir) -> bool:
-    """Whether a run that has begun is in nobody's hands: the lock of `locked` could be had. It is not kept."""
+    """Whether no process works on a run that has begun: its lock is free. It is not taken."""
     try:
         with open(run_dir.root / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, not there yet, or on a file system without locks
+    except OSError:  # taken, not there yet, or on a file system without locks
         return False
     return True
