@@ -80,10 +80,10 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
 def start(kind: Any, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check, open a run directory and carry out."""
     from service.runs.preflight import check_train
-    from service.runs.run_directory import begin, check_places, new_run_dir
+    from service.runs.run_directory import begin, check_writable, new_run_dir
     from service.sweeps.preflight import check_sweep
 
-    check_places(root, out)
+    check_writable(root, out)
     (check_train if kind == "train" else check_sweep)(resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin(resolved, kind, run_dir, root)
@@ -199,14 +199,14 @@ def reproduce(
     from service.reproduce import terminal as telling
     from service.reproduce.table import read_table
     from service.runs.display import output
-    from service.runs.run_directory import check_places, new_run_dir
+    from service.runs.run_directory import check_writable, new_run_dir
     from trainables.errors import ClusterError
 
     published = read_table(table)
     request = plan.Request.of(published, pairs, methods, seeds)
     changed = plan.changes(overrides)
     parts = plan.compose(published, request, overrides, data_path, teachers)
-    check_places(root, out)
+    check_writable(root, out)
     stem = f"reproduce-{Path(table).stem}"
     job = carry.Reproduction(published, request, parts, changed, (out or root / stem).absolute(), root)
     carry.check_same(job)
@@ -488,11 +488,11 @@ def show(recipe_or_file: str, overrides: tuple[str, ...]) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
-    from service.runs.run_directory import check_places
+    from service.runs.run_directory import check_writable
     from service.tracking import NO_TELEMETRY, ui_command
     from trainables.errors import ClusterError
 
-    check_places(root, None)
+    check_writable(root, None)
     try:  # MLflow itself would try for ever, and its address show what another server has
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

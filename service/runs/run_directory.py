@@ -15,7 +15,7 @@ from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable, write_atomic
 
 
-def check_places(root: Path, out: Path | None) -> None:
+def check_writable(root: Path, out: Path | None) -> None:
     """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
     Raises:
