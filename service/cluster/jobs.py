@@ -56,34 +56,38 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
     if command[0] in ("pack", "data"):  # every argument that is no option and no number is a path, which need not exist yet
         arguments = [each if each.startswith("-") or each.isdecimal() else _from_here(each) for each in command]
     arguments[0] = command[0]
-    for place, argument in enumerate(command[:-1], start=1):
+    for index, argument in enumerate(command[:-1], start=1):
         if argument in ("--out", "--runs"):
-            arguments[place] = os.path.abspath(command[place])
+            arguments[index] = os.path.abspath(command[index])
     if command[0] in ("train", "sweep", "cache"):
         if len(command) < 2 or command[1].startswith("-"):
             raise ExperimentError(
                 f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
             )
-        resolved = load(command[1])
-        # A wrong experiment is refused here, not minutes later in a log.
-        load(command[1], _overrides(command), method_files="run if present")
-        if command[1] not in recipes():
-            name = f"{resolved.experiment.name}.yaml"
-            teacher = resolved.experiment.teacher
-            if teacher is not None and teacher.cache is not None:
-                resolved = resolved.override({"teacher.cache": _from_here(teacher.cache)}, command[1])
-            if teacher is not None and teacher.others:
-                others = [other.model_copy(update={"weights": absolute(other.weights)}).model_dump() for other in teacher.others]
-                resolved = resolved.override({"teacher.others": others}, command[1])
-            if methods := [with_absolute_file(method) for method in resolved.experiment.distill.method]:  # none names no file
-                resolved = resolved.override({"distill.method": methods}, command[1])
-            paths = {"data.path": resolved.experiment.data.path, "teacher.weights": teacher.weights if teacher else None}
-            resolved = resolved.override({key: absolute(path) for key, path in paths.items() if path}, command[1])
-            (folder / name).write_text(resolved.to_yaml())
-            arguments[1] = name
-        else:
-            arguments[1] = command[1]
+        arguments[1] = _packaged_experiment(command, folder)
     return arguments
+
+
+def _packaged_experiment(command: Sequence[str], folder: Path) -> str:
+    """The command's recipe; of an experiment file the name of its resolved copy in `folder`, with absolute paths."""
+    resolved = load(command[1])
+    load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
+    if command[1] in recipes():
+        return command[1]
+    experiment, teacher = resolved.experiment, resolved.experiment.teacher
+    changes: dict[str, Any] = {"data.path": absolute(experiment.data.path)}
+    if teacher is not None and teacher.cache is not None:
+        changes["teacher.cache"] = _from_here(teacher.cache)
+    if teacher is not None and teacher.others:
+        others = [other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others]
+        changes["teacher.others"] = [other.model_dump() for other in others]
+    if teacher is not None and teacher.weights:
+        changes["teacher.weights"] = absolute(teacher.weights)
+    if experiment.distill.method:  # without methods there is no file to name
+        changes["distill.method"] = [with_absolute_file(method) for method in experiment.distill.method]
+    name = f"{experiment.name}.yaml"
+    (folder / name).write_text(resolved.override(changes, command[1]).to_yaml())
+    return name
 
 
 def _overrides(command: Sequence[str]) -> list[str]:

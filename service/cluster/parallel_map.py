@@ -38,35 +38,37 @@ def bar(title: str, unit: str, total: int) -> Iterator[Callable[[int], None]]:
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    # No thread of its own: the processes that do the work are forked while it stands.
+    # No thread of its own: the processes that do the work are forked while the bar is shown.
     with progress.Progress(*columns, transient=True, auto_refresh=False) as shown:
         task = shown.add_task(title, total=total)
         shown.refresh()
         yield lambda count: shown.update(task, advance=count, refresh=True)
 
 
-def spread(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path) -> Iterator[Result]:
-    """`work` of each arguments, in their order, done by `processes` processes here, or by the cluster's CPUs.
+def parallel_map(
+    function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int, shared: Path
+) -> Iterator[Result]:
+    """`function` of each of the arguments, in their order, by `processes` processes here, or by the cluster's CPUs.
 
-    Where `work` raises, so does this, and the others' work ends; DistillError where a process or a node dies. `shared` is a
+    Where `function` raises, so does this, and the other calls end; DistillError where a process or a node dies. `shared` is a
     folder that all nodes have to see.
     """
     if not is_local():
-        yield from _over_cluster(work, arguments, shared)
+        yield from _over_cluster(function, arguments, shared)
     elif min(processes, len(arguments)) < 2:
-        yield from (work(*each) for each in arguments)
+        yield from (function(*each) for each in arguments)
     else:
-        yield from _over_cores(work, arguments, min(processes, len(arguments)))
+        yield from _over_cores(function, arguments, min(processes, len(arguments)))
 
 
-def _over_cores(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Result]:
+def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Result]:
     # Forked where that is safe: the pool forks all its processes before it starts a thread, and each begins at once instead of
     # after a second of imports.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_parent)
     try:
-        yield from pool.map(work, *zip(*arguments, strict=True))
+        yield from pool.map(function, *zip(*arguments, strict=True))
     except BrokenProcessPool:
         raise DistillError(
             "a process was killed, most likely for want of memory; the same command with fewer --processes goes on"
@@ -94,11 +96,11 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _over_cluster(work: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
+def _over_cluster(function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], shared: Path) -> Iterator[Result]:
     with connect(1, shared):
         import ray
 
-        task = ray.remote(work).options(num_cpus=1, scheduling_strategy="SPREAD")
+        task = ray.remote(function).options(num_cpus=1, scheduling_strategy="SPREAD")
         for pending in [task.remote(*each) for each in arguments]:
             try:
                 yield ray.get(pending)

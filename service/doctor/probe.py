@@ -13,7 +13,7 @@ from service.report import reporter
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
 from service.runs.result import RunResult
-from service.runs.run_directory import begin, check_places, new_run_dir
+from service.runs.run_directory import begin, check_writable, new_run_dir
 from service.runs.session import session
 from service.runs.stages import run_stage
 from service.runs.teacher_actors import running_teacher_actors
@@ -32,7 +32,7 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
     """
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")
-    check_places(root, None)
+    check_writable(root, None)
     check_train(short)
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
     begin(short, "train", run_dir, root)

@@ -34,7 +34,8 @@ class Row(TrialRow):
     @classmethod
     def of(cls, row: TrialRow, windows_s: Sequence[float] = ()) -> Row:
         """The row with the error of its steps' times; without these, of the mean step times between its log lines."""
-        return cls.model_construct(_fields_set=row.model_fields_set, **dict(row), error=spread(row.steps_s or windows_s))
+        fields = {**dict(row), "error": spread(row.steps_s or windows_s)}
+        return cls.model_construct(_fields_set=row.model_fields_set, **fields)
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def seconds_left(job: Reproduction, images_per_s: float | None) -> float | None:
         all_epochs += planned.num_epochs
         for trial, row in _rows(job.run_dir(planned)).items():
             if row.status == "ok":
-                finished_s += row.seconds or 0.0
+                finished_s += row.seconds
                 finished_epochs += planned.epochs_of(points[int(trial)])
     remaining = all_epochs - finished_epochs
     if images_per_s is not None:

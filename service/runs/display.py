@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def output() -> Console:
-    """Standard output, text as it is: names of classes and reasons of failures may hold brackets and colons.
+    """Standard output, text as it is: names of classes and reasons of failures may have brackets and colons.
 
-    In a file or a job, where nobody has a width, tables may be as wide as they are.
+    In a file or a job, which have no width, tables may be as wide as they are.
     """
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
 
@@ -88,9 +88,9 @@ class Followed:
     steps: int = 0
 
     def take_start(self, record: dict[str, Any]) -> None:
-        """How many steps there will be, where that is the record that says so."""
+        """Take the number of steps from a stage's first record; any other changes nothing."""
         metrics = record["metrics"]
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's: then nobody knows how many
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's: the number of steps stays unknown
             if record["kind"] == "start":
                 self.steps = int(metrics["max_steps"] or metrics["steps_per_epoch"] * metrics["epochs"])
 
@@ -135,7 +135,7 @@ class Display:
             self._bars.update(self._overall, completed=done, total=total)
 
     def follow(self, label: str, stage: StageDir) -> None:
-        """Show a stage from where its files now end: after a resume the past is not told again."""
+        """Show a stage from where its files now end: after a resume the earlier lines are not shown again."""
         if label not in self._followed:
             ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
@@ -157,7 +157,7 @@ class Display:
         for followed in self._followed.values():
             lines = followed.log.lines()
             for line in lines:
-                if self._bars is None or " teacher.cache: " in line:  # what takes room on a disk is said beside bars too
+                if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too
                     self.say(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 if (record := _record(text)) is not None:

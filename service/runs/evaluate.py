@@ -1,4 +1,4 @@
-"""`distill evaluate`: exact accuracy of a checkpoint, on as many workers as asked."""
+"""`distill evaluate`: exact accuracy of a checkpoint, on `scale.num_workers` workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.config.messages import explain
 from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
-from service.runs.run_directory import check_places
+from service.runs.run_directory import check_writable
 from trainables.config import EvaluateConfig
 from trainables.errors import CheckpointError, ClusterError, ExperimentError
 from trainables.failures import WorkersFailedError
@@ -51,11 +51,15 @@ def resolve(checkpoint: Path, data_path: str, overrides: list[str]) -> EvaluateC
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: give a .safetensors file that `distill train` wrote")
     read_checkpoint_header(path)
-    return fitted(path, tree)
+    return with_trained_images(path, tree)
 
 
-def fitted(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
-    """The evaluation with what the checkpoint says of its images, once the model was seen to fit the data. See `resolve`."""
+def with_trained_images(checkpoint: Path, tree: dict[str, Any]) -> EvaluateConfig:
+    """The evaluation with the image size and normalisation that the checkpoint was trained with; see `resolve`.
+
+    Raises:
+        CheckpointError: its model does not fit the data.
+    """
     from trainables.engine.checkpoint import read
     from trainables.models.weights import load_teacher
 
@@ -85,7 +89,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
     Raises:
         DistillError: one line.
     """
-    check_places(root, None)
+    check_writable(root, None)
     config = resolve(checkpoint, data_path, overrides)
     check_ray_address()
     workers = config.data.loader_workers

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from service.cluster.parallel_map import bar, spread
+from service.cluster.parallel_map import bar, parallel_map
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
 from trainables.data.pack.join import join
 from trainables.data.pack.modes import Mode
@@ -67,7 +67,7 @@ def pack(
             _refuse_small(dest, plan, num_missing)
             with bar("packing", "images", plan.num_samples) as advance:
                 advance(plan.num_samples - num_missing)
-                for count in spread(write_shard, [(job,) for job in missing], processes, dest):
+                for count in parallel_map(write_shard, [(job,) for job in missing], processes, dest):
                     advance(count)
             index = join(plan, dest, version("raydistill"), strict=strict)
         verify(dest, index, processes)

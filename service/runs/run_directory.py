@@ -1,4 +1,4 @@
-"""Where a run is written: a directory that is chosen, begun, held by one driver at a time, and opened again."""
+"""A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainables.locks import is_locked, try_lock
 from trainables.rundir import RunDir, unwritable_reason, write_atomic
 
 
-def check_places(root: Path, out: Path | None) -> None:
-    """Refuse a place that holds a run already or cannot be written, before anything is created.
+def check_writable(root: Path, out: Path | None) -> None:
+    """Refuse an `out` that has a run already, and folders that cannot be written, before anything is created.
 
     Raises:
         ExperimentError: see above.
@@ -32,7 +32,7 @@ def check_places(root: Path, out: Path | None) -> None:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/, which is nobody else's.
+    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
 
     Raises:
         ExperimentError: it cannot be created.
@@ -54,7 +54,7 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
 
 
 def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
-    """Write down what is going to be carried out: from here on `distill resume` can continue it."""
+    """Write the resolved experiment and a first result: from here on `distill resume` can continue the run."""
     try:
         copy_methods(resolved.experiment, run_dir)
         write_atomic(run_dir.experiment, resolved.to_yaml().encode())
@@ -93,10 +93,10 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir) -> Iterator[None]:
-    """Hold a run directory against a second driver, which would train into the same files.
+    """Lock a run directory against a second driver, which would train into the same files.
 
     Raises:
-        ExperimentError: another process carries this run out.
+        ExperimentError: another process works on this run.
     """
     lock = try_lock(run_dir.root / ".lock")
     if lock is None:
@@ -108,7 +108,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 
 def abandoned(run_dir: RunDir) -> bool:
-    """Whether a run that has begun is in nobody's hands: the lock of `locked` could be had. It is not kept."""
+    """Whether no process works on a run that has begun: its lock is free. It is not taken."""
     lock = run_dir.root / ".lock"
     try:
         return lock.exists() and not is_locked(lock)

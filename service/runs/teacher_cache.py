@@ -13,7 +13,7 @@ from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
-from service.runs.run_directory import check_places
+from service.runs.run_directory import check_writable
 from service.runs.trial import run_to_end
 from trainables.config import FillConfig
 from trainables.errors import ExperimentError, TrainingError
@@ -34,7 +34,7 @@ def fill(resolved: Resolved, root: Path) -> str:
             "teacher.weights: the teacher is not trained yet: give its checkpoint; `distill train` trains it first, and fills "
             "teacher.cache while it distils"
         )
-    check_places(root, None)
+    check_writable(root, None)
     check_train(resolved)
     run_dir = RunDir(root.absolute() / ".cache" / f"{experiment.name}-{time.time_ns():x}")
     with Display() as display, connect(most_local_cpus(experiment), run_dir.root, experiment.written_cache("train")) as cluster:

@@ -30,38 +30,57 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit
     come back the same way every time, and end it at once. Workers for which other jobs leave no resources wait; those that
     would not even fit on the empty cluster do not.
     """
+    restarts = 0
+    while True:
+        if outcome := finished(assignment.stage_dir, restarts):
+            return outcome
+        result = attempt(assignment, callbacks, visit)
+        if isinstance(result, Outcome):
+            return result.model_copy(update={"restarts": restarts})
+        if isinstance(result, WorkersFailedError):
+            current = current_of(visit) if visit is not None else assignment
+            if current is None:  # its last point was measured; the workers died on their way out
+                return Outcome(status="failed", reason="the workers died when they had nothing left to do")
+            if current != assignment:
+                assignment, restarts = current, 0
+            if outcome := unless_restarted(assignment, result, restarts):
+                return outcome
+            restarts += 1
+
+
+def attempt(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None) -> Outcome | WorkersFailedError | None:
+    """Train a stage once: its outcome, or why its workers failed; None where they found no room and may now.
+
+    Raises:
+        WorkersFailedError: the driver is ending, so that nobody waits for this trial any more.
+    """
     import ray
 
     from trainables.worker import trainer
 
-    restarts = 0
-    while True:
-        stage = assignment.stage_dir
-        if outcome := finished(stage, restarts):
-            return outcome
-        try:
-            fit(assignment, callbacks, visit)
-        except trainer.ClusterFullError:
-            if refusal := wait_for_resources(assignment):
-                return Outcome(status="failed", reason=refusal, restarts=restarts)
-            log(stage, "the cluster has no room for the workers yet: still waiting")
-        except DistillError as error:
-            return Outcome(status="failed", reason=str(error), restarts=restarts)
-        except WorkersFailedError as error:
-            if not ray.is_initialized():  # the driver is ending: nobody waits for this trial any more
-                raise
-            if visit is not None:
-                current = ray.get(visit.guide.current.remote(visit.name))
-                if current is None:  # its last point was measured; the workers died on their way out
-                    return Outcome(status="failed", reason="the workers died when they had nothing left to do")
-                if current != assignment:
-                    assignment, restarts = current, 0
-            if outcome := unless_restarted(assignment, error, restarts):
-                return outcome
-            restarts += 1
-        else:
-            without_result = Outcome(status="failed", reason="the stage ended without a result", restarts=restarts)
-            return finished(stage, restarts) or without_result
+    stage = assignment.stage_dir
+    try:
+        fit(assignment, callbacks, visit)
+    except trainer.ClusterFullError:
+        if refusal := wait_for_resources(assignment):
+            return Outcome(status="failed", reason=refusal)
+        log(stage, "the cluster has no room for the workers yet: still waiting")
+        return None
+    except DistillError as error:
+        return Outcome(status="failed", reason=str(error))
+    except WorkersFailedError as error:
+        if not ray.is_initialized():
+            raise
+        return error
+    return finished(stage) or Outcome(status="failed", reason="the stage ended without a result")
+
+
+def current_of(visit: Visit) -> Assignment | None:
+    """The stage that a visit's workers are at; None where they have measured their last."""
+    import ray
+
+    current: Assignment | None = ray.get(visit.guide.current.remote(visit.name))
+    return current
 
 
 def fit(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None) -> None:
@@ -157,7 +176,7 @@ def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | No
 
 
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
-    """What a worker wrote to `error.json`; the first cause that Ray knows where none could write, or where that is a lost peer."""
+    """What a worker wrote to `error.json`; where none could, or where it only lost a peer, the first cause that Ray knows."""
     written = read_failure(stage.error)
     if written is not None and written.kind != "lost_peer":
         return written

@@ -75,7 +75,7 @@ def concurrency(now: Session, assignments: Mapping[str, Assignment], cluster: Cl
     config, reservations = now.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
     count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
     if count > 1 and config.steps and any(reservation.service for reservation in reservations):
-        now.display.say("one trial at a time: those beside it would take their part of teacher.service, and of its speed")
+        now.display.say("one trial at a time: others would share teacher.service with it, and slow it down")
         return 1
     return count
 

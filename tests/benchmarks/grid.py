@@ -10,33 +10,34 @@ Regret is judged by the grid's own figures. The step-time model is judged by lea
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from service.runs.result import RunResult, TrialRow
+from service.runs.run_directory import reopen
 from service.search.points import Hardware, Observation, Point, identity
-from service.search.replay import observation, spent_gpu_s
+from service.search.replay import hardware_of, observation, spent_gpu_s
 from service.search.rows import point_of
 from service.search.step_time_model import fit
 from tests.benchmarks.rounds import Bar
-from trainables.rundir import RunDir
 
 REGRET, COST, ERROR = Bar("≤", 0.03), Bar("≤", 0.15), Bar("≤", 0.08)
 
 
-def measured(result: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+def measured(result: RunResult) -> dict[Any, TrialRow]:
     """Rows that have figures, by point."""
-    return {identity(point_of(row)): row for row in result["trials"] if row["status"] == "ok"}
+    return {identity(point_of(row)): row for row in result.rows if row.status == "ok"}
 
 
-def regret(grid: dict[str, Any], guided: dict[str, Any]) -> float:
+def regret(grid: RunResult, guided: RunResult) -> float:
     """By how much the grid's best point is faster than the one that the guided sweep chose, relative to the latter."""
     rows = measured(grid)
-    best = max(row["metrics"]["images_per_s"] for row in rows.values())
-    return float(best / rows[identity(point_of(guided["best"]))]["metrics"]["images_per_s"] - 1)
+    best = max(row.metrics["images_per_s"] for row in rows.values())
+    assert guided.best is not None
+    return float(best / rows[identity(point_of(guided.best))].metrics["images_per_s"] - 1)
 
 
 def left_out(points: Sequence[Point], seen: Sequence[Observation], hardware: Hardware, means_s: Sequence[float]) -> list[float]:
@@ -54,20 +55,22 @@ def main() -> None:
     parser.add_argument("grid", type=Path, metavar="GRID")
     parser.add_argument("guided", type=Path, nargs="*", metavar="GUIDED")
     args = parser.parse_args()
-    grid = json.loads(RunDir(args.grid).result.read_text())
+    _, _, grid = reopen(args.grid)
     rows = list(measured(grid).values())
     whole_s = spent_gpu_s(rows)
-    print(f"grid: {len(rows)} of {len(grid['trials'])} points ran, {whole_s:,.0f} worker-seconds")
+    print(f"grid: {len(rows)} of {len(grid.rows)} points ran, {whole_s:,.0f} worker-seconds")
     for path in args.guided:
-        guided = json.loads(RunDir(path).result.read_text())
-        tried, cost = len(measured(guided)), guided["search"]["spent_gpu_s"] / whole_s
+        _, _, guided = reopen(path)
+        assert guided.search is not None
+        tried, cost = len(measured(guided)), guided.search.spent_gpu_s / whole_s
         lost = regret(grid, guided)
-        print(f"{path.name}: {tried} points, {guided['search']['spent_gpu_s']:,.0f} worker-seconds")
+        print(f"{path.name}: {tried} points, {guided.search.spent_gpu_s:,.0f} worker-seconds")
         print(f"  regret {100 * lost:.2f} %, bar {REGRET}: {verdict(REGRET, lost)}")
         print(f"  cost ÷ grid {cost:.3f}, bar {COST}: {verdict(COST, cost)}")
-        print(f"  {guided['search']['why']}")
-    hardware = Hardware(*(grid["hardware"][key] for key in ("nodes", "slots_per_node", "cpus_per_node")))
-    means_s = [row["metrics"]["step_s"] for row in rows]
+        print(f"  {guided.search.why}")
+    assert grid.hardware is not None
+    hardware = hardware_of(grid.hardware)
+    means_s = [row.metrics["step_s"] for row in rows]
     errors = left_out([point_of(row) for row in rows], [observation(row) for row in rows], hardware, means_s)
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: -abs(pair[1]))[:5]:
         print(f"  {100 * error:+6.1f} %  {point_of(row)}")

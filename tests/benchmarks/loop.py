@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.cluster import connect as cluster
+from service.cluster.connect import connect
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.rounds import Bar, Comparison, in_turn
 
@@ -16,7 +16,7 @@ from tests.benchmarks.rounds import Bar, Comparison, in_turn
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     """One Ray for all rounds; its processes stand beside the plain script too."""
     resnets = Pair("resnet20", "resnet8", 32, 64, warmup_steps=10, steps=10 if short else 100)
-    with tempfile.TemporaryDirectory() as name, cluster.connect(4, Path(name)):
+    with tempfile.TemporaryDirectory() as name, connect(4, Path(name)):
         yield [compare(resnets, num_workers, Path(name)) for num_workers in ((2,) if short else (1, 2))]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from service.cluster import connect as cluster
+from service.cluster.connect import connect
 from tests.benchmarks.pairs import Pair
 from tests.benchmarks.process import peak_rss_mib, pss_mib
 from tests.benchmarks.rounds import Bar, Comparison
@@ -33,7 +33,7 @@ RATIO, MORE_MIB = 1.05, 50.0
 @contextlib.contextmanager
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     pair = Pair("resnet20", "resnet8", 32, 64, warmup_steps=5, steps=10 if short else 40)
-    with tempfile.TemporaryDirectory() as name, cluster.connect(4, Path(name)):
+    with tempfile.TemporaryDirectory() as name, connect(4, Path(name)):
         yield [line for num_workers in ((1,) if short else (1, 2)) for line in compare(pair, num_workers, Path(name))]
 
 

@@ -128,7 +128,7 @@ def test_a_read_only_folder_of_logits_has_only_to_exist_on_each_node(distill: Di
     logits.mkdir(parents=True)
     code = """if True:
         import pathlib, sys
-        from service.cluster.resources import connect
+        from service.cluster.connect import connect
         from trainables.errors import ClusterError
         try:
             with connect(1, pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])):

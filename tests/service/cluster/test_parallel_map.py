@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from service.cluster import parallel_map as spread
+from service.cluster import parallel_map as parallel
 from trainables.errors import DistillError
 
 
@@ -22,11 +22,11 @@ def test_a_node_that_dies_ends_the_command_in_one_line(lost: Exception, tmp_path
 
     task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(spread, "connect", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(parallel, "connect", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(ray, "remote", lambda _: task)
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(DistillError) as caught:
-        list(spread.spread(len, [("a",), ("b",)], 2, tmp_path))
+        list(parallel.parallel_map(len, [("a",), ("b",)], 2, tmp_path))
     assert str(caught.value) == (
         f"a process or a node of the cluster was lost ({type(lost).__name__}), most likely for want of memory; "
         "the same command goes on"
@@ -43,7 +43,7 @@ def test_work_that_fails_ends_its_own_processes_and_no_others(tmp_path: Path, mo
     bystander.start()
     try:
         with pytest.raises(DistillError, match="no"):
-            list(spread.spread(refuse, [("no",), ("no",)], 2, tmp_path))
+            list(parallel.parallel_map(refuse, [("no",), ("no",)], 2, tmp_path))
         bystander.join(0.5)
         assert bystander.is_alive()
     finally:

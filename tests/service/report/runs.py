@@ -13,6 +13,8 @@ import numpy as np
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.plotly_marks import Figure
+from service.report.run_records import Row
+from service.runs.result import RunResult
 from trainables.metrics.wall_clock import PARTS
 from trainables.rundir import RunDir, append_line, write_json
 
@@ -217,6 +219,24 @@ def train_dir(root: Path, *, status: str = "complete", slow: float = 1.0) -> Run
         },
     )
     return run_dir
+
+
+def written(run_dir: RunDir) -> dict[str, Any]:
+    """What `result.json` has, as plain data that a test may change."""
+    found: dict[str, Any] = json.loads(run_dir.result.read_text())
+    return found
+
+
+def typed(result: Mapping[str, Any]) -> RunResult:
+    """A sweep's result with these fields."""
+    sweep = {"kind": "sweep", "name": "demo", "status": "complete", "runs_root": "", "space": {}, "metric": "images_per_s"}
+    return RunResult.model_validate({**sweep, "mode": "max", **result})
+
+
+def typed_row(row: Mapping[str, Any]) -> Row:
+    """A trial with these fields."""
+    scale = {NUM_WORKERS: 1, GLOBAL_BATCH: 128, LOADER_WORKERS: 2}
+    return Row.model_validate({"params": {}, "scale": scale, **row})
 
 
 def grow(run_dir: RunDir) -> None:

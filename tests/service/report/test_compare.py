@@ -66,7 +66,7 @@ def test_a_key_that_only_one_has_searched_counts_with_the_others_own_value(tmp_p
     a = open_records(sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64, 128]}).root)
     b = open_records(sweep_dir(tmp_path / "b", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
     comparison = compare(a, b)
-    assert {pair.b["params"]["precision"] for pair in comparison.pairs} == {"fp32"}
+    assert {pair.b.params["precision"] for pair in comparison.pairs} == {"fp32"}
     assert len(comparison.pairs) == 2
 
 
@@ -78,8 +78,8 @@ def test_what_differs_in_the_experiments_is_named(tmp_path: Path) -> None:
 
 def test_points_are_compared_by_their_probes_and_not_by_trainings_to_a_target(tmp_path: Path) -> None:
     a, b = (open_records(sweep_dir(tmp_path / name, {GLOBAL_BATCH: [64, 128]}).root) for name in "ab")
-    trained = [{**row, "id": f"{row['id']}-trained", "probe": row["id"]} for row in b.rows]
-    assert [pair.b["id"] for pair in compare(a, replace(b, rows=[*b.rows, *trained])).pairs] == ["000", "001"]
+    trained = [row.model_copy(update={"id": f"{row.id}-trained", "probe": row.id}) for row in b.rows]
+    assert [pair.b.id for pair in compare(a, replace(b, rows=[*b.rows, *trained])).pairs] == ["000", "001"]
 
 
 def test_neither_page_nor_terminal_shows_a_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_a_run_is_compared_with_a_sweep_at_its_one_point(tmp_path: Path) -> None
     a = open_records(sweep_dir(tmp_path / "a", {NUM_WORKERS: [1, 2], GLOBAL_BATCH: [64, 128], LOADER_WORKERS: [2]}).root)
     b = open_records(train_dir(tmp_path / "b").root)
     (pair,) = compare(a, b).pairs
-    assert (pair.a["params"][NUM_WORKERS], pair.b["id"]) == (2, "student")
+    assert (pair.a.params[NUM_WORKERS], pair.b.id) == (2, "student")
 
 
 def test_the_command_says_it_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

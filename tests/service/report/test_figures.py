@@ -16,17 +16,17 @@ from tests.service.report.runs import shown, sweep_dir
 
 def test_phases_are_stacked_per_trial_the_fastest_first(records: Records) -> None:
     figure = shown(phases(records.rows, "GPU"))
-    ranked = sorted(records.rows, key=lambda row: -row["metrics"]["images_per_s"])
+    ranked = sorted(records.rows, key=lambda row: -row.metrics["images_per_s"])
     assert figure.layout["barmode"] == "stack"
-    assert all(trace["x"] == [row["id"] for row in ranked] for trace in figure.traces)
+    assert all(trace["x"] == [row.id for row in ranked] for trace in figure.traces)
     assert [trace["name"] for trace in figure.traces] == ["data", "h2d", "teacher", "student", "backward", "optimizer"]
     height = sum(trace["y"][0] for trace in figure.traces)
-    assert height == pytest.approx(1000 / ranked[0]["metrics"]["images_per_s"], rel=0.01)
+    assert height == pytest.approx(1000 / ranked[0].metrics["images_per_s"], rel=0.01)
 
 
 def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
     figure = shown(waits(records.rows, "GPU"))
-    first, m = figure.traces[0], max(records.rows, key=lambda row: row["metrics"]["images_per_s"])["metrics"]
+    first, m = figure.traces[0], max(records.rows, key=lambda row: row.metrics["images_per_s"]).metrics
     assert first["y"][0] + first["error_y"]["array"][0] == pytest.approx(m["phase/data_max_ms"])
     assert first["y"][0] - first["error_y"]["arrayminus"][0] == pytest.approx(m["phase/data_min_ms"])
 
@@ -36,7 +36,7 @@ def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> N
     figure = shown(efficiency(records.rows, records.best, "GPU"))
     assert figure.traces[0]["name"] == "ideal"
     top = figure.traces[1]
-    speeds = {n: max(row["metrics"]["images_per_s"] for row in records.rows if row["scale"][NUM_WORKERS] == n) for n in (1, 2, 4)}
+    speeds = {n: max(row.metrics["images_per_s"] for row in records.rows if row.scale.num_workers == n) for n in (1, 2, 4)}
     assert top["x"] == [1, 2, 4]
     assert top["y"] == pytest.approx([100 * speeds[n] / n / speeds[1] for n in (1, 2, 4)])
 
@@ -45,18 +45,18 @@ def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: 
     kept = front(records.rows)
 
     def beaten(row: Any) -> bool:
-        speed, cost = row["metrics"]["images_per_s"], row["metrics"]["gpu_s_per_epoch"]
+        speed, cost = row.metrics["images_per_s"], row.metrics["gpu_s_per_epoch"]
         return any(
-            other["metrics"]["images_per_s"] >= speed and other["metrics"]["gpu_s_per_epoch"] <= cost and other is not row
+            other.metrics["images_per_s"] >= speed and other.metrics["gpu_s_per_epoch"] <= cost and other is not row
             for other in records.rows
         )
 
     assert [beaten(row) for row in records.rows] == [row not in kept for row in records.rows]
-    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == kept[0]["id"]
+    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == kept[0].id
 
 
 def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:
-    named = [records.rows[0]["id"], records.rows[5]["id"]]
+    named = [records.rows[0].id, records.rows[5].id]
     figure = shown(pareto(records.rows, "GPU", named))
     assert {row[0] for row in figure.numbers} == set(named)
     assert sum(size == 12 for trace in figure.traces[1:] for size in trace["marker"]["size"]) == 2
@@ -80,7 +80,7 @@ def test_each_figure_of_trials_says_which_are_not_in_it(tmp_path: Path) -> None:
     }
     records = open_records(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, ends=ends).root)
     for name in ("phase/step_ms", "phase/data_max_ms", "epoch_s"):
-        del records.rows[2]["metrics"][name]
+        del records.rows[2].metrics[name]
     assert shown(phases(records.rows, "GPU")).caption.endswith(
         " Not shown: 1 failed, 1 infeasible, 1 without phase times of 6 trials."
     )

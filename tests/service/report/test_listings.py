@@ -9,10 +9,11 @@ import pytest
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.page import write_page
+from service.report.run_records import rows_of
 from service.report.winner import lines
 from service.runs.run_directory import reopen
 from tests.service.report.parsed import Parsed
-from tests.service.report.runs import SPACE, sweep_dir
+from tests.service.report.runs import SPACE, sweep_dir, typed, written
 from trainables.rundir import RunDir
 
 OOM = {"status": "oom", "metrics": {}, "reason": "rank 0: CUDA out of memory", "steps_s": []}
@@ -25,8 +26,7 @@ BIG = {NUM_WORKERS: [1, 2, 4, 8, 16], GLOBAL_BATCH: [64, 128, 256, 512, 1024, 20
 
 
 def page(run_dir: RunDir, **changed: Any) -> Parsed:
-    _, run_dir, result = reopen(run_dir.root)
-    return Parsed(write_page(run_dir, {**result, **changed}).read_text())
+    return Parsed(write_page(run_dir, typed({**written(run_dir), **changed})).read_text())
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_top_of_the_page_counts_the_trials_without_a_result(mixed: RunDir) -
     told = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
     assert told in text
     assert text.index(told) < text.index("Train at that point")
-    assert told in lines(reopen(mixed.root)[2], reopen(mixed.root)[2]["trials"])
+    assert told in lines(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
 
 
 def test_the_top_of_a_page_without_a_winner_counts_them_too(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_grid_that_is_too_large_to_show_says_what_is_missing(tmp_path: Path) -
 
 def test_values_that_no_experiment_takes_have_rows_too(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4, 8], GLOBAL_BATCH: [64, 128]})
-    rows = reopen(run_dir.root)[2]["trials"]
+    rows = written(run_dir)["trials"]
     for row, wrong in ((rows[-1], [1]), (rows[-2], "x"), (rows[-3], None)):
         row |= INFEASIBLE | {"params": {**row["params"], NUM_WORKERS: wrong}, "scale": {**row["scale"], NUM_WORKERS: wrong}}
     _, *cells = page(run_dir, trials=rows, best=rows[0]).tables[FLAT]
@@ -103,7 +103,7 @@ def test_values_that_no_experiment_takes_have_rows_too(tmp_path: Path) -> None:
 
 def test_the_best_trial_has_its_cell_where_another_one_there_is_faster(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], "precision": ["fp32", "bf16"]})
-    best = next(row for row in reopen(run_dir.root)[2]["trials"] if row["params"] == {NUM_WORKERS: 2, "precision": "fp32"})
+    best = next(row for row in written(run_dir)["trials"] if row["params"] == {NUM_WORKERS: 2, "precision": "fp32"})
     parsed = page(run_dir, best=best)
     _, *rows = parsed.tables[FLAT]
     assert rows[1][1] == f"{best['metrics']['images_per_s']:,.1f} ★"
@@ -111,7 +111,7 @@ def test_the_best_trial_has_its_cell_where_another_one_there_is_faster(tmp_path:
 
 def test_a_best_trial_without_a_speed_has_its_star(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, epochs=1)
-    rows = reopen(run_dir.root)[2]["trials"]
+    rows = written(run_dir)["trials"]
     del rows[-1]["metrics"]["images_per_s"]  # too few steps for one
     parsed = page(run_dir, trials=rows, best=rows[-1], metric="top1_pct")
     assert parsed.tables[FLAT][-1] == ["4 GPUs", parsed.tables[FLAT][-1][1], "ok ★"]
@@ -128,7 +128,7 @@ def test_of_240_points_the_surroundings_of_the_best_come_first_and_the_whole_is_
     starred = [row[0] for row in near if any("★" in cell for cell in row)]
     assert starred == [row[0] for row in whole if any("★" in cell for cell in row)]
     assert len(starred) == 1
-    best = reopen(run_dir.root)[2]["best"]["scale"]
+    best = written(run_dir)["best"]["scale"]
     assert f"{best[NUM_WORKERS]} GPUs × batch {best[GLOBAL_BATCH] // 2}" in [row[0] for row in near]
 
 
@@ -146,7 +146,7 @@ def test_the_status_of_a_trial_stands_beside_its_name(mixed: RunDir) -> None:
 
 def test_an_epochs_cost_has_the_digits_of_its_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2]}, gpu=False)
-    rows = reopen(run_dir.root)[2]["trials"]
+    rows = written(run_dir)["trials"]
     for row in rows:
         row["metrics"] |= {"epoch_s": 0.03, "gpu_s_per_epoch": 0.03 * row["scale"][NUM_WORKERS]}
     heads, *cells = page(run_dir, trials=rows, best=rows[0]).tables["All 2 trials"]

@@ -17,7 +17,7 @@ from service.runs.run_directory import begin, reopen
 from service.runs.session import session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
-from tests.service.report.runs import sweep_dir, train_dir
+from tests.service.report.runs import sweep_dir, train_dir, typed, written
 from trainables.errors import TrainingError
 from trainables.rundir import RunDir
 
@@ -71,9 +71,8 @@ def test_nine_trials_have_every_figure_of_a_sweep_with_accuracies(tmp_path: Path
 
 def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]}, epochs=4)
-    rows = reopen(run_dir.root)[2]["trials"]
-    least_accurate = min(rows, key=lambda row: row["metrics"]["top1_pct"])
-    parsed = Parsed(write_page(run_dir, {**reopen(run_dir.root)[2], "best": least_accurate}).read_text())
+    least_accurate = min(written(run_dir)["trials"], key=lambda row: float(row["metrics"]["top1_pct"]))
+    parsed = Parsed(write_page(run_dir, typed({**written(run_dir), "best": least_accurate})).read_text())
     for name in ("accuracy", "drift"):
         (figure,) = [figure for figure in parsed.figures if figure["id"] == name]
         in_colour = [trace["name"] for trace in figure["traces"] if trace.get("showlegend", True)]
@@ -82,10 +81,10 @@ def test_the_winner_is_in_colour_in_the_figures_over_time(tmp_path: Path) -> Non
 
 def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256, 512]})
-    result = reopen(run_dir.root)[2]
+    result = written(run_dir)
     for row in result["trials"]:
         row["metrics"] |= {"wall_s": 20.0, "train_s": 18.0, "eval_s": 0.0, "checkpoint_s": 0.0, "other_s": 2.0}
-    (wall,) = [each for each in Parsed(write_page(run_dir, result).read_text()).figures if each["id"] == "wall"]
+    (wall,) = [each for each in Parsed(write_page(run_dir, typed(result)).read_text()).figures if each["id"] == "wall"]
     fastest = sorted(result["trials"], key=lambda row: -row["metrics"]["images_per_s"])
     shown = wall["traces"][0]["y"]
     assert shown == [f"trial {row['id']}" for row in fastest[: len(shown)]]
@@ -93,7 +92,7 @@ def test_a_timing_sweeps_wall_time_is_shown_of_its_fastest_trials(tmp_path: Path
 
 def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 4], B: [64, 512], L: [2, 4]})
-    best = reopen(run_dir.root)[2]["best"]
+    best = written(run_dir)["best"]
     parsed = page(run_dir)
     text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
     first = text.index(f"4 GPUs × batch 512 × {best['scale'][L]} loader workers")
@@ -108,7 +107,7 @@ def test_500_trials_fit_5_mb_and_5_seconds(tmp_path: Path) -> None:
     began = time.process_time()  # of this process alone: others may have the cores
     parsed = page(run_dir)
     assert time.process_time() - began < 5
-    assert len(reopen(run_dir.root)[2]["trials"]) == 500
+    assert len(reopen(run_dir.root)[2].rows) == 500
     assert run_dir.report.stat().st_size < 5e6
     assert "All 500 trials" in parsed.text
 
@@ -133,10 +132,10 @@ def test_a_run_shows_its_learning_and_where_its_time_goes(tmp_path: Path) -> Non
 
 def test_a_run_that_has_not_begun_is_a_page(tmp_path: Path) -> None:
     run_dir = train_dir(tmp_path / "t", status="running")
-    _, _, result = reopen(run_dir.root)
+    result = written(run_dir)
     for stage in ("teacher", "student"):
         run_dir.stage(stage).metrics.unlink()
-    parsed = Parsed(write_page(run_dir, {**result, "stages": []}).read_text())
+    parsed = Parsed(write_page(run_dir, typed({**result, "stages": []})).read_text())
     assert "No stage is complete yet." in parsed.text
 
 
@@ -155,11 +154,11 @@ def test_trials_without_a_result_are_listed_with_their_reasons(tmp_path: Path) -
 def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     ends = {"001": {"status": "failed", "metrics": {}, "reason": HOSTILE, "steps_s": []}}
     run_dir = sweep_dir(tmp_path / "s", {B: [64, 128, 256], "student.model": ["resnet8", "resnet14"]}, ends=ends)
-    _, _, result = reopen(run_dir.root)
+    result = written(run_dir)
     for row in result["trials"]:
         row["id"] = row["params"]["student.model"] = f"{HOSTILE}{row['id']}</script>"
     result |= {"name": HOSTILE, "reason": HOSTILE, "best": result["trials"][0]}
-    text = write_page(run_dir, result).read_text()
+    text = write_page(run_dir, typed(result)).read_text()
     parsed = Parsed(text)
     assert HOSTILE in parsed.text
     assert parsed.all("img") == []
@@ -212,11 +211,11 @@ def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> No
 def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the_figures(tmp_path: Path) -> None:
     search = {"why": "so", "spent_gpu_s": 9.0, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, policy="guided", search=search)
-    _, _, result = reopen(run_dir.root)
+    result = written(run_dir)
     probe = result["trials"][1]
     trained = {**probe, "id": "001-trained", "probe": "001", "metrics": {**probe["metrics"], "images_per_s": 1.0}}
     result |= {"trials": [*result["trials"], trained]}
-    parsed = Parsed(write_page(run_dir, result).read_text())
+    parsed = Parsed(write_page(run_dir, typed(result)).read_text())
     assert "4 of 4 points were tried" in parsed.text
     figure = next(figure for figure in parsed.figures if figure["id"] == "speed-0")
     assert 1.0 not in [speed for trace in figure["traces"] for speed in trace["y"]]
@@ -225,10 +224,10 @@ def test_a_training_to_the_target_is_no_point_and_leaves_its_probes_speed_in_the
 
 def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128], L: [1, 2]})
-    _, _, result = reopen(run_dir.root)
+    result = written(run_dir)
     for row in (*result["trials"][:3], result["best"]):
         row["scale"][L] = "auto"
-    parsed = Parsed(write_page(run_dir, result).read_text())
+    parsed = Parsed(write_page(run_dir, typed(result)).read_text())
     assert "auto loader workers" in parsed.text
 
 

@@ -9,37 +9,35 @@ from rich.console import Console
 from scipy import stats
 
 from service.report.seeds import figure, groups, page_table, seed_table, sentence
-from tests.service.reproduce.test_tables import SCALE_AXES
+from service.runs.result import RunResult
+from tests.service.report.runs import typed, typed_row
+from tests.service.report.test_tables import SCALE
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
 
 
 def trial(method: Any, seed: int, top1_pct: float | None, **more: Any) -> dict[str, Any]:
-    params = {**SCALE_AXES, "distill.method": method, "seed": seed, **more}
+    params = {**SCALE, "distill.method": method, "seed": seed, **more}
     metrics = {} if top1_pct is None else {"top1_pct": top1_pct, "images_per_s": 100.0}
-    return {
-        "id": f"{method}-{seed}",
-        "params": params,
-        "scale": SCALE_AXES,
-        "status": "ok" if metrics else "failed",
-        "reason": "",
-        "metrics": metrics,
-    }
+    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE, "status": "ok" if metrics else "failed",
+            "reason": "", "metrics": metrics}
 
 
-def result(trials: list[dict[str, Any]], metric: str = "top1_pct", mode: str = "max") -> dict[str, Any]:
-    return {
-        "kind": "sweep",
-        "name": "methods",
-        "status": "complete",
-        "space": {},
-        "metric": metric,
-        "mode": mode,
-        "trials": trials,
-    }
+def result(trials: list[dict[str, Any]], metric: str = "top1_pct", mode: str = "max") -> RunResult:
+    return typed(
+        {
+            "kind": "sweep",
+            "name": "methods",
+            "status": "complete",
+            "space": {},
+            "metric": metric,
+            "mode": mode,
+            "trials": trials,
+        }
+    )
 
 
-def sweep() -> dict[str, Any]:
+def sweep() -> RunResult:
     each = {"none": ALONE, "kd": KD, "sp": SP}
     return result([trial(method, seed, top1) for method, tops in each.items() for seed, top1 in enumerate(tops)])
 
@@ -63,7 +61,8 @@ def test_differences_are_those_of_a_paired_t_test() -> None:
 
 def test_only_seeds_that_both_have_are_compared() -> None:
     held = sweep()
-    held["trials"][5] = trial("kd", 1, None)  # failed
+    assert held.trials is not None
+    held.trials[5] = typed_row(trial("kd", 1, None))  # failed
     (_, kd, _) = groups(held)
     assert kd.difference is not None
     assert kd.difference.num == 3
@@ -89,7 +88,7 @@ def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float)
 
 
 def test_what_asha_left_over_is_not_compared() -> None:
-    assert groups({**sweep(), "policy": "asha"}) == []
+    assert groups(sweep().model_copy(update={"policy": "asha"})) == []
 
 
 def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -> None:
@@ -133,7 +132,7 @@ def test_points_are_named_by_what_they_set() -> None:
 
 
 @pytest.mark.parametrize("held", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
-def test_without_two_seeds_of_a_point_nothing_is_said(held: dict[str, Any]) -> None:
+def test_without_two_seeds_of_a_point_nothing_is_said(held: RunResult) -> None:
     assert seed_table(held) is None
     assert page_table(held) is None
     assert figure(held) is None

@@ -27,7 +27,7 @@ def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_beside_the_winn
     assert [one["name"] for one in series] == ["1 GPU", "2 GPUs", "4 GPUs"]
     assert all(one["x"] == [64, 128, 256, 512] for one in series)
     assert len(faint["x"]) == 36 - 12
-    assert max(series[2]["y"]) == best["metrics"]["images_per_s"]
+    assert max(series[2]["y"]) == best.metrics["images_per_s"]
     assert len({one["marker"]["symbol"] for one in series}) == len({one["marker"]["color"] for one in series}) == 3
 
 
@@ -35,8 +35,8 @@ def test_the_error_bars_are_standard_errors_of_the_speed(records: Records) -> No
     best = records.best
     assert best is not None
     bars = marks(shown(over_axis(records.rows, best, NUM_WORKERS, None, "GPU")))[-1]["error_y"]["array"]
-    row = next(row for row in records.rows if row["scale"][NUM_WORKERS] == 4)
-    assert 0 < row["error"] < 0.05
+    row = next(row for row in records.rows if row.scale.num_workers == 4)
+    assert 0 < row.error < 0.05
     assert all(bar > 0 for bar in bars)
 
 
@@ -45,13 +45,13 @@ def test_the_models_curve_passes_near_the_marks(records: Records) -> None:
     assert best is not None
     model = model_of(records.result, records.rows)
     assert model is not None
-    point = {NUM_WORKERS: best["scale"][NUM_WORKERS], GLOBAL_BATCH: 64, LOADER_WORKERS: best["scale"][LOADER_WORKERS]}
+    point = {NUM_WORKERS: best.scale.num_workers, GLOBAL_BATCH: 64, LOADER_WORKERS: best.scale.loader_workers}
     drawn = curve(model, point, GLOBAL_BATCH, 64, 512)
     assert (drawn.at[0], drawn.at[-1]) == (64, 512)
-    same = [row for row in records.rows if all(row["scale"][key] == point[key] for key in (NUM_WORKERS, LOADER_WORKERS))]
+    same = [row for row in records.rows if all(row.scale.by_key[key] == point[key] for key in (NUM_WORKERS, LOADER_WORKERS))]
     for row in same:
-        place = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row["scale"][GLOBAL_BATCH]))
-        assert drawn.images_per_s[place] == pytest.approx(row["metrics"]["images_per_s"], rel=0.25)
+        place = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row.scale.global_batch_size))
+        assert drawn.images_per_s[place] == pytest.approx(row.metrics["images_per_s"], rel=0.25)
         assert drawn.low[place] < drawn.images_per_s[place] < drawn.high[place]
 
 
@@ -70,7 +70,7 @@ def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Pa
     figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
     named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
     assert len(named) == 6
-    assert f"{records.best['scale'][NUM_WORKERS]} GPUs" in named
+    assert f"{records.best.scale.num_workers} GPUs" in named
 
 
 def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
@@ -79,9 +79,9 @@ def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_v
     records = open_records(sweep_dir(tmp_path / "s", space).root)
     best = records.best
     assert best is not None
-    count = best["scale"][NUM_WORKERS]
-    loaders = best["scale"][LOADER_WORKERS]
-    rows = [row for row in records.rows if row["scale"][LOADER_WORKERS] != loaders or row["scale"][NUM_WORKERS] in (1, 7, count)]
+    count = best.scale.num_workers
+    loaders = best.scale.loader_workers
+    rows = [row for row in records.rows if row.scale.loader_workers != loaders or row.scale.num_workers in (1, 7, count)]
     colours: dict[str, set[str]] = {}
     for key in (GLOBAL_BATCH, LOADER_WORKERS):
         drawn = {trace["name"]: trace["marker"]["color"] for trace in marks(shown(over_axis(rows, best, key, None, "GPU")))}

@@ -10,9 +10,11 @@ from rich.console import Console
 
 from service.report.tables import node_table, number, phase_table, report_of, sweep_table, verdict
 from service.runs.display import output
+from service.runs.result import RunResult
+from tests.service.report.runs import typed, typed_row
 from trainables.rundir import RunDir, append_line
 
-SCALE_AXES = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
+SCALE = {"scale.num_workers": 2, "data.global_batch_size": 128, "data.loader_workers": 1}
 METRICS = {
     "step_s": 0.1,
     "images_per_s": 1280.0,
@@ -30,27 +32,17 @@ METRICS = {
 
 
 def trial(number: str, status: str, **more: Any) -> dict[str, Any]:
-    return {"id": number, "params": dict(SCALE_AXES), "scale": SCALE_AXES, "status": status, "reason": "", "metrics": {}, **more}
+    return {"id": number, "params": dict(SCALE), "scale": SCALE, "status": status, "reason": "", "metrics": {}, **more}
 
 
-def result() -> dict[str, Any]:
+def result() -> RunResult:
     best = trial("000", "ok", metrics=METRICS)
     rows = [
         best,
         trial("001", "oom", reason="rank 0: CUDA out of memory"),
         trial("002", "ok", metrics=METRICS, oversubscribed=True),
     ]
-    return {
-        "kind": "sweep",
-        "name": "demo",
-        "status": "running",
-        "space": SCALE_AXES,
-        "metric": "images_per_s",
-        "mode": "max",
-        "trials": rows,
-        "best": best,
-        "use_gpu": True,
-    }
+    return typed({"status": "running", "space": SCALE, "trials": rows, "best": best, "use_gpu": True})
 
 
 def shown(renderable: object) -> str:
@@ -68,7 +60,8 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
 
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
     held = result()
-    held["trials"] += [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
+    further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
+    held = held.model_copy(update={"trials": [*held.rows, *map(typed_row, further)]})
     table = sweep_table(held)
     assert str(table.title).startswith("demo: 3 of 4 points")
     assert table.row_count == 4
@@ -76,7 +69,7 @@ def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
 
 def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     failed = trial("003", "failed", reason="no key [/data] in x[0] :cat:")
-    output().print(sweep_table({**result(), "name": "[demo]", "trials": [failed]}))
+    output().print(sweep_table(typed({"name": "[demo]", "trials": [failed]})))
     said = capsys.readouterr().out
     assert "failed: no key [/data] in x[0] :cat:" in said
     assert said.startswith("[demo]: 1 trials")
@@ -88,7 +81,7 @@ def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:
     assert lines[2] == "its step: student 45%, teacher 30%, data 25%"
     assert any("projected" in line for line in lines)
     assert any("oversubscribed" in line for line in lines)
-    assert verdict({"trials": [], "best": None}) == ["no trial is complete: nothing to compare yet"]
+    assert verdict(typed({"trials": [], "best": None})) == ["no trial is complete: nothing to compare yet"]
 
 
 def test_phases_show_their_share_of_the_step() -> None:

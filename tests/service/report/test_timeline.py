@@ -9,7 +9,7 @@ import pytest
 from service.report.hardware import hardware
 from service.report.run_records import History
 from service.report.timeline import accuracy, drift, epoch_times, losses, thin
-from tests.service.report.runs import shown
+from tests.service.report.runs import shown, typed_row
 
 
 def record(kind: str, step: int, epoch: float, at_s: float, **metrics: float) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def test_a_trial_keeps_its_colour_where_a_better_one_is_not_in_the_figure() -> N
 
 def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
     histories = [trained(f"trial {number:03d}", [10.0] * (2 if number == 3 else 4)) for number in range(100)]
-    rows = [{"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}} for number in range(100)]
-    rows += [{"id": "100", "status": "oom", "metrics": {}}, {"id": "101", "status": "untested", "metrics": {}}]
+    rows = [typed_row({"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}}) for number in range(100)]
+    rows += [typed_row({"id": "100", "status": "oom"}), typed_row({"id": "101", "status": "untested"})]
     told = shown(accuracy(histories, ["trial 000"], rows)).caption
     assert told.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
     assert shown(drift(histories, ["trial 000"], rows)).caption.endswith(

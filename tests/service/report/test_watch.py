@@ -16,7 +16,7 @@ from service.report.watch import latest, progress
 from service.runs.run_directory import abandoned
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
-from tests.service.report.runs import sweep_dir
+from tests.service.report.runs import sweep_dir, typed, typed_row
 from trainables.rundir import RunDir, write_json
 
 SPACE = {"data.global_batch_size": [64, 128, 256, 512]}
@@ -93,20 +93,23 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
 
 
 def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
-    rows = [{"id": f"{n:03d}", "status": "ok" if n < 90 else "pending", "metrics": {}} for n in range(100)]
-    assert latest({"trials": rows, "best": rows[3]}, 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
-    assert latest({"trials": rows[:2], "best": rows[0]}, 40) == {"000", "001"}
+    rows = [typed_row({"id": f"{n:03d}", "status": "ok" if n < 90 else "pending"}) for n in range(100)]
+    assert latest(typed({"trials": rows, "best": rows[3]}), 32) == {"003", *(f"{n:03d}" for n in range(70, 90))}
+    assert latest(typed({"trials": rows[:2], "best": rows[0]}), 40) == {"000", "001"}
 
 
 def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() -> None:
     rows = [
-        {"id": "000", "status": "ok"},
-        {"id": "001", "status": "untested"},
-        {"id": "000-trained", "status": "ok", "probe": "000"},
+        typed_row({"id": "000", "status": "ok"}),
+        typed_row({"id": "001", "status": "untested"}),
+        typed_row({"id": "000-trained", "status": "ok", "probe": "000"}),
     ]
-    assert progress({"name": "x", "status": "running", "trials": rows}) == "x: 1 of 2 trials"
+    assert progress(typed({"name": "x", "status": "running", "trials": rows})) == "x: 1 of 2 trials"
+
+
+TEACHER = {"stage": "teacher", "model": "resnet8", "status": "ok"}
 
 
 def test_a_run_is_told_by_its_stages() -> None:
-    assert progress({"name": "x", "status": "running", "stages": [{"stage": "teacher"}]}) == "x: running, teacher ended"
-    assert progress({"name": "x", "status": "running"}) == "x: running"
+    assert progress(typed({"name": "x", "status": "running", "stages": [TEACHER]})) == "x: running, teacher ended"
+    assert progress(typed({"name": "x", "status": "running"})) == "x: running"

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from service.config import strict_yaml
 from service.config.experiment import load
 from service.config.strict_yaml import parse
+from service.report.run_records import Row
 from service.report.winner import against, bound, command, lines, why, written
+from service.runs.result import TrialRow
 from service.runs.run_directory import reopen
-from tests.service.report.runs import sweep_dir
+from tests.service.report.runs import sweep_dir, typed, typed_row
+from trainables.rundir import RunDir
 
 W, B, L = "scale.num_workers", "data.global_batch_size", "data.loader_workers"
 
 
-def row(name: str, workers: int, batch: int, speed: float, error: float | None = None, status: str = "ok") -> dict[str, Any]:
+def row(name: str, workers: int, batch: int, speed: float, error: float | None = None, status: str = "ok") -> Row:
     scale = {W: workers, B: batch, L: 2}
-    return {
-        "id": name,
-        "params": {W: workers, B: batch},
-        "scale": scale,
-        "status": status,
-        "reason": "",
-        "error": error,
-        "metrics": {"images_per_s": speed, "epoch_s": 1e4 / speed},
-    }
+    metrics = {"images_per_s": speed, "epoch_s": 1e4 / speed}
+    params = {W: workers, B: batch}
+    return typed_row({"id": name, "params": params, "scale": scale, "status": status, "error": error, "metrics": metrics})
+
+
+def best_row(run_dir: RunDir) -> TrialRow:
+    best = reopen(run_dir.root)[2].best
+    assert best is not None
+    return best
 
 
 def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None:
@@ -41,9 +43,12 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
 def test_a_lead_that_the_steps_spread_explains_is_called_noise() -> None:
     best, close = row("0", 1, 256, 103.0, error=0.02), row("1", 1, 128, 100.0, error=0.02)
     assert against(best, close, "images_per_s", "max") == "+3.0%, within noise, over"
-    assert against(best, {**close, "error": 0.001}, "images_per_s", "max") == "+3.0%, within noise, over"
-    assert against({**best, "error": 0.005}, {**close, "error": 0.005}, "images_per_s", "max") == "+3.0% over"
-    assert against({**best, "error": None}, close, "images_per_s", "max") == "+3.0% over"
+    assert against(best, close.model_copy(update={"error": 0.001}), "images_per_s", "max") == "+3.0%, within noise, over"
+    assert (
+        against(best.model_copy(update={"error": 0.005}), close.model_copy(update={"error": 0.005}), "images_per_s", "max")
+        == "+3.0% over"
+    )
+    assert against(best.model_copy(update={"error": None}), close, "images_per_s", "max") == "+3.0% over"
 
 
 def test_of_times_the_shorter_is_the_better() -> None:
@@ -53,7 +58,7 @@ def test_of_times_the_shorter_is_the_better() -> None:
 
 def test_accuracies_are_compared_in_points() -> None:
     best, other = row("0", 1, 256, 1.0), row("1", 1, 128, 1.0)
-    best["metrics"]["top1_pct"], other["metrics"]["top1_pct"] = 92.5, 92.25
+    best.metrics["top1_pct"], other.metrics["top1_pct"] = 92.5, 92.25
     assert against(best, other, "top1_pct", "max") == "+0.25 points over"
 
 
@@ -64,42 +69,34 @@ def test_a_lone_trial_is_the_best_of_one() -> None:
 
 def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
-    assert bound({"trials": rows}) == ["Nothing is left untried: 2 points decided, the whole space."]
-    assert bound({"trials": rows, "policy": "random"}) == ["2 points drawn at random: another one may be better."]
-    pending = {**rows[0], "status": "pending"}
-    assert bound({"trials": [pending, rows[1]]}) == ["1 point of 2 not tried yet: one of them may be better."]
+    assert bound(typed({"trials": rows})) == ["Nothing is left untried: 2 points decided, the whole space."]
+    assert bound(typed({"trials": rows, "policy": "random"})) == ["2 points drawn at random: another one may be better."]
+    pending = rows[0].model_copy(update={"status": "pending"})
+    assert bound(typed({"trials": [pending, rows[1]]})) == ["1 point of 2 not tried yet: one of them may be better."]
     guided = {
-        "trials": [{**rows[0], "status": "untested"}, rows[1]],
+        "trials": [rows[0].model_copy(update={"status": "untested"}), rows[1]],
         "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
     }
-    assert bound(guided) == [
+    assert bound(typed(guided)) == [
         "No untested point is believed to be more than 2.0% better (95% sure of each); "
         "1 of 2 points were tried, for 99 worker-seconds.",
         "Why the search ended: so.",
     ]
-    assert bound({"trials": []}) == []
+    assert bound(typed({"trials": []})) == []
 
 
 def test_a_training_to_the_target_is_not_counted_as_a_point() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 1, 256, 20.0)]
-    trained = {**rows[1], "id": "1-trained", "probe": "1"}
-    assert bound({"trials": [*rows, trained]}) == ["Nothing is left untried: 2 points decided, the whole space."]
+    trained = rows[1].model_copy(update={"id": "1-trained", "probe": "1"})
+    assert bound(typed({"trials": [*rows, trained]})) == ["Nothing is left untried: 2 points decided, the whole space."]
 
 
 def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
-        one["metrics"]["gpu_s_per_epoch"] = cost
-    told = lines(
-        {
-            "trials": rows,
-            "best": rows[1],
-            "metric": "pareto",
-            "mode": "max",
-            "search": {"front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"},
-        },
-        rows,
-    )
+        one.metrics["gpu_s_per_epoch"] = cost
+    told = lines(typed({"trials": rows, "best": rows[1], "metric": "pareto", "mode": "max", "search": {
+        "front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"}}), rows)
     assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
     front = told.index("the front of speed and cost:")
     assert told[front + 1 : front + 3] == [
@@ -118,15 +115,15 @@ def test_the_command_trains_at_the_winners_point(tmp_path: Path) -> None:
         "optim.lr": [1e-4],
     }
     run_dir = sweep_dir(tmp_path / "a run", {**space, L: [1]})
-    best = reopen(run_dir.root)[2]["best"]
+    best = best_row(run_dir)
     words = shlex.split(command(run_dir.root, best))
     assert words[:3] == ["distill", "train", str(run_dir.experiment)]
     assert words[3::2] == ["--set"] * len(words[4::2])
     experiment = load(words[2], words[4::2]).experiment
-    assert experiment.scale.num_workers == best["params"][W]
-    assert experiment.data.global_batch_size == best["params"][B]
+    assert experiment.scale.num_workers == best.params[W]
+    assert experiment.data.global_batch_size == best.params[B]
     assert (experiment.data.loader_workers, experiment.precision, experiment.optim.lr) == (1, "bf16", 1e-4)
-    assert experiment.data.shuffle == best["params"]["data.shuffle"]
+    assert experiment.data.shuffle == best.params["data.shuffle"]
 
 
 def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_own_teacher(tmp_path: Path) -> None:
@@ -134,7 +131,7 @@ def test_the_command_takes_the_loader_workers_that_auto_came_to_and_the_sweeps_o
     teacher = run_dir.stage("teacher").best
     teacher.parent.mkdir(parents=True)
     teacher.write_bytes(b"")
-    words = shlex.split(command(run_dir.root, reopen(run_dir.root)[2]["best"]))
+    words = shlex.split(command(run_dir.root, best_row(run_dir)))
     assert f"{L}=2" in words
     assert f"teacher.weights={teacher}" in words
 
@@ -147,7 +144,7 @@ def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path:
         best = run_dir.stage(name).best
         best.parent.mkdir(parents=True)
         best.write_bytes(b"")
-    words = shlex.split(command(run_dir.root, reopen(run_dir.root)[2]["best"]))
+    words = shlex.split(command(run_dir.root, best_row(run_dir)))
     experiment = load(words[2], words[4::2]).experiment
     assert experiment.teacher is not None
     assert (experiment.teacher.model, experiment.teacher.weights) == ("resnet8", str(run_dir.stage("assistant2").best))

@@ -10,10 +10,11 @@ import pytest
 from service.reproduce.plan import Request, changes, compose
 from service.reproduce.run_table import Reproduction, cells, check_same
 from service.reproduce.table import read_table
+from service.runs.result import write_result
 from service.runs.run_directory import begin
+from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
 from trainables.errors import ExperimentError
-from trainables.rundir import write_json
 
 
 def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_path: Path) -> None:
@@ -25,15 +26,15 @@ def test_a_cell_is_judged_by_the_runs_that_its_own_number_is_the_mean_of(tmp_pat
     run_dir = job.run_dir(job.sweeps[0])
     run_dir.root.mkdir(parents=True)
     rows = [
-        {"id": f"00{seed}", "status": "ok", "metrics": {"top1_pct": top1_pct, "best_top1_pct": top1_pct}}
+        typed_row({"id": f"00{seed}", "status": "ok", "metrics": {"top1_pct": top1_pct, "best_top1_pct": top1_pct}})
         for seed, top1_pct in enumerate([96.0, 100.0])
     ]
-    write_json(run_dir.result, {"trials": rows})
+    write_result(run_dir.result, typed({"trials": rows}))
     (cell,) = cells(job)
     assert cell.verdict.num_published == 4
     assert cell.verdict.tolerance == 2 * table.tolerance_pct  # 2·√8·√(1/2 + 1/4) = 4.90, which twice the least bounds
-    rows[1]["metrics"] = {"top1_pct": 98.0, "best_top1_pct": 98.0}
-    write_json(run_dir.result, {"trials": rows})
+    rows[1].metrics.update(top1_pct=98.0, best_top1_pct=98.0)
+    write_result(run_dir.result, typed({"trials": rows}))
     assert cells(job)[0].verdict.tolerance == 2 * math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
 
 

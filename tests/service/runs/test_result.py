@@ -13,11 +13,12 @@ import yaml
 from service.config.experiment import load
 from service.config.space import GLOBAL_BATCH
 from service.config.sweep import SweepConfig
-from service.runs.outcome import to_json
-from service.runs.result import read_result
+from service.runs.outcome import VERSION, Outcome, read_outcome, to_json, write_outcome
+from service.runs.result import read_result, write_result
 from service.sweeps.trials import plan_trials
 from tests.service.commands import run
 from tests.service.report.runs import sweep_dir, train_dir
+from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, write_json
 
 SPACE = {"scale.num_workers": [1, 2], "data.global_batch_size": [64]}
@@ -132,6 +133,38 @@ def test_a_result_that_is_no_json_object_is_refused(capsys: pytest.CaptureFixtur
     assert err == (
         f"error: {run_dir.result} is damaged: it is no JSON object: put back a copy, or begin again from {run_dir.experiment}\n"
     )
+
+
+def test_a_result_of_a_newer_version_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE, status="interrupted")
+    spoil(run_dir, lambda r: r.update(version=VERSION + 1, trials={"another": "form"}))
+    for command in (*READERS, "resume"):
+        code, _, err = run(capsys, command, run_dir.root)
+        assert code == 2
+        assert err == (
+            f"error: {run_dir.result} has format {VERSION + 1} of a newer version, and this one reads up to {VERSION}: "
+            "use the version that wrote it\n"
+        )
+
+
+def test_a_result_without_a_version_is_read_and_written_with_one(tmp_path: Path) -> None:
+    run_dir = sweep_dir(tmp_path / "s", SPACE)
+    older = json.loads(run_dir.result.read_text())
+    write_result(run_dir.result, read_result(run_dir.result, run_dir.experiment))
+    assert json.loads(run_dir.result.read_text()) == {**older, "version": VERSION}
+    write_json(run_dir.trial("000").result, {"status": "ok", "metrics": {"steps": 3.0}, "seconds": 2.5})  # as a trial left it
+    outcome = read_outcome(run_dir.trial("000").result)
+    assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, seconds=2.5)
+    write_outcome(run_dir.trial("000").result, outcome)
+    assert json.loads(run_dir.trial("000").result.read_text())["version"] == VERSION
+
+
+def test_a_trial_whose_result_is_damaged_ends_a_resume_in_one_line(tmp_path: Path) -> None:
+    path = RunDir(tmp_path).result
+    for text in ("{", '{"status": "fine"}', '{"status": "ok", "metrics": {"steps": "3"}}'):
+        path.write_text(text)
+        with pytest.raises(ExperimentError, match=f"^{path} is damaged: put back a copy, or remove it to run this trial again$"):
+            read_outcome(path)
 
 
 def rewritten(run_dir: RunDir, change: Callable[[Any], object]) -> RunDir:

@@ -1,9 +1,10 @@
-"""How a run puts its records away."""
+"""The session of a run: what it saves, and in which order its records end."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
 
 from service.config.experiment import load
@@ -24,3 +25,15 @@ def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Pat
     assert [event["op"] for event in events[-3:]] == ["artifact", "end", "artifact"]
     assert events[-2]["status"] == "KILLED"
     assert [Path(event["path"]).name for event in events[-3::2]] == ["result.json", "report.html"]
+
+
+def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:
+    resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    begin(resolved, "train", run_dir, tmp_path)
+    written = json.loads(run_dir.result.read_text()) | {"seconds": 100.0}
+    run_dir.result.write_text(json.dumps(written))
+    with session(resolved, run_dir, reporter) as now:
+        time.sleep(0.05)
+        now.save(num_workers=1)
+        assert 100.05 <= json.loads(run_dir.result.read_text())["seconds"] < 130

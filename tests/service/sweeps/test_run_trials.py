@@ -10,9 +10,9 @@ import pytest
 from service.config.experiment import load
 from service.report import reporter
 from service.runs.display import Display
-from service.runs.result import RunResult
+from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
-from service.sweeps.run_trials import unfinished
+from service.sweeps.run_trials import best_of, unfinished
 from service.sweeps.trials import plan_trials
 from trainables.rundir import RunDir, append_line
 
@@ -65,12 +65,19 @@ def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(
 
 
 def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
-        {
-            "step_s": 0.1,
-            "steps": 20.0,
-            "top1_pct": 60.0,
-            "top5_pct": 90.0,
-            "val_loss": 1.2,
-        }
-    )
+    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx({
+        "step_s": 0.1, "steps": 20.0, "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
+    })
+
+
+def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
+    rows = [
+        TrialRow.model_construct(id="0", status="ok", metrics={"images_per_s": 10.0, "epoch_s": 3.0}),
+        TrialRow.model_construct(id="1", status="oom", metrics={"images_per_s": 99.0, "epoch_s": 1.0}),
+        TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
+    ]
+    for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
+        best = best_of(rows, metric, mode)
+        assert best is not None
+        assert best.id == winner
+    assert best_of(rows, "top1_pct", "max") is None

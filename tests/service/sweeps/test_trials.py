@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.runs.result import TrialRow
-from service.sweeps.infeasible import mark_unschedulable
-from service.sweeps.run_trials import best_of
 from service.sweeps.trials import plan_trials, training_of
 
 
@@ -27,24 +23,6 @@ def test_a_point_that_is_wrong_in_itself_is_infeasible_with_its_reason() -> None
     )
 
 
-def test_a_point_that_the_cluster_can_never_hold_is_infeasible_before_anything_starts() -> None:
-    trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 8]}", "data.loader_workers=1"]))
-    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
-    assert trials[0].outcome is None
-    assert not trials[0].oversubscribed
-    assert trials[1].outcome is not None
-    assert trials[1].outcome.status == "infeasible"
-    assert "8 workers of 2 CPUs each do not fit" in trials[1].outcome.reason
-
-
-def test_a_trial_that_ended_before_a_resume_tells_its_loader_workers_in_numbers_too() -> None:
-    trials = plan_trials(load("digits", ["sweep.space={data.global_batch_size: [64, 128]}"]))
-    trials[0].outcome = Outcome(status="ok")
-    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
-    assert [trial.loader_workers for trial in trials] == [1, 1]
-    assert trials[0].outcome == Outcome(status="ok")
-
-
 def test_random_points_are_drawn_from_the_seed_alone() -> None:
     space = "sweep.space={optim.lr: {loguniform: [0.001, 1]}, data.global_batch_size: [64, 128]}"
     drawn = [
@@ -60,19 +38,6 @@ def test_a_timing_sweep_says_so_in_every_row() -> None:
     assert trial.resolved is not None
     assert trial.resolved.experiment.train.max_steps == 7
     assert trial.row(timed, timing=True).kind == "timing"
-
-
-def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
-    rows = [
-        TrialRow.model_construct(id="0", status="ok", metrics={"images_per_s": 10.0, "epoch_s": 3.0}),
-        TrialRow.model_construct(id="1", status="oom", metrics={"images_per_s": 99.0, "epoch_s": 1.0}),
-        TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
-    ]
-    for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
-        best = best_of(rows, metric, mode)
-        assert best is not None
-        assert best.id == winner
-    assert best_of(rows, "top1_pct", "max") is None
 
 
 def test_every_trial_of_a_grid_by_time_trains_to_the_target() -> None:

@@ -1,0 +1,27 @@
+"""Points that cannot run, found before anything starts."""
+
+from __future__ import annotations
+
+from service.cluster.resources import Cluster, Node
+from service.config.experiment import load
+from service.runs.outcome import Outcome
+from service.sweeps.infeasible import mark_unschedulable
+from service.sweeps.trials import plan_trials
+
+
+def test_a_point_that_does_not_fit_on_the_cluster_is_infeasible_before_anything_starts() -> None:
+    trials = plan_trials(load("digits", ["sweep.space={scale.num_workers: [1, 8]}", "data.loader_workers=1"]))
+    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    assert trials[0].outcome is None
+    assert not trials[0].oversubscribed
+    assert trials[1].outcome is not None
+    assert trials[1].outcome.status == "infeasible"
+    assert "8 workers of 2 CPUs each do not fit" in trials[1].outcome.reason
+
+
+def test_a_trial_that_ended_before_a_resume_has_its_loader_workers_in_numbers_too() -> None:
+    trials = plan_trials(load("digits", ["sweep.space={data.global_batch_size: [64, 128]}"]))
+    trials[0].outcome = Outcome(status="ok")
+    mark_unschedulable(trials, Cluster((Node("a", 8, 0),), real_cpus=2))
+    assert [trial.loader_workers for trial in trials] == [1, 1]
+    assert trials[0].outcome == Outcome(status="ok")
