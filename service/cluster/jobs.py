@@ -71,7 +71,9 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
 def _packaged_experiment(command: Sequence[str], folder: Path) -> str:
     """The command's recipe; of an experiment file the name of its resolved copy in `folder`, with absolute paths."""
     resolved = load(command[1])
-    load(command[1], _overrides(command), elsewhere=True)  # refuses a wrong experiment here, not minutes later in a log
+    load(
+        command[1], _overrides(command), method_files="run if present"
+    )  # refuses a wrong experiment here, not minutes later in a log
     if command[1] in recipes():
         return command[1]
     experiment, teacher = resolved.experiment, resolved.experiment.teacher

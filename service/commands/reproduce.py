@@ -24,7 +24,7 @@ from service.reproduce.run_table import (
 )
 from service.reproduce.table import read_table
 from service.runs.display import output
-from service.runs.run_directory import check_places, new_run_dir
+from service.runs.run_directory import check_writable, new_run_dir
 from trainables.errors import ClusterError, TrainingError
 
 
@@ -60,7 +60,7 @@ def reproduce(
     request = Request.of(published, pairs, methods, seeds)
     changed = changes(overrides)
     sweeps = compose(published, request, overrides, data_path, teachers)
-    check_places(root, out)
+    check_writable(root, out)
     stem = f"reproduce-{Path(table).stem}"
     job = Reproduction(published, request, sweeps, changed, (out or root / stem).absolute(), root)
     check_same(job)

@@ -75,9 +75,9 @@ def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
 
 def start(kind: Kind, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check the experiment, create its run directory, and run it."""
-    from service.runs.run_directory import begin, check_places, new_run_dir
+    from service.runs.run_directory import begin, check_writable, new_run_dir
 
-    check_places(root, out)
+    check_writable(root, out)
     check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
     begin(resolved, kind, run_dir, root)

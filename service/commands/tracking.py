@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from service.commands.options import DIR, RUNS
-from service.runs.run_directory import check_places, reopen
+from service.runs.run_directory import check_writable, reopen
 from service.tracking import NO_TELEMETRY, ui_command
 from service.tracking import sync as run_sync
 from trainables.errors import ClusterError
@@ -22,7 +22,7 @@ from trainables.errors import ClusterError
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
 def ui(root: Path, host: str, port: int) -> None:
     """MLflow's UI on the records under the runs' root."""
-    check_places(root, None)
+    check_writable(root, None)
     check_address(host, port)
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
     click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")

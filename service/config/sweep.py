@@ -46,9 +46,7 @@ class SweepConfig(Section):
         0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
-    grace_epochs: Count = Field(
-        1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart"
-    )
+    grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")
     reduction_factor: Annotated[int, Field(ge=2)] = Field(3, description="asha: one in so many goes on")
 
     @property

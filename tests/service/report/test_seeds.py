@@ -19,8 +19,14 @@ ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6,
 def trial(method: Any, seed: int, top1_pct: float | None, **more: Any) -> dict[str, Any]:
     params = {**SCALE, "distill.method": method, "seed": seed, **more}
     metrics = {} if top1_pct is None else {"top1_pct": top1_pct, "images_per_s": 100.0}
-    return {"id": f"{method}-{seed}", "params": params, "scale": SCALE, "status": "ok" if metrics else "failed",
-            "reason": "", "metrics": metrics}
+    return {
+        "id": f"{method}-{seed}",
+        "params": params,
+        "scale": SCALE,
+        "status": "ok" if metrics else "failed",
+        "reason": "",
+        "metrics": metrics,
+    }
 
 
 def result(trials: list[dict[str, Any]], metric: str = "top1_pct", mode: str = "max") -> RunResult:

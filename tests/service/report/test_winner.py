@@ -95,8 +95,18 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
         one.metrics["gpu_s_per_epoch"] = cost
-    told = lines(typed({"trials": rows, "best": rows[1], "metric": "pareto", "mode": "max", "search": {
-        "front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"}}), rows)
+    told = lines(
+        typed(
+            {
+                "trials": rows,
+                "best": rows[1],
+                "metric": "pareto",
+                "mode": "max",
+                "search": {"front": ["0", "1"], "bound_pct": 0.0, "spent_gpu_s": 9.0, "why": "so"},
+            }
+        ),
+        rows,
+    )
     assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
     front = told.index("the front of speed and cost:")
     assert told[front + 1 : front + 3] == [

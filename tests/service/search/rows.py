@@ -63,7 +63,20 @@ def grid() -> list[dict[str, Any]]:
 def result(rows: list[dict[str, Any]], **changes: Any) -> RunResult:
     """A sweep's `result.json`."""
     hardware = {"nodes": 1, "slots_per_node": 4, "cpus_per_node": 32.0}
-    return RunResult.model_validate({
-        "kind": "sweep", "runs_root": "", "name": "formula", "status": "running", "metric": "images_per_s", "mode": "max",
-        "policy": "guided", "tolerance": 0.03, "timing_steps": 60, "space": {}, "hardware": hardware, "trials": rows, **changes,
-    })
+    return RunResult.model_validate(
+        {
+            "kind": "sweep",
+            "runs_root": "",
+            "name": "formula",
+            "status": "running",
+            "metric": "images_per_s",
+            "mode": "max",
+            "policy": "guided",
+            "tolerance": 0.03,
+            "timing_steps": 60,
+            "space": {},
+            "hardware": hardware,
+            "trials": rows,
+            **changes,
+        }
+    )

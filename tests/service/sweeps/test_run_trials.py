@@ -65,9 +65,15 @@ def test_a_stopped_trial_has_each_number_once_under_the_name_that_a_summary_has(
 
 
 def test_a_stopped_trial_of_an_older_version_has_the_numbers_that_it_recorded(tmp_path: Path) -> None:
-    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx({
-        "step_s": 0.1, "steps": 20.0, "top1_pct": 60.0, "top5_pct": 90.0, "val_loss": 1.2,
-    })
+    assert stopped(tmp_path, {"val/top1_pct": 60.0, "epoch/step_s": 0.1}, EPOCH) == pytest.approx(
+        {
+            "step_s": 0.1,
+            "steps": 20.0,
+            "top1_pct": 60.0,
+            "top5_pct": 90.0,
+            "val_loss": 1.2,
+        }
+    )
 
 
 def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
