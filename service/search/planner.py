@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from service.search.disturbance import second_look
+from service.search.budget import Budget
+from service.search.disturbance import excess, second_look
 from service.search.first_probes import information
 from service.search.fit_data import Measured
 from service.search.formulas import times
@@ -37,7 +38,8 @@ from service.search.points import (
 from service.search.posterior import Belief, believe
 from service.search.prediction_rows import Forecast, forecasts
 from service.search.probe_cost import Costs
-from service.search.remeasure import Contest
+from service.search.probes import Mean
+from service.search.remeasure import MOST_LOOKS, Contest
 from service.search.step_time_model import StepTime
 
 __all__ = ["Forecast", "Guided", "Hardware", "Observation", "Point"]
@@ -48,14 +50,14 @@ DOUBT = 0.05  # a point stays worth a probe while it beats the best by more than
 PRICE = 0.05  # expected gain that a probe as dear as a lean grid would need
 FREE_SHARE, DEAR = 0.10, 0.3  # beyond this share of a lean grid, and its starts, a doubt is worth no probe, and a gain less
 CHECK_SHARE = 0.15  # the same for the neighbours' checks
-MOST_SHARE = 0.75  # of a lean grid that is spent at most; the rest is what its estimate may be off by
-AGAIN_SHARE = 0.13  # of a lean grid that is spent at most on points that were measured before
-CONTEST_PRICE = 0.15  # loss of taking the leader for the best that a probe of it as dear as a lean grid would need
-SECOND_LOOK_PRICE = 0.2  # the same of what may have been disturbed
+FARTHER = 0.35  # by how much worse (in logarithms) than a neighbour a value is believed to be that is checked while it is cheap
+CONTEST_PRICE = 1.0  # loss of taking the leader for the best that a probe of it as dear as a lean grid would need
+SECOND_LOOK_PRICE = 0.3  # the same of what may have been disturbed
 ANCHOR_EVERY = 8  # probes after which a known point is measured again
 KNOWN, FLOOR_STEPS = 0.03, 8  # a probe ends when the mean is known to 3% (95% of the time), but not before these steps
-KNOWN_AGAIN = 0.01  # one of a point that was measured before
+KNOWN_AGAIN = 0.015  # one of a point that was measured before
 KNOWN_BEHIND, KNOWN_AT_MOST = 0.25, 0.1  # one that is 20% behind the best need only be known to 3% + 5%
+LIKELY = 0.9  # chance to run of what is checked only in case the model is wrong
 HOPELESS = 0.02  # chance to run of what is left alone for what others of its kind met
 CHANCE_AFTER = {"failed": 0.5, "oom": 0.0, "infeasible": 0.5}  # to run, of a point that ended so
 
@@ -132,8 +134,8 @@ class Guided:
         if seen.status in RAN:
             self.memory.tell(int(self.kind_M[row]), batch, seen.peak_memory_mib, seen.gpu_memory_mib, seen.status == "oom")
         if seen.status == "ok":
-            pairs = self._ok()
-            self.measured = Measured.of(self.layout.take([row for row, _ in pairs]), [one for _, one in pairs])
+            rows = self._measured_rows()
+            self.measured = Measured.of(self.layout.take(rows), [one for _, one in self._ok()])
             self.model = self.prior.fitted(self.measured)
 
     @property
@@ -178,6 +180,8 @@ class Guided:
             if self.along_front:
                 least_O += behind(self.layout.workers_M[[row]], self.layout.workers_M[rows])[:, 0]
             late = math.log(mean.step_s) + self.offset_M[row] - float(least_O.min())
+            if row in rows and count >= 2 * FLOOR_STEPS and self._is_disturbed(row, mean):
+                return True
             known = min((KNOWN_AGAIN if row in rows else KNOWN) + KNOWN_BEHIND * max(late, 0.0), KNOWN_AT_MOST)
         return 1.96 * mean.error <= known
 
@@ -241,6 +245,12 @@ class Guided:
                 chance_M[row] *= CHANCE_AFTER[seen.status]
         chance_M[self._measured_rows()] = 1.0
         return chance_M
+
+    def _is_disturbed(self, row: int, mean: Mean) -> bool:
+        """Whether a visit to a point is so much slower than an earlier one that more steps would tell no more of the point."""
+        visits = [at for at, earlier in enumerate(self._measured_rows()) if earlier == row]
+        logs_V = np.append(self.measured.logs_3M[0, visits], math.log(mean.step_s))
+        return bool(excess(logs_V, np.append(self.measured.noise_M[visits], mean.error))[-1] > 0)
 
     def _ok(self) -> list[tuple[int, Observation]]:
         return [(row, seen) for row, seen in self.told if seen.status == "ok"]
@@ -306,21 +316,24 @@ class Guided:
         open_M = self._open(chance_M)
         # Of the whole cluster, also where a part of it has gone: what was spent on that part was not spent on the rest.
         grid = self.costs.grid(self.layout, belief.step_s_M, self.memory.chances(self.kind_M, self.layout.batch_M))
+        budget = Budget(grid, self.spent_gpu_s, self.costs.again_gpu_s)
         cost_M = self.costs.probe_M(self.layout, belief.step_s_M, chance_M, self._usual_steps(), group)
-        left = MOST_SHARE * grid - self.spent_gpu_s
-        left_again = min(left, AGAIN_SHARE * grid - self.costs.again_gpu_s)
-        row = self._explore(belief, chance_M, open_M & (cost_M < left), cost_M, grid)
+        open_M &= cost_M < budget.left_gpu_s
+        row = self._explore(belief, chance_M, open_M, cost_M, budget)
         if row is not None:
             anchor = self._anchor(belief, group)
             return row if anchor is None else anchor
         ends = self._why
-        again_M = self.costs.probe_M(self.layout, belief.step_s_M, np.ones_like(chance_M), self.max_steps, group)
-        row = self._again(belief, again_M, left_again, grid)
+        steps = min(2 * self._usual_steps(), self.max_steps)
+        again_M = self.costs.probe_M(self.layout, belief.step_s_M, np.ones_like(chance_M), steps, group)
+        row = self._check(belief, open_M & (chance_M > LIKELY), cost_M, budget)
+        if row is None:
+            row = self._again(belief, again_M, budget)
         if row is None:
             self._why = ends + self._why
         return row
 
-    def _explore(self, belief: Belief, chance_M: Array, open_M: Flags, cost_M: Array, grid: float) -> int | None:
+    def _explore(self, belief: Belief, chance_M: Array, open_M: Flags, cost_M: Array, budget: Budget) -> int | None:
         """A point that was not measured yet, and is worth it."""
         if not open_M.any():
             left = self._open(chance_M).any()
@@ -329,8 +342,9 @@ class Guided:
             )  # fmt: skip
             return None
         gain_M, beats_M = chance_M * belief.gain_M(), chance_M * belief.beats_M(self.tolerance)
-        free_M = self.spent_gpu_s + cost_M < FREE_SHARE * grid + self.costs.starts(self.layout)
-        worth_M = open_M & ((free_M & (beats_M > DOUBT)) | (gain_M > np.where(free_M, PRICE, DEAR) * cost_M / grid))
+        starts, share_M = self.costs.starts(self.layout), cost_M / budget.grid_gpu_s
+        free_M = budget.within(FREE_SHARE, cost_M, starts)
+        worth_M = open_M & ((free_M & (beats_M > DOUBT)) | (gain_M > np.where(free_M, PRICE, DEAR) * share_M))
         if worth_M.any():
             row = int(np.argmax(np.where(worth_M, gain_M / cost_M, -1.0)))
             self._why = (
@@ -338,12 +352,9 @@ class Guided:
                 f"more than {self.tolerance:.0%} with a probability of {beats_M[row]:.0%}"
             )
             return row
-        check_M = self.spent_gpu_s + cost_M < CHECK_SHARE * grid + self.costs.starts(self.layout)
-        if checks := [row for row in self._neighbours(belief, open_M) if check_M[row]]:
-            row = min(checks, key=lambda row: float(cost_M[row]))
-            rival = self._name(belief.rival_M[row])
-            self._why = f"{self._name(row)} is checked as a neighbour of {rival}, which the model believes to be better"
-            return row
+        check_M = budget.within(CHECK_SHARE, cost_M, starts)
+        if checks := self._neighbours(belief, belief.rival_M.tolist(), open_M, check_M):
+            return self._named_check(belief, min(checks, key=lambda row: float(cost_M[row])))
         chance = float(np.max(beats_M[open_M]))
         best = "those of the front of speed and cost" if self.along_front else self._name(belief.best)
         ends = "no untested point is believed to be" if chance <= DOUBT else "no probe is worth its GPU time any more to find one"
@@ -352,11 +363,25 @@ class Guided:
         )
         return None
 
-    def _neighbours(self, belief: Belief, open_M: Flags) -> list[int]:
+    def _check(self, belief: Belief, open_M: Flags, cost_M: Array, budget: Budget) -> int | None:
+        """A value of an axis that was not measured with the best point's number of workers, though it is expected to be worse."""
+        checks = self._neighbours(belief, [belief.best], open_M, budget.is_open_to_checks(cost_M), FARTHER)
+        return self._named_check(belief, min(checks, key=lambda row: float(belief.value_M[row]))) if checks else None
+
+    def _named_check(self, belief: Belief, row: int) -> int:
+        rival = self._name(belief.rival_M[row])
+        self._why = f"{self._name(row)} is checked as a neighbour of {rival}, which the model believes to be better"
+        return row
+
+    def _neighbours(
+        self, belief: Belief, bests: Sequence[int], open_M: Flags, affordable_M: Flags, farther: float = 0.0
+    ) -> list[int]:
         tried_M = ~self._untested()
         tried_M[self.pending] = True
-        bests = dict.fromkeys(belief.rival_M.tolist())
-        return [row for best in bests for row in unchecked(self.layout, self.global_M, belief, best, open_M, tried_M)]
+        rows: list[int] = []
+        for best in dict.fromkeys(bests):
+            rows += unchecked(self.layout, self.global_M, belief, best, open_M, tried_M, farther)
+        return [row for row in rows if affordable_M[row]]
 
     def _anchor(self, belief: Belief, group: float | None) -> int | None:
         """A point that is known, to measure again since none was for a while: the best one that needs no new workers."""
@@ -368,24 +393,25 @@ class Guided:
         self._why = f"{self._name(here[0])} is measured again: is the cluster still what it was?"
         return int(here[0])
 
-    def _again(self, belief: Belief, cost_M: Array, left: float, grid: float) -> int | None:
+    def _again(self, belief: Belief, cost_M: Array, budget: Budget) -> int | None:
         """One of the leading points, to measure again before the best of them is named."""
         rows = self._measured_rows()
         ended = [turn for turn, (_, seen) in enumerate(self.told) if seen.status == "ok"]
         clean = [(row, turn) for row, turn, is_clean in zip(rows, ended, belief.disturbances.clean_O, strict=False) if is_clean]
         turns = [[turn for row, turn in clean if row == point] for point in belief.rows_U]
-        now = len(self.told)
-        for index, gain in second_look(
-            self.layout.workers_M[belief.rows_U], belief.cost_U, turns, belief.disturbances.share, now
-        ):
+        left = budget.left_repeats_gpu_s
+        workers_U = self.layout.workers_M[belief.rows_U]
+        shares_U = belief.disturbances.shares(self.layout.workers_M[rows], workers_U)
+        for index, gain in second_look(workers_U, belief.cost_U, turns, shares_U, self.costs.ended_s):
             row = int(belief.rows_U[index])
-            if row not in self.pending and gain > SECOND_LOOK_PRICE * cost_M[row] / grid and cost_M[row] < left:
+            worth = gain > SECOND_LOOK_PRICE * budget.price(cost_M[row]) and rows.count(row) < MOST_LOOKS / 2
+            if row not in self.pending and worth and cost_M[row] < left:
                 self._why = f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 return row
         contest = Contest.of(belief, rows, [row for row, _ in clean], (self.seed, len(self.told)))
         verified = contest.clean[int(contest.rows_C[0])] > 1
         for row in [] if contest.is_settled else contest.candidates():
-            worth = not verified or contest.loss > CONTEST_PRICE * cost_M[row] / grid
+            worth = not verified or contest.loss > CONTEST_PRICE * budget.price(cost_M[row])
             if row not in self.pending and worth and cost_M[row] < left:
                 self._why = f"{self._name(row)} is measured again: of the leading points it may be the best"
                 return row

@@ -138,8 +138,9 @@ def believe(
     age_O = np.array([*ages, *(0 for _ in pending)], dtype=float)
     rest = _unexplained(prior, model, measured, measured.logs_3M[0], layout, at_O, age_O)
     raw_O, change_O = measured.logs_3M[0], rest.change_O
-    disturbances = Disturbances.of(at_O.tolist(), raw_O, measured.noise_M)
-    left = Disturbances.of(at_O.tolist(), raw_O - change_O, measured.noise_M)
+    workers_O = layout.workers_M[at_O]
+    disturbances = Disturbances.of(at_O.tolist(), workers_O, raw_O, measured.noise_M)
+    left = Disturbances.of(at_O.tolist(), workers_O, raw_O - change_O, measured.noise_M)
     measured = measured.without(left.excess_O, left.doubt_O)
     log_O = measured.logs_3M[0]
     if (left.excess_O + np.abs(rest.change_O)).max() > CHANGED:
@@ -156,7 +157,7 @@ def believe(
     weight_UO = np.equal.outer(rows_U, at_O) / (measured.noise_M**2 + VISIT**2)
     own_U = weight_UO @ (log_O - rest.change_O) / weight_UO.sum(axis=1) - 2 / np.sqrt(weight_UO.sum(axis=1))
     cost_U = np.maximum((weights_S @ value_SM)[rows_U], own_U + offset_M[rows_U])
-    cost_U = undisturbed(disturbances, rows_U, at_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
+    cost_U = undisturbed(disturbances, rows_U, at_O, workers_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
     cost_U[lost_M[rows_U]] = np.inf
     rival_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
     if along_front:

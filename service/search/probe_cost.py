@@ -26,6 +26,7 @@ class Costs:
     again_gpu_s: float = 0.0  # of that, on points that were measured before
     starts_s: list[float] = field(default_factory=list)
     setups_s: list[float] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)  # when each probe ended, as if they had run one after the other
 
     @property
     def start_s(self) -> float:
@@ -39,7 +40,9 @@ class Costs:
 
     def tell(self, workers: float, seen: Observation, same_group: bool, again: bool) -> None:
         """Take up what a probe took; where it does not say, what such a probe usually takes."""
+        began_s = self.ended_s[-1] if self.ended_s else 0.0
         if seen.status == "infeasible":
+            self.ended_s.append(began_s)
             return
         if seen.start_s:
             self.starts_s.append(seen.start_s)
@@ -49,7 +52,9 @@ class Costs:
         if seen.seconds is not None and seen.status == "ok":
             self.setups_s.append(max(seen.seconds - start_s - warmup_s - steps_s, 0.0))
         rest_s = warmup_s + steps_s if seen.status == "ok" else OOM_S
-        gpu_s = workers * (seen.seconds if seen.seconds is not None else start_s + self.setup_s + rest_s)
+        seconds = seen.seconds if seen.seconds is not None else start_s + self.setup_s + rest_s
+        gpu_s = workers * seconds
+        self.ended_s.append(began_s + seconds)
         self.spent_gpu_s += gpu_s
         self.again_gpu_s += gpu_s if again else 0.0
 

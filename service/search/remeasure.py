@@ -20,7 +20,8 @@ from service.search.posterior import Belief
 
 LEADERS = 4  # that are compared; the fourth hardly ever wins
 IMMATERIAL = 0.005  # expected loss at which it does not matter which one is taken
-LEAST_VISITS, MOST_VISITS = 2, 5  # of the one in front; of any
+LEAST_VISITS, MOST_VISITS = 2, 5  # undisturbed ones of the one in front; of any
+MOST_LOOKS = 12  # at one point, while somebody else stays on the cluster
 UNLIKELY = 0.02  # chance of being the best below which a leader is not measured again
 
 
@@ -65,10 +66,11 @@ class Contest:
         """Those that another measurement may tell something about, the most useful first."""
         best = int(self.rows_C[0])
         if self.clean[best] < LEAST_VISITS:
-            return [best] if self.visits[best] < MOST_VISITS else []
+            return [best] if self.visits[best] < MOST_LOOKS else []
         rivals = [place for place in range(1, len(self.rows_C)) if self.gains_C[place] > 0.25 * self.loss]
         rows = [best, *(int(self.rows_C[place]) for place in sorted(rivals, key=lambda place: -self.gains_C[place]))]
-        return sorted((row for row in rows if self.visits[row] < MOST_VISITS), key=lambda row: self.visits[row])
+        open_rows = [row for row in rows if self.clean[row] < MOST_VISITS and self.visits[row] < MOST_LOOKS]
+        return sorted(open_rows, key=lambda row: self.visits[row])
 
     def summary(self) -> str:
         """What the contest says of the one in front, as the end of a sentence."""
