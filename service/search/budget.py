@@ -15,7 +15,7 @@ from service.search.points import Array, Flags
 
 MOST_SHARE = 0.75  # of a lean grid that is spent at most; the rest is what its estimate may be off by
 REPEATS_SHARE = 0.2  # of a lean grid that is spent at most on points that were measured before
-LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may tell something
+LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may show something
 DEAR_SHARE = 0.35  # of a lean grid: beyond it a probe counts as its part of what was spent
 EARLY = 0.3  # price of a probe before the least share is spent
 
@@ -43,7 +43,7 @@ class Budget:
         return np.asarray(self.spent_gpu_s + cost_M < share * self.grid_gpu_s + more_gpu_s)
 
     def is_open_to_checks(self, cost_M: Array) -> Flags:
-        """Whether a probe may be spent on what is believed to be worse: while the search is cheap, or where it is dear anyway."""
+        """Whether a probe may be spent on what is expected to be worse: while the search is cheap, or where it is dear anyway."""
         spent = self.spent_gpu_s / self.grid_gpu_s
         return self.within(LEAST_SHARE, cost_M) | ((spent > DEAR_SHARE) & (cost_M < self.left_gpu_s))
 

@@ -1,8 +1,8 @@
 """Which measurements were disturbed by who else was on the cluster, and what may have looked slow only for that.
 
 Another tenant makes all slower that is measured meanwhile, some points more and some less. Where a point was measured several
-times, a visit that took notably longer than its fastest one was disturbed. It also tells of its time: what was measured just
-before or after, and only once, was perhaps disturbed too.
+times, a visit that took notably longer than its fastest one was disturbed. It is also evidence of its time: what was measured
+just before or after, and only once, was perhaps disturbed too.
 
 Shapes: O observations in the order of time, U points that were measured.
 """
@@ -38,13 +38,13 @@ class Disturbances:
     doubt_O: Array  # standard deviation of that
     repeated_O: Flags  # of points that were measured several times
     switching_O: Flags  # of those of them that some visit found disturbed
-    witnessed_O: Flags  # of a time of which another visit tells whether somebody was there
+    witnessed_O: Flags  # of a time at which another visit shows whether somebody was there
 
     @classmethod
     def of(cls, rows_O: Sequence[int], workers_O: Array, log_O: Array, noise_O: Array) -> Disturbances:
         """From the logarithms of the measured steps, and their noise; `rows_O` are the points.
 
-        A point whose visits all agree tells nothing of its time: all of them may have been disturbed. What is known of their
+        A point whose visits all agree is no evidence of its time: all of them may have been disturbed. What is known of their
         times from other points holds for all its visits alike, as for a point that was measured once. Workers fill nodes in one
         order: who disturbs few of them disturbs more of them too, and where many are alone fewer are.
         """
@@ -60,8 +60,8 @@ class Disturbances:
         for visits in visits_of:
             if not switching_O[visits[0]]:
                 as_many_O = workers_O >= workers_O[visits[0]]
-                tells_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[visits[0]], as_many_O)
-                if near := [at for visit in visits for at in _nearest(np.flatnonzero(tells_O), int(visit))]:
+                evidence_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[visits[0]], as_many_O)
+                if near := [at for visit in visits for at in _nearest(np.flatnonzero(evidence_O), int(visit))]:
                     excess_O[visits] = doubt_O[visits] = SHARED * float(np.mean(found_O[near]))
                     witnessed_O[visits] = True
         return cls(excess_O, doubt_O, repeated_O, switching_O, witnessed_O)
@@ -72,7 +72,7 @@ class Disturbances:
         return np.asarray(self.excess_O == 0)
 
     def shares(self, workers_O: Array, workers_U: Array) -> Array:
-        """Of visits that are disturbed, for some numbers of workers, as far as repeated ones tell.
+        """Of visits that are disturbed, for some numbers of workers, as far as repeated ones show.
 
         A visit that nobody disturbed says so of the nodes that its workers were on: little of a point with more of them.
         """
