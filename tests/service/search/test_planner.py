@@ -406,8 +406,9 @@ def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_befor
 
 def test_a_visit_to_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
     search, rng = Guided(SMALL, ONE_NODE), np.random.default_rng(0)
-    search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.08, 40)).tolist()))
-    alone_s, crowded_s = (step_s * rng.lognormal(0, 0.08, 16) for step_s in (0.2, 0.26))
+    search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.12, 60)).tolist()))
+    noise = rng.lognormal(0, 0.12, 16)
+    alone_s, crowded_s = (step_s * noise / noise.mean() for step_s in (0.2, 0.236))
     assert not search.enough(alone_s.tolist(), point(4, 512, 4))
     assert search.enough(crowded_s.tolist(), point(4, 512, 4))
 
