@@ -1,8 +1,8 @@
 """Which measurements were disturbed by who else was on the cluster, and what may have looked slow only for that.
 
 Another tenant makes all slower that is measured meanwhile, some points more and some less. Where a point was measured several
-times, a visit that took notably longer than its fastest one was disturbed. It also tells of its time: what was measured just
-before or after, and only once, was perhaps disturbed too.
+times, a visit that took notably longer than its fastest one was disturbed. It is also evidence of its time: what was measured
+just before or after, and only once, was perhaps disturbed too.
 
 Shapes: O observations in the order of time, U points that were measured.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ SHARED = 0.5  # of a neighbour's disturbance that one expects of a measurement a
 SHARE, WEIGHT = 0.1, 5.0  # of visits that are disturbed, before anything was measured twice; what that guess weighs, in visits
 MOST_SHARE = 0.3
 SLOWER = 0.25  # mean of the logarithm by which a disturbed visit is slower
-APART, MOST_OCCASIONS = 4, 3  # probes in between that make two visits two occasions; how many of them are sought
+APART = 4  # probes in between after which a visit is worth another one
+OCCASION_S, MOST_OCCASIONS = 120.0, 3  # seconds in between that make two visits two occasions; how many of them are sought
 
 
 @dataclass(frozen=True)
@@ -34,91 +36,121 @@ class Disturbances:
 
     excess_O: Array  # of the logarithm of the step, to be taken off
     doubt_O: Array  # standard deviation of that
-    known_O: Flags  # of points that were measured several times
-    share: float  # of visits that are disturbed, as far as repeated ones tell
+    repeated_O: Flags  # of points that were measured several times
+    switching_O: Flags  # of those of them that some visit found disturbed
+    witnessed_O: Flags  # of a time at which another visit shows whether somebody was there
 
     @classmethod
-    def of(cls, rows_O: Sequence[int], log_O: Array, noise_O: Array) -> Disturbances:
-        """From the logarithms of the measured steps, and their noise; `rows_O` are the points."""
-        count = len(rows_O)
+    def of(cls, rows_O: Sequence[int], workers_O: Array, log_O: Array, noise_O: Array) -> Disturbances:
+        """From the logarithms of the measured steps, and their noise; `rows_O` are the points.
+
+        A point whose visits all agree is no evidence of its time: all of them may have been disturbed. What is known of their
+        times from other points holds for all its visits alike, as for a point that was measured once. Workers fill nodes in one
+        order: who disturbs few of them disturbs more of them too, and where many are alone fewer are.
+        """
         rows = np.asarray(rows_O, dtype=int)
-        excess_O, doubt_O, known_O = np.zeros(count), np.zeros(count), np.zeros(count, dtype=bool)
-        for row in np.unique(rows):
-            visits: NDArray[np.int_] = np.flatnonzero(rows == row)
-            if len(visits) < 2:
-                continue
-            known_O[visits] = True
-            fastest = visits[np.argmin(log_O[visits] + noise_O[visits])]
-            behind = log_O[visits] - log_O[fastest]
-            sure = np.maximum(NOTABLE, SIGMAS * np.hypot(noise_O[visits], noise_O[fastest]))
-            excess_O[visits] = np.where(behind > sure, behind, 0.0)
-        doubt_O[known_O] = SHARED * excess_O[known_O]
-        witnesses = np.flatnonzero(known_O)
-        for place in np.flatnonzero(~known_O):
-            before, after = witnesses[witnesses < place][-1:], witnesses[witnesses > place][:1]
-            near = [witness for witness in (*before, *after) if abs(witness - place) <= NEAR]
-            if near:
-                excess_O[place] = doubt_O[place] = SHARED * float(np.mean(excess_O[near]))
-        disturbed, repeats = int((excess_O[known_O] > 0).sum()), int(known_O.sum())
-        return cls(excess_O, doubt_O, known_O, min((SHARE * WEIGHT + disturbed) / (WEIGHT + repeats), MOST_SHARE))
+        excess_O, doubt_O = np.zeros(len(rows)), np.zeros(len(rows))
+        repeated_O = np.isin(rows, [row for row, count in Counter(rows.tolist()).items() if count > 1])
+        visits_of = [np.flatnonzero(rows == row) for row in np.unique(rows)]
+        for visits in visits_of:
+            excess_O[visits] = excess(log_O[visits], noise_O[visits])
+        switching_O = np.isin(rows, rows[excess_O > 0])
+        doubt_O[switching_O] = SHARED * excess_O[switching_O]
+        found_O, witnessed_O = excess_O.copy(), switching_O.copy()
+        for visits in visits_of:
+            if not switching_O[visits[0]]:
+                as_many_O = workers_O >= workers_O[visits[0]]
+                evidence_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[visits[0]], as_many_O)
+                if near := [at for visit in visits for at in _nearest(np.flatnonzero(evidence_O), int(visit))]:
+                    excess_O[visits] = doubt_O[visits] = SHARED * float(np.mean(found_O[near]))
+                    witnessed_O[visits] = True
+        return cls(excess_O, doubt_O, repeated_O, switching_O, witnessed_O)
 
     @property
     def clean_O(self) -> Flags:
         """Those that nothing speaks against."""
         return np.asarray(self.excess_O == 0)
 
+    def shares(self, workers_O: Array, workers_U: Array) -> Array:
+        """Of visits that are disturbed, for some numbers of workers, as far as repeated ones show.
+
+        A visit that nobody disturbed says so of the nodes that its workers were on: little of a point with more of them.
+        """
+        count = len(workers_O)
+        disturbed_O = (self.switching_O & (self.excess_O > 0))[:count]
+        clean_O = self.repeated_O[:count] & self.clean_O[:count]
+        clean_U = (clean_O & np.less_equal.outer(workers_U, workers_O)).sum(axis=1)
+        return np.asarray(np.minimum((SHARE * WEIGHT + disturbed_O.sum()) / (WEIGHT + disturbed_O.sum() + clean_U), MOST_SHARE))
+
+
+def excess(log_V: Array, noise_V: Array) -> Array:
+    """By how much visits to one point are slower than its fastest one, where that is notable."""
+    fastest = np.argmin(log_V + noise_V)
+    behind_V = log_V - log_V[fastest]
+    return np.where(behind_V > np.maximum(NOTABLE, SIGMAS * np.hypot(noise_V, noise_V[fastest])), behind_V, 0.0)
+
+
+def _nearest(witnesses: NDArray[np.int_], visit: int) -> list[int]:
+    """The last one before and the first one after, as far as they are near."""
+    before, after = witnesses[witnesses < visit][-1:], witnesses[witnesses > visit][:1]
+    return [int(witness) for witness in (*before, *after) if abs(witness - visit) <= NEAR]
+
 
 def undisturbed(
     disturbances: Disturbances,
     rows_U: NDArray[np.int_],
     at_O: NDArray[np.int_],
+    workers_O: Array,
     log_O: Array,
     noise_O: Array,
     change_O: Array,
     cost_U: Array,
 ) -> Array:
-    """The cost of points while nobody else is there, where somebody came and went; else as it is believed to be.
+    """The cost of points while nobody else is there, where somebody came and went; else as the posterior has it.
 
-    What was measured at several times is as fast as its undisturbed visits. The others' belief (`cost_U`, of the mean state) is
-    taken down by what that state costs: a point that looks good for this is measured once more before it is believed.
-    `log_O` are costs as they were measured, `change_O` what the cluster's state is believed to have added to them.
+    What was measured while others were not disturbed, or at several times, is as fast as its undisturbed visits. The posterior of
+    the others (`cost_U`, of the mean state) is taken down by what that state costs those that have as many workers: a point that
+    looks good for this is measured once more before it is chosen.
+    `log_O` are costs as they were measured, `change_O` what the cluster's state most likely has added to them.
     """
-    switching = np.isin(at_O, at_O[disturbances.known_O & (disturbances.excess_O > 0)])
-    if not switching.any():
+    switching_O = disturbances.switching_O
+    if not switching_O.any():
         return cost_U
-    usual = min(float(change_O[switching & disturbances.clean_O].mean()), 0.0)
-    found = cost_U + usual
-    for place, row in enumerate(rows_U.tolist()):
+    usual = min(float(change_O[switching_O & disturbances.clean_O].mean()), 0.0)
+    least = workers_O[switching_O].min()
+    found = cost_U.copy()
+    for index, row in enumerate(rows_U.tolist()):
         visits = np.flatnonzero(at_O == row)
         clean = visits[disturbances.clean_O[visits]]
-        if visits[-1] - visits[0] > APART or switching[visits].any():
+        if len(clean) and (disturbances.witnessed_O[visits[0]] or visits[-1] - visits[0] > APART):
             weights = 1 / noise_O[clean] ** 2
-            found[place] = float(weights @ log_O[clean] / weights.sum())
+            found[index] = float(weights @ log_O[clean] / weights.sum())
+        elif workers_O[visits[0]] >= least:
+            found[index] += usual
     return found
 
 
-def occasions(turns: Sequence[int]) -> int:
-    """How many times, well apart, visits at these turns of the search stand for."""
-    return 1 + sum(later - earlier > APART for earlier, later in itertools.pairwise(turns)) if turns else 0
+def occasions(ended_s: Sequence[float]) -> int:
+    """How many times, well apart, visits that ended at these times stand for."""
+    return 1 + sum(later - earlier > OCCASION_S for earlier, later in itertools.pairwise(ended_s)) if ended_s else 0
 
 
 def second_look(
-    workers_U: Array, cost_U: Array, turns_U: Sequence[Sequence[int]], share: float, now: int
+    workers_U: Array, cost_U: Array, turns_U: Sequence[Sequence[int]], shares_U: Array, ended_s: Sequence[float]
 ) -> list[tuple[int, float]]:
     """For each other number of workers than the best point's, its best point, and the gain that a second look may bring.
 
-    The most first. `cost_U`: logarithms; `turns_U`: when each point was measured, disturbed visits left out. What was looked at
-    just before `now` is left out: it would meet the same conditions.
+    The most first. `cost_U`: logarithms; `turns_U`: when each point was measured, disturbed visits left out; `ended_s`: when
+    each turn ended. What was looked at just before is left out: it would meet the same conditions.
     """
-    best = int(np.argmin(cost_U))
+    best, now = int(np.argmin(cost_U)), len(ended_s)
     found = []
     for workers in np.unique(workers_U):
         if workers != workers_U[best]:
             having: NDArray[np.int_] = np.flatnonzero(workers_U == workers)
             candidate = int(having[np.argmin(cost_U[having])])
             behind = float(cost_U[candidate] - cost_U[best])
-            turns = sorted(turn for index in having.tolist() for turn in turns_U[index])
-            times = max(occasions(turns), len(turns_U[candidate]))
+            times = occasions([ended_s[turn] for turn in sorted(turn for index in having.tolist() for turn in turns_U[index])])
             if times < MOST_OCCASIONS and now - max(turns_U[candidate], default=-APART) > APART:
-                found.append((candidate, share**times * SLOWER * math.exp(-behind / SLOWER)))
+                found.append((candidate, float(shares_U[candidate]) ** times * SLOWER * math.exp(-behind / SLOWER)))
     return sorted(found, key=lambda pair: -pair[1])

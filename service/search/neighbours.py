@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from service.search.points import Array, Flags, Layout
-from service.search.posterior import Belief
+from service.search.posterior import Posterior
 
 WITHIN = 0.35  # values that the model believes to be worse by more (in logarithms) are left alone
 WORKERS_WITHIN = 0.6  # of workers, where a model is wrong by most; halving them at ideal speed-up loses log 2 and is left alone
@@ -18,15 +18,18 @@ GOOD_FIT = 0.04  # amplitude of the residuals up to which the model is taken at 
 ALIKE = 0.03  # a value is checked where a measured point with it is as close to the best point with it
 
 
-def unchecked(layout: Layout, global_M: Array, belief: Belief, best: int, open_M: Flags, tried_M: Flags) -> Iterator[int]:
+def unchecked(
+    layout: Layout, global_M: Array, posterior: Posterior, best: int, open_M: Flags, tried_M: Flags, farther: float = 0.0
+) -> Iterator[int]:
     """For each next value of each axis, the cheapest point with it (row), unless one about as good was measured.
 
     The next larger and smaller number of workers with whatever else is best there; with the best point's number of workers,
     the next batches and loader workers and every other value of each extra key. Where the model leaves much unexplained, its
-    word that a neighbour is worse counts less, and all values of the axes are neighbours.
+    word that a neighbour is worse counts less, and all values of the axes are neighbours. So they are with `farther`, by which
+    the model's word counts less too.
     """
-    value_M = belief.value_M
-    distrust = 5 * max(belief.amplitude - GOOD_FIT, 0.0)
+    value_M = posterior.value_M
+    distrust = 5 * max(posterior.amplitude - GOOD_FIT, 0.0) + farther
     here_M = layout.workers_M == layout.workers_M[best]
     sides = [(here_M & (member_M != member_M[best]), WITHIN) for member_M in layout.member_KM]
     anywhere_M = np.ones_like(here_M)

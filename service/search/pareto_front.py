@@ -24,18 +24,18 @@ def behind(workers_M: Array, workers_O: Array) -> Array:
     return np.asarray(np.maximum(np.log(workers_O)[:, None] - np.log(workers_M), 0.0))
 
 
-def rivals(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows, Array]:
+def incumbents(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows, Array]:
     """For each of M the place of the measured point that keeps it off the front, and what that one's time counts more.
 
     `time_O` is the logarithm of the time for an image. A point that is faster than that moves the front by as much: it is
     faster than every measured point that is not dearer, and cheaper than every one that is not slower, by that share.
     """
     behind_OM = behind(workers_M, workers_O)
-    rival_M = np.argmin(time_O[:, None] + behind_OM, axis=0)
-    return rival_M, behind_OM[rival_M, np.arange(len(workers_M))]
+    incumbent_M = np.argmin(time_O[:, None] + behind_OM, axis=0)
+    return incumbent_M, behind_OM[incumbent_M, np.arange(len(workers_M))]
 
 
 def front(workers_O: Array, time_O: Array) -> list[int]:
     """Places of the points that no other one beats in speed and cost, the fewest workers first."""
-    rival_O, _ = rivals(workers_O, workers_O, time_O)
-    return sorted({int(place) for place in np.flatnonzero(rival_O == np.arange(len(time_O)))}, key=lambda o: workers_O[o])
+    incumbent_O, _ = incumbents(workers_O, workers_O, time_O)
+    return sorted({int(place) for place in np.flatnonzero(incumbent_O == np.arange(len(time_O)))}, key=lambda o: workers_O[o])

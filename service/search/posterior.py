@@ -1,4 +1,4 @@
-"""What is believed of every point after the probes so far: the step-time model, its residuals, and the doubt about both.
+"""The posterior of every point after the probes so far: the step-time model, its residuals, and the doubt about both.
 
 Shapes: M points, O observations (a point may have several), U points that were measured, C chosen ones of them, S draws.
 """
@@ -16,7 +16,7 @@ from scipy.special import ndtr
 from service.search.disturbance import Disturbances, undisturbed
 from service.search.fit_data import MODEL_ERROR, Measured
 from service.search.formulas import times
-from service.search.pareto_front import Rows, rivals
+from service.search.pareto_front import Rows, incumbents
 from service.search.points import Array, Flags, Layout
 from service.search.residual_model import VISIT, Residuals
 from service.search.step_time_model import StepTime
@@ -27,7 +27,7 @@ CHANGED = 0.02  # of the cluster's state, from which on the model is fitted agai
 
 
 @dataclass(frozen=True)
-class Belief:
+class Posterior:
     """The logarithm of each point's cost (seconds of an image, or of a GPU for an image) as weighted draws and a normal rest."""
 
     value_SM: Array
@@ -38,7 +38,7 @@ class Belief:
     disturbances: Disturbances
     rows_U: Rows  # of the points that ran
     cost_U: Array  # the logarithm of their cost, their own measurements and the model's word taken together
-    rival_M: Rows  # row of the measured point that each one has to beat
+    incumbent_M: Rows  # row of the measured point that each one has to beat
     penalty_M: Array  # what that one's cost counts more, in logarithms
 
     @property
@@ -67,24 +67,24 @@ class Belief:
         return np.sqrt(self.weights_S @ (self.value_SM - self.value_M) ** 2 + self.rest_M**2)
 
     def ahead(self) -> tuple[Array, Array]:
-        """By how much each point is cheaper than its rival: as draws (SM, relative), and the standard deviation of the rest."""
-        rest_M = np.sqrt(self.rest_M**2 + self.rest_M[self.rival_M] ** 2) + 1e-9
-        return self.value_SM[:, self.rival_M] + self.penalty_M - self.value_SM, rest_M
+        """By how much each point is cheaper than its incumbent: draws (SM, relative), and the standard deviation of the rest."""
+        rest_M = np.sqrt(self.rest_M**2 + self.rest_M[self.incumbent_M] ** 2) + 1e-9
+        return self.value_SM[:, self.incumbent_M] + self.penalty_M - self.value_SM, rest_M
 
     def gain_M(self) -> Array:
-        """Expected improvement on the rival, relative (Mockus 1978; Jones et al. 1998), over all draws."""
+        """Expected improvement on the incumbent, relative (Mockus 1978; Jones et al. 1998), over all draws."""
         ahead_SM, rest_M = self.ahead()
         scaled_SM = ahead_SM / rest_M
         density_SM = np.exp(-0.5 * scaled_SM**2) / math.sqrt(2 * math.pi)
         return np.asarray(self.weights_S @ (ahead_SM * ndtr(scaled_SM) + rest_M * density_SM))
 
     def beats_M(self, margin: float) -> Array:
-        """Probability that a point beats its rival by more than `margin`, relative."""
+        """Probability that a point beats its incumbent by more than `margin`, relative."""
         ahead_SM, rest_M = self.ahead()
         return np.asarray(self.weights_S @ ndtr((ahead_SM - math.log1p(margin)) / rest_M))
 
     def bound(self, among_M: Flags, chance_M: Array, doubt: float) -> float:
-        """The least share, 0.0 or more, by which no point of `among_M` runs and beats its rival with a probability above `doubt`.
+        """The least share by which no point of `among_M` runs and beats its incumbent with a probability above `doubt`, or 0.
 
         `chance_M`: that a point can run.
         """
@@ -111,7 +111,7 @@ class Belief:
         return np.asarray(cost_C + away_SC[rng.choice(len(self.weights_S), draws, p=self.weights_S)] + rest)
 
 
-def believe(
+def posterior_of(
     prior: StepTime,
     model: StepTime,
     measured: Measured,
@@ -123,12 +123,12 @@ def believe(
     seed: Sequence[int],
     along_front: bool,
     lost_M: Flags,
-) -> Belief:
-    """The belief after `measured` at `rows` of `layout`, each told `ages` probes ago; `model` is the prior fitted to them.
+) -> Posterior:
+    """The posterior after `measured` at `rows` of `layout`, each `ages` probes ago; `model` is the prior fitted to them.
 
-    Pending rows are believed: as if each had brought what the model says (Ginsbourger et al. 2010, "kriging believer").
-    A point's rival is the best measured one, or with `along_front` the one that keeps it off the front of speed and cost.
-    What is `lost` cannot run any more and is nobody's rival.
+    Pending rows count as if each had brought what the model predicts (Ginsbourger et al. 2010, "kriging believer").
+    A point's incumbent is the best measured one, or with `along_front` the one that keeps it off the front of speed and cost.
+    What is `lost` cannot run any more and is nobody's incumbent.
     """
     if pending:
         guess = times(model.mean_P, layout.take(pending))
@@ -138,8 +138,9 @@ def believe(
     age_O = np.array([*ages, *(0 for _ in pending)], dtype=float)
     rest = _unexplained(prior, model, measured, measured.logs_3M[0], layout, at_O, age_O)
     raw_O, change_O = measured.logs_3M[0], rest.change_O
-    disturbances = Disturbances.of(at_O.tolist(), raw_O, measured.noise_M)
-    left = Disturbances.of(at_O.tolist(), raw_O - change_O, measured.noise_M)
+    workers_O = layout.workers_M[at_O]
+    disturbances = Disturbances.of(at_O.tolist(), workers_O, raw_O, measured.noise_M)
+    left = Disturbances.of(at_O.tolist(), workers_O, raw_O - change_O, measured.noise_M)
     measured = measured.without(left.excess_O, left.doubt_O)
     log_O = measured.logs_3M[0]
     if (left.excess_O + np.abs(rest.change_O)).max() > CHANGED:
@@ -156,13 +157,22 @@ def believe(
     weight_UO = np.equal.outer(rows_U, at_O) / (measured.noise_M**2 + VISIT**2)
     own_U = weight_UO @ (log_O - rest.change_O) / weight_UO.sum(axis=1) - 2 / np.sqrt(weight_UO.sum(axis=1))
     cost_U = np.maximum((weights_S @ value_SM)[rows_U], own_U + offset_M[rows_U])
-    cost_U = undisturbed(disturbances, rows_U, at_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
+    cost_U = undisturbed(disturbances, rows_U, at_O, workers_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
     cost_U[lost_M[rows_U]] = np.inf
-    rival_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
+    incumbent_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
     if along_front:
-        rival_M, penalty_M = rivals(layout.workers_M, layout.workers_M[rows_U], cost_U)
-    return Belief(
-        value_SM, weights_S, np.sqrt(rest.variance_M), offset_M, rest, disturbances, rows_U, cost_U, rows_U[rival_M], penalty_M
+        incumbent_M, penalty_M = incumbents(layout.workers_M, layout.workers_M[rows_U], cost_U)
+    return Posterior(
+        value_SM=value_SM,
+        weights_S=weights_S,
+        rest_M=np.sqrt(rest.variance_M),
+        offset_M=offset_M,
+        residuals=rest,
+        disturbances=disturbances,
+        rows_U=rows_U,
+        cost_U=cost_U,
+        incumbent_M=rows_U[incumbent_M],
+        penalty_M=penalty_M,
     )
 
 

@@ -26,6 +26,7 @@ class Costs:
     again_gpu_s: float = 0.0  # of that, on points that were measured before
     starts_s: list[float] = field(default_factory=list)
     setups_s: list[float] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)  # when each probe ended, as if they had run one after the other
 
     @property
     def start_s(self) -> float:
@@ -37,19 +38,23 @@ class Costs:
         """Seconds of a probe before its first step, with workers that are there."""
         return float(np.median(self.setups_s)) if self.setups_s else 0.0
 
-    def tell(self, workers: float, seen: Observation, same_group: bool, again: bool) -> None:
+    def tell(self, workers: float, observation: Observation, same_group: bool, again: bool) -> None:
         """Take up what a probe took; where it does not say, what such a probe usually takes."""
-        if seen.status == "infeasible":
+        began_s = self.ended_s[-1] if self.ended_s else 0.0
+        if observation.status == "infeasible":
+            self.ended_s.append(began_s)
             return
-        if seen.start_s:
-            self.starts_s.append(seen.start_s)
-        start_s = seen.start_s if seen.start_s is not None else 0.0 if same_group else self.start_s
-        steps_s = float(np.sum(seen.steps_s))
-        warmup_s = self.warmup_steps * steps_s / len(seen.steps_s) if len(seen.steps_s) else 0.0
-        if seen.seconds is not None and seen.status == "ok":
-            self.setups_s.append(max(seen.seconds - start_s - warmup_s - steps_s, 0.0))
-        rest_s = warmup_s + steps_s if seen.status == "ok" else OOM_S
-        gpu_s = workers * (seen.seconds if seen.seconds is not None else start_s + self.setup_s + rest_s)
+        if observation.start_s:
+            self.starts_s.append(observation.start_s)
+        start_s = observation.start_s if observation.start_s is not None else 0.0 if same_group else self.start_s
+        steps_s = float(np.sum(observation.steps_s))
+        warmup_s = self.warmup_steps * steps_s / len(observation.steps_s) if len(observation.steps_s) else 0.0
+        if observation.seconds is not None and observation.status == "ok":
+            self.setups_s.append(max(observation.seconds - start_s - warmup_s - steps_s, 0.0))
+        rest_s = warmup_s + steps_s if observation.status == "ok" else OOM_S
+        seconds = observation.seconds if observation.seconds is not None else start_s + self.setup_s + rest_s
+        gpu_s = workers * seconds
+        self.ended_s.append(began_s + seconds)
         self.spent_gpu_s += gpu_s
         self.again_gpu_s += gpu_s if again else 0.0
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.search.pareto_front import Rows
-from service.search.posterior import Belief
+from service.search.posterior import Posterior
 
 LEADERS = 4  # that are compared; the fourth hardly ever wins
 IMMATERIAL = 0.005  # expected loss at which it does not matter which one is taken
-LEAST_VISITS, MOST_VISITS = 2, 5  # of the one in front; of any
+LEAST_VISITS, MOST_VISITS = 2, 5  # undisturbed ones of the one in front; of any
+MOST_LOOKS = 12  # at one point, while somebody else stays on the cluster
 UNLIKELY = 0.02  # chance of being the best below which a leader is not measured again
 
 
@@ -37,11 +38,11 @@ class Contest:
     clean: Counter[int]  # of those, the ones that nobody disturbed
 
     @classmethod
-    def of(cls, belief: Belief, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> Contest:
+    def of(cls, posterior: Posterior, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> Contest:
         """`rows` of the measurements so far, `clean` are those that were not disturbed."""
-        rows_C = belief.leaders(LEADERS)
-        rows_C = rows_C[np.isfinite(belief.cost_U[np.argsort(belief.cost_U, kind="stable")[:LEADERS]])]
-        cost_SC = belief.among(rows_C, np.random.default_rng(seed))
+        rows_C = posterior.leaders(LEADERS)
+        rows_C = rows_C[np.isfinite(posterior.cost_U[np.argsort(posterior.cost_U, kind="stable")[:LEADERS]])]
+        cost_SC = posterior.among(rows_C, np.random.default_rng(seed))
         ahead_SC = cost_SC[:, :1] - cost_SC
         loss = float(ahead_SC.max(axis=1).mean())
         gains_C = tuple(np.maximum(ahead_SC, 0.0).mean(axis=0).tolist())
@@ -62,13 +63,14 @@ class Contest:
         return self.loss <= IMMATERIAL and self.clean[int(self.rows_C[0])] >= LEAST_VISITS
 
     def candidates(self) -> list[int]:
-        """Those that another measurement may tell something about, the most useful first."""
+        """Those that another measurement may say something about, the most useful first."""
         best = int(self.rows_C[0])
         if self.clean[best] < LEAST_VISITS:
-            return [best] if self.visits[best] < MOST_VISITS else []
-        rivals = [place for place in range(1, len(self.rows_C)) if self.gains_C[place] > 0.25 * self.loss]
-        rows = [best, *(int(self.rows_C[place]) for place in sorted(rivals, key=lambda place: -self.gains_C[place]))]
-        return sorted((row for row in rows if self.visits[row] < MOST_VISITS), key=lambda row: self.visits[row])
+            return [best] if self.visits[best] < MOST_LOOKS else []
+        incumbents = [place for place in range(1, len(self.rows_C)) if self.gains_C[place] > 0.25 * self.loss]
+        rows = [best, *(int(self.rows_C[place]) for place in sorted(incumbents, key=lambda place: -self.gains_C[place]))]
+        open_rows = [row for row in rows if self.clean[row] < MOST_VISITS and self.visits[row] < MOST_LOOKS]
+        return sorted(open_rows, key=lambda row: self.visits[row])
 
     def summary(self) -> str:
         """What the contest says of the one in front, as the end of a sentence."""

@@ -39,7 +39,7 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
     assert tried.count(identity(search.best() or {})) > 1  # nothing is called the best for one lucky measurement
     assert len(tried) <= 2 * len(set(tried))
     assert sum(one.status == "oom" for _, one in seen) <= 2
-    assert "no untested point is believed to be more than 3% better than" in search.why()
+    assert "no untested point is expected to be more than 3% better than" in search.why()
 
 
 def test_a_bigger_batch_is_never_tried_after_one_ran_out_of_memory() -> None:
@@ -49,12 +49,12 @@ def test_a_bigger_batch_is_never_tried_after_one_ran_out_of_memory() -> None:
     assert all(cluster.batch(at) < 256 for at, _ in cluster.search(search))
 
 
-def test_two_peaks_are_enough_to_try_nothing_that_does_not_fit() -> None:
+def test_after_two_peaks_hardly_anything_is_tried_that_does_not_fit() -> None:
     cluster = Queues(ONE_NODE, image_mib=120)
     search, rng = Guided(SMALL, ONE_NODE), np.random.default_rng(0)
     for at in (point(1, 64, 4), point(4, 64, 4)):
         search.tell(at, cluster.probe(at, search, rng))
-    assert all(seen.status == "ok" for _, seen in cluster.search(search))
+    assert sum(seen.status != "ok" for _, seen in cluster.search(search)) <= 1  # 2% more than there is: that may be tried once
     assert cluster.regret(search) <= 0.03
 
 
@@ -147,8 +147,8 @@ def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: fl
     best = search.best()
     assert best is not None
     assert cost(best) / min(map(cost, points)) - 1 <= 0.03
-    assert search.belief().amplitude > 0.05  # it knows that the model fits badly
-    assert len(search.told) < len(points) / 2
+    assert search.posterior().amplitude > 0.05  # it knows that the model fits badly
+    assert len(search.history) < len(points) / 2
 
 
 def test_a_cluster_that_slows_down_meanwhile_does_not_mislead() -> None:
@@ -209,7 +209,7 @@ def test_a_cluster_that_shrinks_meanwhile_is_searched_for_the_best_of_what_is_le
     cluster, points = CLUSTERS["network"]
     search, rng, lost, shrunk = Guided(points, cluster.hardware), np.random.default_rng(0), 0, False
     while (at := search.ask()) is not None:
-        shrunk |= len(search.told) > 8
+        shrunk |= len(search.history) > 8
         gone = shrunk and at["scale.num_workers"] > 4
         lost += gone
         search.tell(at, Observation("infeasible") if gone else cluster.probe(at, search, rng))
@@ -252,7 +252,7 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
     while (at := search.ask()) is not None:
         search.tell(at, cluster.probe(at, search, rng))
         bounds.append(search.bound())
-    best, tested = search.best(), {identity(points[row]) for row, _ in search.told}
+    best, tested = search.best(), {identity(points[row]) for row, _ in search.history}
     assert best is not None
     least = min(cluster.cost(other) for other in points if identity(other) not in tested and cluster.fits(other))
     assert cluster.cost(best) / least - 1 <= bounds[-1] + 0.01
@@ -285,7 +285,7 @@ def test_the_front_of_speed_and_cost_is_found_to_three_percent(kind: str) -> Non
     for at in filter(cluster.fits, points):  # no point is faster and cheaper by more than that than all that were found
         workers, time_s = at["scale.num_workers"], cluster.cost(at)
         assert min(other_s * max(1, more / workers) for more, other_s in found) / time_s - 1 <= 0.03
-    assert len(seen) <= 0.35 * len(points)
+    assert len({identity(at) for at, _ in seen}) <= 0.35 * len(points)
     best = search.best()
     assert best is not None
     assert cluster.cost(best) == found[-1][1]
@@ -373,7 +373,7 @@ def test_what_is_left_out_is_counted_and_every_point_is_only_said_of_every_point
     for at in (point(1, 64, 1), point(1, 64, 2), point(1, 64, 1), point(1, 64, 2)):
         search.tell(at, Observation("ok", [0.1] * 8, peak_memory_mib=4000, gpu_memory_mib=8000))
     assert search.ask() is None
-    assert "every point that is believed to run was measured" in search.why()
+    assert "every point that is expected to run was measured" in search.why()
     assert "4 not to fit into memory" in search.why()
 
 
@@ -397,8 +397,35 @@ def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_befor
         search, rng, group = Guided(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
         while (at := search.ask(group)) is not None:
             group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
-            slower = 1.5 if len(search.told) >= 6 else 1.0
+            slower = 1.5 if len(search.history) >= 6 else 1.0
             steps_s = [slower * step_s for step_s in seen.steps_s]
             search.tell(at, Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib))
         regrets.append(cluster.regret(search))
     assert max(regrets) <= 0.05
+
+
+def test_a_visit_to_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
+    search, rng = Guided(SMALL, ONE_NODE), np.random.default_rng(0)
+    search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.12, 60)).tolist()))
+    noise = rng.lognormal(0, 0.12, 16)
+    alone_s, crowded_s = (step_s * noise / noise.mean() for step_s in (0.2, 0.236))
+    assert not search.enough(alone_s.tolist(), point(4, 512, 4))
+    assert search.enough(crowded_s.tolist(), point(4, 512, 4))
+
+
+def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
+    """Loader workers get into each other's way here, which the model does not know: two are better than any other number."""
+    points = grid([1, 2, 4], [32 * count for count in range(1, 17)], [1, 2, 4, 5, 6, 7, 8, 12])
+    speed = {1: 0.4, 2: 1.0, 4: 0.8, 5: 0.8, 6: 0.8, 7: 0.8, 8: 0.82, 12: 0.85}
+
+    def step_s(at: Mapping[str, Any]) -> float:
+        workers, batch, threads = at["scale.num_workers"], at["data.global_batch_size"], at["data.loader_workers"]
+        return float((0.02 + 0.002 * batch / workers) / speed[threads])
+
+    search, rng, group = Guided(points, ONE_NODE, start_s=5.0), np.random.default_rng(0), None
+    while (at := search.ask(group)) is not None:
+        group = at["scale.num_workers"]
+        search.tell(at, Observation("ok", (step_s(at) * rng.lognormal(0, 0.03, 16)).tolist()))
+    best = search.best()
+    assert best is not None
+    assert best["data.loader_workers"] == 2

@@ -116,7 +116,7 @@ def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
     told, _ = raced()
     alone = told.model_copy(update={"trials": [one for one in told.rows if one.probe is None]})
     assert replay(told).best() == replay(alone).best()
-    assert len(replay(told).told) == len(grid())
+    assert len(replay(told).history) == len(grid())
 
 
 def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:

@@ -1,0 +1,27 @@
+"""What a search may still cost, and what a probe counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.search.budget import LEAST_SHARE, MOST_SHARE, Budget
+
+
+def test_a_probe_is_cheap_while_the_search_is_and_where_it_has_cost_much_already() -> None:
+    early, usual, dear = (Budget(1000.0, spent, 0.0).price(10.0) for spent in (0.0, 200.0, 700.0))
+    assert early < usual == pytest.approx(0.01)
+    assert dear == pytest.approx(usual / 2)
+
+
+def test_what_is_expected_to_be_worse_is_checked_only_by_cheap_and_by_dear_searches() -> None:
+    cost_M = np.array([1.0, 1000 * LEAST_SHARE])
+    assert Budget(1000.0, 0.0, 0.0).is_open_to_checks(cost_M).tolist() == [True, False]
+    assert Budget(1000.0, 200.0, 0.0).is_open_to_checks(cost_M).tolist() == [False, False]
+    assert Budget(1000.0, 500.0, 0.0).is_open_to_checks(cost_M).tolist() == [True, True]
+
+
+def test_nothing_is_left_once_the_most_was_spent() -> None:
+    budget = Budget(1000.0, 1000 * MOST_SHARE, 0.0)
+    assert budget.left_gpu_s == budget.left_repeats_gpu_s == 0
+    assert not budget.is_open_to_checks(np.array([1.0])).any()
