@@ -140,9 +140,9 @@ def test_a_model_that_answers_with_something_else_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
             return x, x
 
-    with pytest.raises(ModelError, match="not with logits"):
+    with pytest.raises(ModelError, match="not logits"):
         logits_and_aux([torch.zeros(2, 3)])
-    with pytest.raises(ModelError, match="not with logits"):
+    with pytest.raises(ModelError, match="not logits"):
         check_forward(Pair(3, 3), 8, 10)
-    with pytest.raises(ModelError, match=r"with shape \(2, 9\), not \(2, 10\)"):
+    with pytest.raises(ModelError, match=r"returns shape \(2, 9\) for a batch of 2, not \(2, 10\)"):
         check_forward(nn.Sequential(nn.Flatten(), nn.Linear(192, 9)), 8, 10)
