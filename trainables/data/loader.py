@@ -142,7 +142,7 @@ class Loader:
     def batches_mib(self) -> float:
         """Memory of a running epoch's batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
-        Whoever uses more than one batch at a time takes more.
+        Whoever uses more than one batch at a time takes more; so do copies to a GPU, whose memory is free a little later.
         """
         return (self._prefetch_batches + 2) * self._new_memory().block_bytes / 2**20
 
