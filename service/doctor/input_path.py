@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import Cause, Effect, Evidence, slowest_part_ms
 
 BUSY_PCT = 85.0
 """A node's cores above this leave no room for more threads."""
@@ -12,17 +13,21 @@ MOST_THREADS = 32
 SWAPS_MIB_PER_S = 1.0
 """Memory that comes back from swap space faster than this is memory that the training uses."""
 MOST_PREFETCH = 16
+NEARLY = 1.02
+"""Of the least time of a step so much more is as good, with fewer threads."""
 
 
 def no_prefetch(e: Evidence) -> Cause | None:
     """`data.loader_workers: 0`: nothing is loaded while the step computes.
 
-    n threads load a batch in supply/n beside the work: T' = max(work, supply/n), with the fewest n for which that is the work.
+    n threads load a batch while the step computes, see `with_threads_ms`; n is the least with which a step is nearly as fast as
+    with any number, given the cores.
     """
     step = e.typical
     if e.loader_workers or not step.data_ms:
         return None
-    threads = max(1, min(MOST_THREADS, math.ceil(e.supply_ms / max(e.work_ms, 1e-9))))
+    took_ms = {threads: slowest_part_ms(e, Effect(threads=threads)) for threads in range(1, MOST_THREADS + 1)}
+    threads = min(number for number, ms in took_ms.items() if ms <= NEARLY * min(took_ms.values()))
     return Cause(
         "no prefetch",
         f"data.loader_workers is 0: each step first loads its own images for {step.data_ms:.1f} of its "
@@ -101,7 +106,7 @@ def decoding(e: Evidence) -> Cause | None:
         f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "
         f"decoding{waits}",
         change,
-        supplied(e, e.loader.decode_ms),
+        replace(supplied(e, e.loader.decode_ms), cpu_ms=e.loader_cpu_ms),
     )
 
 
@@ -174,10 +179,10 @@ def unknown(e: Evidence) -> Cause | None:
 def copy(e: Evidence) -> Cause | None:
     """A step waits for its batch's copy to the device, or for the device to decode it.
 
-    On a GPU that goes beside the step before: T' = max(work, supply). Without one it is a part of the step.
+    On a GPU that goes on during the step before: T' = max(work, supply). Without one it is a part of the step.
     """
     step = e.typical
-    effect = Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=step.h2d_ms)
+    effect = Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=step.h2d_ms, cpu_ms=e.cpu_of(step.h2d_ms))
     if e.decodes_on_device:
         return Cause(
             "device decode",

@@ -226,7 +226,7 @@ def slowdown(e: Evidence) -> Cause | None:
         f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: another job on the node, perhaps; the records do not tell",
         f"see to {where if computing else 'the disk, the network and the cores that the loader shares'} while it goes on, then "
         "measure again",
-        Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
+        Effect(work_ms=part_ms, cpu_ms=e.cpu_of(part_ms)) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
     )
 
 

@@ -55,7 +55,10 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
     phase, effect = "data", Effect(late_ms=max(0.0, more_ms - (e.beyond_ms - e.late_ms)), beyond_ms=more_ms)
     change = "see to that node's disk and free cores: its loader is late"
     if what != "data":
-        phase, effect = longest(e, e.ranks[worst], [e.ranks[r] for r in fast]), Effect(work_ms=more_ms)
+        phase, effect = (
+            longest(e, e.ranks[worst], [e.ranks[r] for r in fast]),
+            Effect(work_ms=more_ms, cpu_ms=more_cpu_ms(e, slow, next_slow)),
+        )
         change = "see to other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
     return Cause(
         "straggler",
@@ -64,6 +67,13 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
         change,
         effect,
     )
+
+
+def more_cpu_ms(e: Evidence, slow: Sequence[int], next_slow: int) -> float:
+    """What the slow ranks' processes compute more than that of the slowest other; 0 where that is unknown."""
+    others_ms = e.ranks[next_slow].cpu_ms
+    known = [rank_cpu_ms for rank in slow if (rank_cpu_ms := e.ranks[rank].cpu_ms) is not None]
+    return sum(max(0.0, rank_cpu_ms - others_ms) for rank_cpu_ms in known) if others_ms is not None else 0.0
 
 
 def uneven(e: Evidence) -> Cause | None:

@@ -32,6 +32,7 @@ from trainables.engine.step import Learner
 from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import Pupil, choose, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
+from trainables.metrics.host_use import HostUse
 from trainables.metrics.noise_scale import NoiseHistory, watch
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.throughput import Throughput
@@ -73,6 +74,7 @@ class Job:
     """The bare student; `learner.student` wraps it."""
     state: TrainState
     timer: PhaseTimer
+    host: HostUse
     throughput: Throughput
     clock: WallClock
     noise: NoiseHistory
@@ -175,7 +177,8 @@ def build(
     )
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer, throughput, clock, noise, report,
+        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer,
+        HostUse(warmup), throughput, clock, noise, report,
         flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), memory_from, enough,
     )  # fmt: skip
 

@@ -105,7 +105,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
         batches = learner.teacher.ahead(batches, drawn)
     ready = on_device(batches, job.group.device, drawn, loader.costs.add_copy)
     job.throughput.begin(progress.step)
-    timer.start()
+    start_step(job)
     try:
         for batch in ready:
             timer.mark("data")
@@ -115,6 +115,7 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             with one_sample_explained(job):
                 train_step(learner, batch, progress.step, timer)
             timer.stop()
+            job.host.stop()
             job.waits.note()
             progress.step += 1
             if progress.step == job.throughput.warmup_until:
@@ -133,10 +134,16 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
                 return ended
             if in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
                 save_inside_epoch(job, in_epoch)
-            timer.start()
+            start_step(job)
     finally:
         ready.close()
     return False
+
+
+def start_step(job: Job) -> None:
+    """The clocks of a step begin."""
+    job.timer.start()
+    job.host.start()
 
 
 def reset_memory_peak(device: torch.device) -> None:
@@ -397,7 +404,9 @@ def phases(job: Job) -> dict[str, float]:
     `rank0/loader_batch_ms` and `rank0/loader_wait_ms` are its loader's.
     """
     times = job.timer.summary()
-    every = gather_objects({**times, **job.waits.summary(), **job.train_loader.costs.summary()} if times else {}, job.group)
+    every = gather_objects(
+        {**times, **job.host.summary(), **job.waits.summary(), **job.train_loader.costs.summary()} if times else {}, job.group
+    )
     ranks = [mine for mine in every if mine]
     whole = {}
     for name in dict.fromkeys(name for mine in ranks for name in mine):
@@ -406,7 +415,9 @@ def phases(job: Job) -> dict[str, float]:
     if (waits_ms := exposed_ms(gather_objects(job.waits.by_step, job.group))) is not None:
         whole["phase/allreduce_ms"] = waits_ms
     if len(ranks) > 1:
-        own = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, "step", "allreduce_wait", "allreduce_wait_error")}
+        own = {
+            f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, "step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_error")
+        }
         own |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
         whole |= {f"rank{r}/{name}": mine[key] for r, mine in enumerate(ranks) for key, name in own.items() if key in mine}
     return whole
@@ -439,7 +450,10 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
-        summary |= image_costs(job.learner, job.config.data.image_size)
+        micro_batch = job.config.data.global_batch_size // (job.group.world_size * job.config.optim.accumulate)
+        most = job.train_loader.samples_per_epoch // (job.group.world_size * job.config.optim.accumulate)
+        peak = (job.memory_peak or memory_peak(job.group.device))[0] if job.group.device.type == "cuda" else 0
+        summary |= image_costs(job.learner, job.config.data.image_size, max(1, micro_batch), most, peak)
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= {

@@ -1,69 +1,135 @@
-"""What a step costs however few images it has: its passes timed on a single one, after the training.
+"""What a step costs however few images it has: its passes timed on a single image and on larger batches, after the training.
 
-Shapes: B images, C channels, H=W pixels, K classes.
+Shapes: B images, C=3 channels, H=W pixels.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Iterator
 
 import torch
+from torch import nn
 
+from trainables.device.device_batches import DeviceBatch
+from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine.step import Learner, losses
 from trainables.methods.contract import Samples
 
+log = logging.getLogger("raydistill")
 _MOST_S, _ROUNDS = 0.2, 3
-_FURTHER = 16
-"""Images beside the first, on a CPU. On a GPU few images cost nothing that could be measured: it is not full."""
+_MOST_PASS_S = 0.5
+"""No batch is timed whose passes would take longer."""
+_MOST_TIMES = 64
+_WORTH_IT = 0.97
+"""A batch twice as large has to bring the time of an image below this part of the least so far, or no larger one is timed."""
 
 
-def image_costs(learner: Learner, image_size: int) -> dict[str, float]:
-    """`one_image_ms`: the teacher's forward, the student's forward, the loss and the backward on one image of zeros.
+def image_costs(learner: Learner, image_size: int, micro_batch: int, most_images: int, peak_bytes: int = 0) -> dict[str, float]:
+    """Milliseconds of augmentation, teacher's forward, student's forward, loss and backward, on images of zeros.
 
-    That is what launching the work takes where a device has next to nothing to do. On a CPU also `further_image_ms`, what each
-    image beside the first adds. The least of a few rounds each, 0.2 s at most after the first. No communication: the student and
-    its methods are run without DDP, as if this rank were alone. Nothing of the training is changed: batch norms use their
-    statistics, gradients are thrown away, and no random number is drawn.
+    `one_image_ms`: on one of them, which is what launching the work takes where a device has next to nothing to do.
+    `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, as long as that makes an image cheaper,
+    up to `most_images`. On a GPU N has to fit: `peak_bytes` is what the training took at most. `passes/out_of_memory_images` is
+    the N that did not.
+
+    The least of a few rounds each, 0.2 s at most after the first. No communication: the student and its methods are run without
+    DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are,
+    gradients are thrown away, and no random number is drawn.
     """
-    model = learner.pupil
+    device = learner.group.device
+    with _unchanged(learner.pupil):
+        found = {"one_image_ms": 1e3 * _least_s(learner, image_size, 1)}
+        one_s = found["one_image_ms"] / 1e3
+        num_images, least_s = micro_batch, float("inf")  # seconds of an image
+        took_s = one_s  # at most what twice as many images take half of
+        while num_images <= min(most_images, _MOST_TIMES * micro_batch) and took_s < _MOST_PASS_S:
+            if device.type == "cuda" and not _fits(device, peak_bytes * num_images / micro_batch):
+                log.info("no passes on %d images are timed: the GPU's memory is too small", num_images)
+                break
+            try:
+                now_s = _least_s(learner, image_size, num_images)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                log.info("no passes on %d images are timed: out of memory", num_images)
+                found["passes/out_of_memory_images"] = float(num_images)
+                break
+            found[f"passes/{num_images}_images_ms"] = 1e3 * now_s
+            if now_s / num_images > _WORTH_IT * least_s:
+                break
+            num_images, least_s, took_s = 2 * num_images, now_s / num_images, 2 * now_s
+        return found
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, so that its passes change and draw nothing; back in its own mode afterwards."""
     was_training, was_searching = model.training, torch.backends.cudnn.benchmark
     model.eval()
     torch.backends.cudnn.benchmark = False  # to search for the fastest convolution of this one shape takes longer than it
     try:
-        one_s = _least_s(learner, image_size, 1)
-        found = {"one_image_ms": 1e3 * one_s}
-        if learner.group.device.type == "cpu":
-            found["further_image_ms"] = 1e3 * (_least_s(learner, image_size, 1 + _FURTHER) - one_s) / _FURTHER
-        return found
+        yield
     finally:
         model.train(was_training)
         torch.backends.cudnn.benchmark = was_searching
 
 
+@contextlib.contextmanager
+def _by_batch(model: nn.Module) -> Iterator[None]:
+    """Batch norms normalise by the batch, as in training, and leave their statistics. Those over all ranks stay as they are."""
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and not isinstance(module, GlobalBatchNorm | nn.SyncBatchNorm)
+    ]
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training, norm.track_running_stats = False, True
+
+
+def _fits(device: torch.device, needed_bytes: float) -> bool:
+    """Whether the GPU has so much memory for tensors, those included that it holds now."""
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    return needed_bytes <= free_bytes + torch.cuda.memory_reserved(device)
+
+
 def _least_s(learner: Learner, image_size: int, num_images: int) -> float:
-    """Seconds of the passes on so many images."""
-    device, dtype = learner.group.device, next(learner.pupil.parameters()).dtype
-    images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=dtype)
+    """Seconds of the passes on so many images, normalised by the batch where they are several."""
+    model, device = learner.pupil, learner.group.device
+    images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
+    images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
     labels_B = torch.zeros(num_images, dtype=torch.int64, device=device)
-    learned = [parameter for parameter in learner.pupil.parameters() if parameter.requires_grad]
-    alone = Samples(images_BCHW, labels_B, labels_B, 0.0, Gather(num_images, Group(device=device)))
-    weights, one = learner.pupil.weights(0.0), torch.ones((), device=device)
+    batch = DeviceBatch(images_BCHW, labels_B, labels_B, labels_B.cpu(), 0, 0, None)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gather = Gather(num_images, Group(device=device))
+    weights, one = model.weights(0.0), torch.ones((), device=device)
 
     def once() -> float:
         began_s = time.perf_counter()
+        inputs = learner.prepare(batch)
+        samples = Samples(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
         with learner.autocast():
-            taught = learner.teacher(images_BCHW, num_images) if learner.teacher is not None else None
-            answer = learner.pupil(images_BCHW, alone, taught)
-        loss = losses(answer, labels_B, None, weights)
+            taught = learner.teacher(inputs.images_BCHW, num_images) if learner.teacher is not None else None
+            answer = model(inputs.images_BCHW, samples, taught)
+        loss = losses(answer, labels_B, inputs.mix, weights)
         torch.autograd.grad(loss.total(one), learned, allow_unused=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began_s
 
-    once()
-    took_s, until_s = [once()], time.perf_counter() + _MOST_S
-    while len(took_s) < _ROUNDS and time.perf_counter() < until_s:
-        took_s.append(once())
+    with _by_batch(model) if num_images > 1 else contextlib.nullcontext():
+        once()
+        took_s, until_s = [once()], time.perf_counter() + _MOST_S
+        while len(took_s) < _ROUNDS and time.perf_counter() < until_s:
+            took_s.append(once())
     return min(took_s)

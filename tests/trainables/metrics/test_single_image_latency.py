@@ -21,7 +21,7 @@ IMAGE_SIZE = 32  # at which what an image adds is well above what other processe
 def job(tmp_path: Path) -> Job:
     weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small", image_size=IMAGE_SIZE)
     settings = config(
-        tmp_path, model="convnet_small", precision="fp32", data={"image_size": IMAGE_SIZE},
+        tmp_path, model="resnet8", precision="fp32", data={"image_size": IMAGE_SIZE, "global_batch_size": 16},
         teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
     )  # fmt: skip
     return build(settings, Group(), lambda *_: None, no_telemetry)
@@ -31,7 +31,9 @@ def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
     with contextlib.closing(job):
         summary = loop.run(job)
     assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
-    assert 0 < summary["further_image_ms"] < summary["one_image_ms"]
+    timed = {name: ms for name, ms in summary.items() if name.startswith("passes/")}
+    assert list(timed)[:2] == ["passes/16_images_ms", "passes/32_images_ms"]
+    assert summary["one_image_ms"] < timed["passes/16_images_ms"] < timed["passes/32_images_ms"]
 
 
 def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
@@ -39,7 +41,8 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
         job.model.train()
         random = torch.random.get_rng_state()
-        image_costs(job.learner, IMAGE_SIZE)
+        timed = image_costs(job.learner, IMAGE_SIZE, micro_batch=4, most_images=8)
+        assert set(timed) <= {"one_image_ms", "passes/4_images_ms", "passes/8_images_ms"}
         assert equal(before, job.model.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
         assert job.model.training
