@@ -16,9 +16,26 @@ from service.doctor.ranks import all_reduce, straggler, uneven
 from service.doctor.teacher_service import service_waits
 
 RULES = (
-    no_prefetch, storage, decoding, lock, swapping, late_batches, unknown, copy, straggler, uneven, all_reduce, launches, teacher,
-    service_waits, thermal, slowdown, evaluation, checkpoints, between_epochs,
-)  # fmt: skip
+    no_prefetch,
+    storage,
+    decoding,
+    lock,
+    swapping,
+    late_batches,
+    unknown,
+    copy,
+    straggler,
+    uneven,
+    all_reduce,
+    launches,
+    teacher,
+    service_waits,
+    thermal,
+    slowdown,
+    evaluation,
+    checkpoints,
+    between_epochs,
+)
 
 
 def findings(e: Evidence) -> list[Finding]:

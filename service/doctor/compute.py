@@ -18,7 +18,7 @@ NEARLY = 0.97
 
 
 def most_times(e: Evidence) -> float:
-    """How many times as large a batch may be: the training images have to make one, and the GPUs' memory has to hold it."""
+    """How many times as large a batch may be: by the number of training images, and by the GPUs' memory."""
     most = min(float(MOST_TIMES), room_in_memory(e))
     if e.train_images is not None:
         most = min(most, e.train_images / e.global_batch)
@@ -66,16 +66,16 @@ def with_larger_batch_ms(e: Evidence, times: int) -> float | None:
 
     What its passes take was timed on both batches. The optimizer takes as long for any batch, and is needed for one in `times`
     steps. So does handing out a batch, and what a step computes beyond its passes, as far as both are no more than launching the
-    passes takes: cores and memory that others use make every image slower.
+    passes takes, or twice that under DDP, whose hooks are as many: cores and memory that others use make every image slower.
     """
     now_ms, larger_ms = e.passes_ms.get(e.micro_batch), e.passes_ms.get(times * e.micro_batch)
     if not now_ms or not larger_ms:
         return None
     step, images_ms = e.typical, e.compute_ms + e.typical.augment_ms
     passes_ms = min(images_ms, e.accumulate * now_ms)
-    beyond_ms = min(images_ms - passes_ms + e.handling_ms(step), e.accumulate * (e.one_image_ms or 0.0))
-    fixed_ms = beyond_ms + step.optimizer_ms + e.rest_ms
-    return max(0.0, passes_ms * (1 - larger_ms / (times * now_ms)) + fixed_ms * (1 - 1 / times))
+    launching_ms = e.accumulate * (e.one_image_ms or 0.0) * (2 if e.num_workers > 1 else 1)
+    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + e.rest_ms
+    return max(0.0, passes_ms - e.accumulate * larger_ms / times) + fixed_ms * (1 - 1 / times)
 
 
 def larger(global_batch: int) -> str:
@@ -94,47 +94,59 @@ def idle_gpu(e: Evidence) -> Cause | None:
     """GPUs that no kernel runs on while the step waits for nothing: they wait for the host.
 
     A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
-    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where a single image takes
-    half as long as the batch, launching is the longer one: a batch cut into micro-batches that the memory could hold as one is
-    mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single image is much faster
-    something else holds the host up.
+    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where passes on larger batches
+    were timed, T' is by those.
+
+    Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
+    fit into memory as one is mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single
+    image is much faster something else delays the host.
     """
-    step, busy, idle, room = e.typical, busy_pct(e), idle_share(e), most_times(e)
+    busy, idle = busy_pct(e), idle_share(e)
     if busy is None or idle is None:
         return None
     computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
-    idle_ms = idle * computing_ms
-    memory = ""
-    if e.peak_memory_mib and e.gpu_memory_mib:
-        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
-    busy_so_long = (
-        f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step.step_ms:.1f} ms"
-    )
+    idle_ms, step_ms = idle * computing_ms, e.typical.step_ms
+    waiting = f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step_ms:.1f} ms"
     if e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms:
-        return Cause(
-            "host-bound",
-            f"{busy_so_long}, which could launch a step in {e.accumulate * e.one_image_ms:.1f} ms{memory}",
-            "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
-            "and see what else runs on that node",
-            Effect(work_ms=idle_ms),
-        )
+        return host_bound(e, waiting, idle_ms)
     if e.accumulate > 1 and (in_memory := room_in_memory(e)) >= 2:
-        fewer = math.ceil(e.accumulate / in_memory)
-        cut = f"{busy_so_long}, since a batch is cut into {e.accumulate} micro-batches{memory}"
-        return Cause("memory unused", cut, f"--set optim.accumulate={fewer}", Effect(work_ms=idle_ms))
-    few = f"{busy_so_long}: {e.rank_batch:g} images a worker are too few{memory}"
-    if room < 2:
-        kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
-        less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
-        fewer_workers = (
-            "fewer workers, each with a larger part of the batch; " if e.num_workers > 1 and room_in_memory(e) >= 2 else ""
-        )
-        change = f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs beside this one on the same GPU"
-        return Cause("launch-bound", few, change, Effect(work_ms=idle_ms))
+        cut = f"{waiting}, since a batch is cut into {e.accumulate} micro-batches{memory_used(e)}"
+        change = f"--set optim.accumulate={math.ceil(e.accumulate / in_memory)}"
+        return Cause("memory unused", cut, change, Effect(work_ms=idle_ms))
+    few = f"{waiting}: {e.rank_batch:g} images a worker are too few{memory_used(e)}"
+    if (room := most_times(e)) < 2:
+        return Cause("launch-bound", few, fewer_launches(e), Effect(work_ms=idle_ms))
     times, saved_ms = gpu_times(e, idle, computing_ms, room)
+    effect = Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
+    return Cause("launch-bound", few, larger(times * e.global_batch), effect)
+
+
+def host_bound(e: Evidence, waiting: str, idle_ms: float) -> Cause:
+    """A host that could launch faster than it does."""
+    could_ms = e.accumulate * (e.one_image_ms or 0.0)
     return Cause(
-        "launch-bound", few, larger(times * e.global_batch), Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
+        "host-bound",
+        f"{waiting}, which could launch a step in {could_ms:.1f} ms{memory_used(e)}",
+        "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
+        "and see what else runs on that node",
+        Effect(work_ms=idle_ms),
     )
+
+
+def memory_used(e: Evidence) -> str:
+    """A clause on the GPUs' memory, "" where it is not recorded."""
+    if not (e.peak_memory_mib and e.gpu_memory_mib):
+        return ""
+    return f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+
+
+def fewer_launches(e: Evidence) -> str:
+    """What to change where no larger batch is possible."""
+    kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
+    less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
+    several = e.num_workers > 1 and room_in_memory(e) >= 2
+    fewer_workers = "fewer workers, each with a larger part of the batch; " if several else ""
+    return f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs on the same GPU at the same time"
 
 
 def gpu_times(e: Evidence, idle: float, computing_ms: float, room: float) -> tuple[int, float]:
@@ -172,7 +184,7 @@ def fewer_all_reduces_ms(e: Evidence, saved_ms: float, times: float) -> float:
 
 
 def room_in_memory(e: Evidence) -> float:
-    """How many times as large a micro-batch the GPUs' memory holds."""
+    """How many times as large a micro-batch fits into the GPUs' memory."""
     if e.peak_memory_mib and e.gpu_memory_mib:
         return FITS * e.gpu_memory_mib / e.peak_memory_mib
     return float(MOST_TIMES)

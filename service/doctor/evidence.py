@@ -1,4 +1,4 @@
-"""What the doctor knows of a run: plain numbers out of its records. None where a record does not say."""
+"""What the doctor knows of a run: plain numbers out of its records. None where it is not recorded."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Evidence:
     precision: str = "fp32"
     decodes_on_device: bool = False
     exposed_ms: float | None = None
-    """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else."""
+    """What a step waits for the all-reduce itself: the last rank to arrive waits for nothing else."""
     prefetch_batches: int = 2
     loader: LoaderCosts | None = None
     copy_batch_ms: float | None = None
@@ -177,7 +177,7 @@ class Evidence:
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None
-    """None: of a timing run, or of one whose records do not tell."""
+    """None: of a timing run, or where it is not recorded."""
     teacher_actors: int | None = None
     """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
@@ -262,7 +262,7 @@ class Evidence:
 
     @property
     def copy_ms(self) -> float:
-        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver."""
+        """The least time between two batches that the copy to a GPU, which goes on during the step, can deliver."""
         step = self.typical
         if not self.on_gpu:
             return 0.0

@@ -21,7 +21,7 @@ def no_prefetch(e: Evidence) -> Cause | None:
     """`data.loader_workers: 0`: nothing is loaded while the step computes.
 
     n threads load a batch while the step computes, see `with_threads_ms`; n is the least with which a step is nearly as fast as
-    with any number, given the cores.
+    with any number on these cores.
     """
     step = e.typical
     if e.loader_workers or not step.data_ms:
@@ -49,7 +49,7 @@ def supplied(e: Evidence, image_ms: float) -> Effect:
 
 
 def begin(e: Evidence) -> str:
-    """How much of a step the wait is; of a loader that keeps up, how near it is to being the slower one."""
+    """How much of a step the wait is; of a loader that is faster, how near it is to being the slower one."""
     step = e.typical
     if e.waits_for_data:
         return f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"

@@ -19,11 +19,11 @@ from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
 STEPS = 40
-"""Timed steps of a probe, where the experiment does not say `train.max_steps` itself."""
+"""Timed steps of a probe, where the experiment does not set `train.max_steps` itself."""
 
 
 def probe(resolved: Resolved, root: Path) -> list[Case]:
-    """Time a few steps of the student, in a run directory of its own under `root`; MLflow is not told.
+    """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
 
     Raises:
         DistillError: one line: the experiment cannot be carried out.
@@ -35,11 +35,11 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
     begin(short, "train", run_dir, root)
     with contextlib.redirect_stdout(sys.stderr):  # its progress: standard output begins with the main finding
-        result = carry_out(short, run_dir)
+        result = run_student(short, run_dir)
     return read_run(short, run_dir, result)
 
 
-def carry_out(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
+def run_student(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
     """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
     with session(resolved, run_dir) as now:
         wanted = Plan.on(resolved.experiment, clusters.local_capacity()).need().total_cpus if clusters.is_local() else 0

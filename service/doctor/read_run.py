@@ -22,14 +22,14 @@ _CLOCK = ("train_s", "eval_s", "checkpoint_s", "other_s")
 
 @dataclass(frozen=True)
 class Case:
-    """One stage or trial to speak of."""
+    """One stage or trial."""
 
     name: str
     evidence: Evidence
 
 
 def read_run(resolved: Resolved, run_dir: RunDir, result: Mapping[str, Any]) -> list[Case]:
-    """What a run directory tells: a run's last stage, or a sweep's trials, the best one first and the others as they stand.
+    """The evidence of a run directory: a run's last stage, or a sweep's trials, the best one first and the others in their order.
 
     Raises:
         ExperimentError: no step has been timed yet.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 
@@ -21,7 +22,7 @@ from trainables.engine.step import Learner, losses
 from trainables.methods.contract import Samples
 
 log = logging.getLogger("raydistill")
-_MOST_S, _ROUNDS = 0.2, 3
+_MOST_S, _ROUNDS = 0.5, 3
 _MOST_PASS_S = 0.5
 """No batch is timed whose passes would take longer."""
 _MOST_TIMES = 64
@@ -37,16 +38,15 @@ def image_costs(learner: Learner, image_size: int, micro_batch: int, most_images
     up to `most_images`. On a GPU N has to fit: `peak_bytes` is what the training took at most. `passes/out_of_memory_images` is
     the N that did not.
 
-    The least of a few rounds each, 0.2 s at most after the first. No communication: the student and its methods are run without
+    The least of a few rounds each, 0.5 s at most after the first. No communication: the student and its methods are run without
     DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are,
     gradients are thrown away, and no random number is drawn.
     """
     device = learner.group.device
     with _unchanged(learner.pupil):
-        found = {"one_image_ms": 1e3 * _least_s(learner, image_size, 1)}
-        one_s = found["one_image_ms"] / 1e3
-        num_images, least_s = micro_batch, float("inf")  # seconds of an image
-        took_s = one_s  # at most what twice as many images take half of
+        took_s = _least_s(learner, image_size, 1)
+        found = {"one_image_ms": 1e3 * took_s}
+        num_images, least_s = micro_batch, math.inf  # seconds of an image
         while num_images <= min(most_images, _MOST_TIMES * micro_batch) and took_s < _MOST_PASS_S:
             if device.type == "cuda" and not _fits(device, peak_bytes * num_images / micro_batch):
                 log.info("no passes on %d images are timed: the GPU's memory is too small", num_images)

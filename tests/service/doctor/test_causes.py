@@ -337,6 +337,15 @@ def test_a_larger_batch_whose_images_take_as_long_is_not_proposed() -> None:
     assert launches(replace(HEALTHY, passes_ms={})) is None
 
 
+def test_what_a_step_computes_beyond_its_passes_is_saved_only_as_far_as_launching_explains_it() -> None:
+    """Of two ranks of 95 ms each passes take 65: 2 ms of launching, and DDP's as many, are needed half as often."""
+    ranks = (waits(longer(RANK, optimizer=-2), 1.0), waits(longer(RANK, optimizer=-2), 1.0))
+    found = launches(run_of(*ranks, passes_ms={64: 65.0, 128: 130.0}))
+    assert found is not None
+    assert found.effect.work_ms == pytest.approx(0.5 * 4 + 0.5 * RANK.rest_ms)
+    assert found.change.startswith("--set data.global_batch_size=256")
+
+
 def test_a_batch_that_is_too_large_for_a_gpu_is_not_proposed() -> None:
     passes_ms = {64: 95.0, 128: 120.0, 256: 200.0}
     timed = replace(IDLE, passes_ms=passes_ms)
