@@ -94,8 +94,8 @@ def idle_gpu(e: Evidence) -> Cause | None:
     """GPUs that no kernel runs on while the step waits for nothing: they wait for the host.
 
     A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
-    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where passes on larger batches
-    were timed, T' is by those.
+    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where passes on larger
+    batches were timed, T' is by those.
 
     Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
     fit into memory as one is mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single
