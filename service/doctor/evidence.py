@@ -315,6 +315,19 @@ class Evidence:
         return self.loader_cpu_ms + (self.training_cpu_ms or 0.0)
 
     @property
+    def others_cpu_ms(self) -> float:
+        """What programs other than the ranks compute on the nodes in a step; 0 where that is unknown."""
+        busy = [node.cpu_pct for node in self.nodes if node.cpu_pct is not None]
+        if not busy or not self.cores or not self.training_cpu_ms:
+            return 0.0
+        return max(0.0, fmean(busy) / 100 * self.cores * self.typical.step_ms - self.cpu_ms)
+
+    @property
+    def competing_cpu_ms(self) -> float:
+        """What all but the step's own thread compute on the nodes in a step."""
+        return self.cpu_ms + self.others_cpu_ms - (self.training_cpu_ms or 0.0) / self.num_workers
+
+    @property
     def core_wait_ms(self) -> float:
         """What every rank's step waits at least for a free core. A GPU works meanwhile."""
         return 0.0 if self.on_gpu else min(rank.core_wait_ms or 0.0 for rank in self.ranks)
@@ -453,8 +466,8 @@ def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> floa
 
 def less_core_wait_ms(e: Evidence, less_cpu_ms: float) -> float:
     """What a step waits less for a core once others compute so much less: the same share of it."""
-    others_ms = e.cpu_ms - (e.training_cpu_ms or 0.0) / e.num_workers
-    return e.core_wait_ms * min(1.0, less_cpu_ms / others_ms) if others_ms > 0 else 0.0
+    competing_ms = e.competing_cpu_ms
+    return e.core_wait_ms * min(1.0, less_cpu_ms / competing_ms) if competing_ms > 0 else 0.0
 
 
 def with_threads_ms(e: Evidence, threads: int, work_ms: float, load_ms: float, load_cpu_ms: float) -> float:

@@ -12,6 +12,7 @@ import pytest
 from service.config.experiment import load
 from service.doctor.causes import findings
 from service.doctor.compute import launches, teacher
+from service.doctor.cores import other_programs
 from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, RankTimes, predicted_pct
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
@@ -220,6 +221,18 @@ def test_cheaper_images_free_the_cores_that_the_step_waits_for() -> None:
     e = on_cores(run_of(crowded, loader=loader(180 / 64, cpu=180 / 64)), 2)
     assert the(decoding, e).gain_pct == pytest.approx(100 * 60 / 160, abs=1)
     assert the(decoding, on_cores(run_of(replace(crowded, core_wait_ms=None), loader=e.loader), 2)).gain_pct < 1
+
+
+def test_other_programs_on_the_cores_that_a_step_waits_for_are_named() -> None:
+    """A step of 160 ms on two cores: 100 of its own, of others 220 ms less that, and 60 of waiting for them."""
+    crowded = replace(longer(RANK, backward=60), cpu_ms=100.0 + 64 * LOADER.cpu_ms, core_wait_ms=60.0)
+    e = replace(run_of(crowded), nodes=(NodeUse(100.0, 0.0, cores=2),))
+    found = the(other_programs, e)
+    others_ms = 320 - 100 - 64 * LOADER.cpu_ms
+    assert found.gain_pct == pytest.approx(100 * 60 / 160 * others_ms / 220, abs=0.5)
+    assert "other programs" in found.sentence
+    assert names(e)[0] == "busy cores"
+    assert other_programs(replace(e, nodes=(NodeUse(45.0, 0.0, cores=2),))) is None
 
 
 # Ranks
