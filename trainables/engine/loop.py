@@ -23,7 +23,7 @@ from trainables.engine.step import Learner, train_step
 from trainables.errors import DataError, TrainingError
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import PHASES
-from trainables.metrics.single_image_latency import image_costs
+from trainables.metrics.single_image_latency import Trained, image_costs
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -441,6 +441,19 @@ def memory(job: Job) -> dict[str, float]:
     return {name: size / 2**20 for name, size in found.items()}
 
 
+def trained(job: Job, step_ms: float) -> Trained:
+    """What the training has shown of its micro-batches; `step_ms`: its mean step."""
+    accumulate = job.config.optim.accumulate
+    parts = job.group.world_size * accumulate
+    peak_bytes = (job.memory_peak or memory_peak(job.group.device))[0] if job.group.device.type == "cuda" else 0
+    return Trained(
+        micro_batch=max(1, job.config.data.global_batch_size // parts),
+        took_s=step_ms / accumulate / 1e3,
+        most_images=job.train_loader.samples_per_epoch // parts,
+        peak_bytes=peak_bytes,
+    )
+
+
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
     progress = job.state.progress
@@ -450,10 +463,7 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
-        micro_batch = job.config.data.global_batch_size // (job.group.world_size * job.config.optim.accumulate)
-        most = job.train_loader.samples_per_epoch // (job.group.world_size * job.config.optim.accumulate)
-        peak = (job.memory_peak or memory_peak(job.group.device))[0] if job.group.device.type == "cuda" else 0
-        summary |= image_costs(job.learner, job.config.data.image_size, max(1, micro_batch), most, peak)
+        summary |= image_costs(job.learner, job.config.data.image_size, trained(job, summary.get("phase/step_ms", math.inf)))
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= {

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -30,13 +31,26 @@ _WORTH_IT = 0.97
 """A batch twice as large has to bring the time of an image below this part of the least so far, or no larger one is timed."""
 
 
-def image_costs(learner: Learner, image_size: int, micro_batch: int, most_images: int, peak_bytes: int = 0) -> dict[str, float]:
+@dataclass(frozen=True)
+class Trained:
+    """What the training has shown."""
+
+    micro_batch: int
+    took_s: float
+    """Of a step for each of its micro-batches."""
+    most_images: int
+    """There are for a micro-batch."""
+    peak_bytes: int = 0
+    """The most GPU memory that tensors took."""
+
+
+def image_costs(learner: Learner, image_size: int, trained: Trained) -> dict[str, float]:
     """Milliseconds of augmentation, teacher's forward, student's forward, loss and backward, on images of zeros.
 
     `one_image_ms`: on one of them, which is what launching the work takes where a device has next to nothing to do.
     `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, as long as that makes an image cheaper,
-    up to `most_images`. On a GPU N has to fit: `peak_bytes` is what the training took at most. `passes/out_of_memory_images` is
-    the N that did not.
+    as there are so many images, and as that takes half a second at most. On a GPU N has to fit: `passes/out_of_memory_images` is
+    the one that did not.
 
     The least of a few rounds each, 0.5 s at most after the first. No communication: the student and its methods are run without
     DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are,
@@ -44,11 +58,13 @@ def image_costs(learner: Learner, image_size: int, micro_batch: int, most_images
     """
     device = learner.group.device
     with _unchanged(learner.pupil):
-        took_s = _least_s(learner, image_size, 1)
-        found = {"one_image_ms": 1e3 * took_s}
-        num_images, least_s = micro_batch, math.inf  # seconds of an image
-        while num_images <= min(most_images, _MOST_TIMES * micro_batch) and took_s < _MOST_PASS_S:
-            if device.type == "cuda" and not _fits(device, peak_bytes * num_images / micro_batch):
+        one_s = _least_s(learner, image_size, 1)
+        found = {"one_image_ms": 1e3 * one_s}
+        num_images, image_s = trained.micro_batch, math.inf
+        took_s = min(trained.took_s, num_images * one_s)  # at most
+        most_images = min(trained.most_images, _MOST_TIMES * trained.micro_batch)
+        while num_images <= most_images and took_s <= _MOST_PASS_S:
+            if device.type == "cuda" and not _fits(device, trained.peak_bytes * num_images / trained.micro_batch):
                 log.info("no passes on %d images are timed: the GPU's memory is too small", num_images)
                 break
             try:
@@ -59,9 +75,9 @@ def image_costs(learner: Learner, image_size: int, micro_batch: int, most_images
                 found["passes/out_of_memory_images"] = float(num_images)
                 break
             found[f"passes/{num_images}_images_ms"] = 1e3 * now_s
-            if now_s / num_images > _WORTH_IT * least_s:
+            if now_s / num_images > _WORTH_IT * image_s:
                 break
-            num_images, least_s, took_s = 2 * num_images, now_s / num_images, 2 * now_s
+            num_images, took_s, image_s = 2 * num_images, 2 * now_s, now_s / num_images
         return found
 
 

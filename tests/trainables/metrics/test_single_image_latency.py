@@ -12,7 +12,9 @@ from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.metrics.single_image_latency import image_costs
+from trainables.engine.step import Learner
+from trainables.metrics import single_image_latency
+from trainables.metrics.single_image_latency import Trained, image_costs
 
 IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
 
@@ -41,9 +43,27 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
         job.model.train()
         random = torch.random.get_rng_state()
-        timed = image_costs(job.learner, IMAGE_SIZE, micro_batch=4, most_images=8)
+        timed = image_costs(job.learner, IMAGE_SIZE, Trained(micro_batch=4, took_s=0.0, most_images=8))
         assert set(timed) <= {"one_image_ms", "passes/4_images_ms", "passes/8_images_ms"}
         assert equal(before, job.model.state_dict())
         assert torch.equal(random, torch.random.get_rng_state())
         assert job.model.training
         assert all(parameter.grad is None for parameter in job.model.parameters())
+
+
+def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    least_s = single_image_latency._least_s
+
+    def with_little_memory(learner: Learner, image_size: int, num_images: int) -> float:
+        if num_images >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return least_s(learner, image_size, num_images)
+
+    monkeypatch.setattr(single_image_latency, "_least_s", with_little_memory)
+    with contextlib.closing(job), caplog.at_level("INFO", logger="raydistill"):
+        timed = image_costs(job.learner, IMAGE_SIZE, Trained(micro_batch=2, took_s=0.0, most_images=64))
+    assert timed["passes/out_of_memory_images"] == 8
+    assert "passes/4_images_ms" in timed
+    assert "no passes on 8 images are timed: out of memory" in caplog.text
