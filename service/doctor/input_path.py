@@ -44,8 +44,9 @@ def supplied(e: Evidence, image_ms: float) -> Effect:
     """
     if e.loader is None or not e.loader.image_ms:
         return Effect()
-    share = image_ms / e.loader.image_ms
-    return Effect(supply_ms=share * e.supply_ms, late_ms=share * e.late_ms)
+    share, batch_ms = image_ms / e.loader.image_ms, e.typical.loader_batch_ms
+    loading_ms = e.supply_ms if batch_ms is None else min(e.supply_ms, batch_ms)  # without threads a step hands out batches, too
+    return Effect(supply_ms=share * loading_ms, late_ms=share * e.late_ms)
 
 
 def begin(e: Evidence) -> str:
@@ -56,9 +57,9 @@ def begin(e: Evidence) -> str:
     return f"a batch takes the loader {e.supply_ms:.1f} of a step's {step.step_ms:.1f} ms"
 
 
-def more_threads(e: Evidence) -> str:
+def more_threads(e: Evidence, most: int = MOST_THREADS) -> str:
     """The loader workers with which the step would not wait."""
-    threads = min(MOST_THREADS, math.ceil(max(1, e.loader_workers) * e.typical.step_ms / max(e.work_ms, 1e-9)))
+    threads = min(most, math.ceil(max(1, e.loader_workers) * e.typical.step_ms / max(e.work_ms, 1e-9)))
     return f"--set data.loader_workers={max(threads, e.loader_workers + 1)}"
 
 
@@ -99,8 +100,9 @@ def decoding(e: Evidence) -> Cause | None:
     cores_ms = e.loader.core_wait_ms
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
-    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms
-    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e)}, or {cheaper}"
+    most = int(e.cores / e.num_workers) if e.cores else MOST_THREADS  # threads that compute need a core each
+    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
+    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
     return Cause(
         "decode-bound",
         f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "

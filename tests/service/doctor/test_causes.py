@@ -66,6 +66,13 @@ def test_where_the_cores_are_busy_more_threads_are_not_proposed() -> None:
     assert "waiting for a free core" in the(decoding, pinned).sentence
 
 
+def test_no_more_threads_that_decode_are_proposed_than_a_worker_has_cores() -> None:
+    e = run_of(longer(RANK, data=300), loader=loader(400 / 64, cpu=400 / 64), nodes=(NodeUse(40.0, 0.0, cores=8.0),))
+    assert the(decoding, e).change.startswith("--set data.loader_workers=5")
+    assert the(decoding, replace(e, nodes=(NodeUse(40.0, 0.0, cores=2.0),))).change.startswith("--set data.loader_workers=2")
+    assert the(decoding, replace(e, nodes=(NodeUse(40.0, 0.0, cores=1.0),))).change.startswith("cheaper images")
+
+
 def test_threads_that_wait_inside_the_source_are_storage_bound() -> None:
     e = run_of(SLOW, loader=loader(200 / 64, read_wait=195 / 64, cpu=5 / 64))
     assert the(storage, e).gain_pct == pytest.approx(100 * 101 / 200)
