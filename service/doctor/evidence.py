@@ -459,7 +459,7 @@ def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> floa
     if e.in_series and not threads:
         return max(work_ms, copy_ms) + supply_ms
     if threads:
-        loading_cpu_ms = max(0.0, e.loader_cpu_ms - less_cpu_ms) / e.num_workers
+        loading_cpu_ms = min(supply_ms, e.loader_cpu_ms / e.num_workers)
         return max(copy_ms, cores_ms, with_threads_ms(e, threads, work_ms + late_ms, supply_ms, loading_cpu_ms))
     return max(work_ms + late_ms, copy_ms, supply_ms, cores_ms)
 
