@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from service.doctor.compute import idle_share
 from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
 from trainables.metrics.phases import PHASES
-from trainables.metrics.telemetry import LOWERED, decode_throttle
+from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
 HOT_C = 75.0
 OFTEN_PCT = 10.0
@@ -44,7 +44,7 @@ class Fallen(NamedTuple):
 def is_throttled(gpu: GpuUse) -> bool:
     """Whether its clock is lowered because of heat or power supply, more than now and then."""
     often = gpu.throttled_pct is None or gpu.throttled_pct >= OFTEN_PCT
-    return bool(gpu.throttle_reasons & LOWERED) and often
+    return bool(gpu.throttle_reasons & SLOWING_REASONS) and often
 
 
 def fallen(e: Evidence) -> Fallen | None:
@@ -103,7 +103,7 @@ def thermal(e: Evidence) -> Cause | None:
 def clock_sentence(e: Evidence, one: Fallen) -> str:
     """By how much a GPU's clock is lowered, since when, how hot it is, and why."""
     gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
-    reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & LOWERED & gpu.throttle_reasons]
+    reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & SLOWING_REASONS & gpu.throttle_reasons]
     why = f" ({', '.join(reasons)})" if reasons else ""
     if one.since_start:
         return f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"

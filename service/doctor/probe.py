@@ -12,8 +12,8 @@ from service.config.experiment import Resolved
 from service.doctor.read_run import Case, read_run
 from service.runs.plan import Plan
 from service.runs.preflight import check_inputs
-from service.runs.run_directory import begin, check_places, new_run_dir
-from service.runs.teacher_actors import serving
+from service.runs.run_directory import begin, check_writable, new_run_dir
+from service.runs.teacher_actors import running_teacher_actors
 from service.runs.train import run_stage, session
 from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
@@ -30,7 +30,7 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
     """
     steps = resolved.experiment.train.max_steps or STEPS
     short = resolved.override({"train.max_steps": steps, "tracking.enabled": False}, "doctor")
-    check_places(root, None)
+    check_writable(root, None)
     check_inputs(short, "train")
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
     begin(short, "train", run_dir, root)
@@ -49,6 +49,6 @@ def run_student(resolved: Resolved, run_dir: RunDir) -> dict[str, Any]:
             now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
             now.display.say(plan.describe(cluster))
             weights = untrained_teacher(now)
-            with serving(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
+            with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
                 run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
     return now.result

@@ -15,7 +15,7 @@ from rich.console import Console
 from service.doctor.causes import findings
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials, Verdict, healthy
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.worker.entry_points import CPU_MALLOC
 
 POINTS = 5.0
@@ -24,7 +24,7 @@ POINTS = 5.0
 
 def main() -> None:
     os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
-    console, ranks, wanted = Console(width=160, highlight=False), Ranks(2), sys.argv[1:] or ["faults"]
+    console, ranks, wanted = Console(width=160, highlight=False), RankPool(2), sys.argv[1:] or ["faults"]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(ranks, Path(folder))
         try:

@@ -146,9 +146,14 @@ def train(p: Pipeline, rng: np.random.Generator, epoch: int) -> tuple[list[Sums]
         phase: list[dict[str, float]] = [{} for _ in range(p.workers)]
 
         def work(
-            rank: int, name: str, fixed_ms: float, kernel_ms: float, at: list[float] = at, busy: list[float] = busy,
+            rank: int,
+            name: str,
+            fixed_ms: float,
+            kernel_ms: float,
+            at: list[float] = at,
+            busy: list[float] = busy,
             phase: list[dict[str, float]] = phase,
-        ) -> None:  # fmt: skip
+        ) -> None:
             """A GPU works while the host launches: the longer one counts. A CPU does one after the other."""
             kernel_ms *= slower * max(0.2, 1 + rng.normal(0, p.noise))
             took = max(fixed_ms, kernel_ms) if p.gpu else fixed_ms * slower + kernel_ms

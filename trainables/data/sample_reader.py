@@ -81,8 +81,13 @@ class Costs:
         """
         if not self.images:
             return {}
-        sums = {"image": self.took_s, "read": self.read_s, "read_wait": self.read_wait_s, "cpu": self.cpu_s,
-                "core_wait": self.core_wait_s}  # fmt: skip
+        sums = {
+            "image": self.took_s,
+            "read": self.read_s,
+            "read_wait": self.read_wait_s,
+            "cpu": self.cpu_s,
+            "core_wait": self.core_wait_s,
+        }
         a_batch = {"batch": self.took_s / self.threads, "wait": self.wait_s}
         return {
             **{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()},

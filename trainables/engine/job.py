@@ -14,33 +14,34 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.config import TrainConfig
-from trainables.data.auto_workers import Enough
+from trainables.data.auto_workers import AutoWorkers
 from trainables.data.loader import Loader
 from trainables.data.order import Split
 from trainables.data.source import open_on_node
 from trainables.device.augment import TrainInputs
 from trainables.device.decode import check_decoder
 from trainables.device.model_input import autocast, normalizer
-from trainables.distributed.batch_norm import convert, takes_none
-from trainables.distributed.gather import hosts_group
+from trainables.distributed.batch_norm import convert, accepts_empty_batches
+from trainables.distributed.gather import cpu_process_group
 from trainables.distributed.group import Group, gather_objects, seed_rank
 from trainables.engine import checkpoint
-from trainables.engine.checkpoint import Progress, TrainState
-from trainables.engine.modules import build_pupil, numbers
+from trainables.engine.checkpoint import Progress, CheckpointState
+from trainables.engine.modules import build_modules, numbers
 from trainables.engine.optimizers import Updates, build_updates
-from trainables.engine.step import Learner
+from trainables.engine.step import TrainState
 from trainables.errors import ExperimentError
-from trainables.methods.distillation_module import Pupil, choose, student_name
+from trainables.methods.distillation_module import DistillationModule
+from trainables.methods.select import select_methods, student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
 from trainables.metrics.host_use import HostUse
-from trainables.metrics.noise_scale import NoiseHistory, watch
+from trainables.metrics.noise_scale import NoiseHistory, measure_noise
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.metrics.throughput import Throughput
 from trainables.metrics.wall_clock import WallClock
 from trainables.models.registry import build_model
 from trainables.rundir import StageDir
-from trainables.teachers.service.client import AHEAD
-from trainables.teachers.service.protocol import Line
+from trainables.teachers.service.client import PREFETCH_BATCHES
+from trainables.teachers.service.protocol import TeacherConnection
 
 SIGNATURE = inspect.signature(DistributedDataParallel)
 """torch 2.14 has given an option another name."""
@@ -67,12 +68,12 @@ class Job:
     stage: StageDir
     train_loader: Loader
     val_loader: Loader
-    learner: Learner
+    train_state: TrainState
     normalize: Callable[[Tensor], Tensor]
     """From uint8 images_BCHW on the device to the models' input, for evaluation; training augments too."""
     model: nn.Module
-    """The bare student; `learner.student` wraps it."""
-    state: TrainState
+    """The bare student; `train_state.ddp_module` wraps it."""
+    state: CheckpointState
     timer: PhaseTimer
     host: HostUse
     throughput: Throughput
@@ -97,8 +98,8 @@ class Job:
         with contextlib.ExitStack() as stack:
             stack.callback(self.val_loader.close)
             stack.callback(self.train_loader.close)
-            if self.learner.teacher is not None:
-                stack.callback(self.learner.teacher.close)
+            if self.train_state.teacher is not None:
+                stack.callback(self.train_state.teacher.close)
 
 
 def build(
@@ -107,12 +108,12 @@ def build(
     report: Report,
     telemetry: Snapshot,
     enough: Callable[[Sequence[float]], bool] | None = None,
-    lines: Sequence[Line] = (),
+    connections: Sequence[TeacherConnection] = (),
     flush_records: Callable[[], None] = lambda: None,
 ) -> Job:
     """Open the data, build and wrap the models, and continue from the stage's last checkpoint if there is one.
 
-    `lines` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
+    `connections` lead to the actors of `teacher.service`; `flush_records` is for a `report` that leaves writing to another thread.
 
     Raises:
         DataError, ModelError, CheckpointError, ExperimentError: what the experiment asks for does not exist or does not fit.
@@ -120,37 +121,51 @@ def build(
     data, device = config.data, group.device
     classes, (train_loader, val_loader) = open_loaders(config, group)
     dtype, layout = numbers(config)
-    name = student_name(config.model, config.teacher, choose(config.distill) if config.distill is not None else ())
+    name = student_name(config.model, config.teacher, select_methods(config.distill) if config.distill is not None else ())
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=config.seed)
     model = model.to(device, dtype).to(memory_format=layout)
     if config.scale.sync_batch_norm:
         model = convert(model, group)
-    pupil, teacher = build_pupil(config, group, model, classes, train_loader, lines)
-    pupil.methods.to(device, dtype)
+    distillation_module, teacher = build_modules(config, group, model, classes, train_loader, connections)
+    distillation_module.methods.to(device, dtype)
     if config.train.compile:  # in place: names in the checkpoint stay as they are
         model.compile()
     stage = StageDir(Path(config.output_dir))
-    if not pupil.init_epochs:  # what is never trained has no optimizer; a warm-up stage's one has what is settled after it
-        pupil.begin_stage(0)
+    if (
+        not distillation_module.init_epochs
+    ):  # what is never trained has no optimizer; an init stage's one has what is settled after it
+        distillation_module.begin_stage(0)
     updates = Updates(
-        build_updates(model, pupil.methods_by_name, config.optim), group, config.optim.clip_grad_norm, pupil.init_lr
+        build_updates(model, distillation_module.methods_by_name, config.optim),
+        group,
+        config.optim.clip_grad_norm,
+        distillation_module.init_lr,
     )
-    init_epochs = 0 if config.train.max_steps is not None else pupil.init_epochs  # a timing run times the training
-    pupil.begin_stage(0)  # before DDP looks which gradients there will be
+    init_epochs = 0 if config.train.max_steps is not None else distillation_module.init_epochs  # a timing run times the training
+    distillation_module.begin_stage(0)  # before DDP looks which gradients there will be
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     about = {
-        "stage": config.stage, "model": name, "num_classes": len(classes), "classes": list(classes), "seed": config.seed,
-        "image_size": data.image_size, "val_resize": data.val_resize, "mean": list(data.mean), "std": list(data.std),
-    }  # fmt: skip
-    state = TrainState(model, pupil.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about)
+        "stage": config.stage,
+        "model": name,
+        "num_classes": len(classes),
+        "classes": list(classes),
+        "seed": config.seed,
+        "image_size": data.image_size,
+        "val_resize": data.val_resize,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
+    state = CheckpointState(
+        model, distillation_module.methods, [update.optimizer for update in updates.updates], scaler, Progress(), about
+    )
     seed_rank(config.seed, group.rank)
     # Rank 0 decides for all: a shared file system may show a file to one node later than to another.
     if gather_objects(stage.last.exists(), group)[0]:
         checkpoint.restore(stage.last, state, group)
     normalize = normalizer(data.mean, data.std, device, dtype, layout)
-    student = pupil if updates.several else wrap(pupil, group)
-    learner = Learner(
-        pupil=pupil,
+    student = distillation_module if updates.several else wrap(distillation_module, group)
+    train_state = TrainState(
+        distillation_module=distillation_module,
         student=student,
         teacher=teacher,
         updates=updates,
@@ -160,10 +175,10 @@ def build(
         autocast=autocast(config.precision, device),
         steps_per_epoch=train_loader.steps_per_epoch,
         init_epochs=init_epochs,
-        blanks=0 if takes_none(model) else 2,
+        blanks=0 if accepts_empty_batches(model) else 2,
         accumulate=config.optim.accumulate,
-        noise=None if updates.several else watch(student, group, config.optim.accumulate),
-        hosts=hosts_group(group) if pupil.methods else None,
+        noise=None if updates.several else measure_noise(student, group, config.optim.accumulate),
+        hosts=cpu_process_group(group) if distillation_module.methods else None,
     )
     # Where there are several epochs the first one stands apart: it fills caches and meets the disk cold.
     several = config.train.max_steps is None and config.optim.epochs - state.progress.epoch > 1
@@ -177,10 +192,27 @@ def build(
     )
     noise, clock = NoiseHistory(state.progress.noise), WallClock(state.progress.wall, state.progress.epoch_wall)
     return Job(
-        config, group, stage, train_loader, val_loader, learner, normalize, model, state, timer,
-        HostUse(warmup), throughput, clock, noise, report,
-        flush_records, telemetry, AllreduceWait(learner.student, device, config.train.log_every, warmup), memory_from, enough,
-    )  # fmt: skip
+        config,
+        group,
+        stage,
+        train_loader,
+        val_loader,
+        train_state,
+        normalize,
+        model,
+        state,
+        timer,
+        HostUse(warmup),
+        throughput,
+        clock,
+        noise,
+        report,
+        flush_records,
+        telemetry,
+        AllreduceWait(train_state.ddp_module, device, config.train.log_every, warmup),
+        memory_from,
+        enough,
+    )
 
 
 def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tuple[Loader, Loader]]:
@@ -194,17 +226,25 @@ def open_loaders(config: TrainConfig, group: Group) -> tuple[tuple[str, ...], tu
     def loader(split: Split) -> Loader:
         assert isinstance(data.loader_workers, int)
         return Loader(
-            sources[split], data, split=split, seed=config.seed, rank=group.rank, world_size=group.world_size,
-            loader_workers=data.loader_workers, device=group.device,
-            auto=Enough(data.loader_workers) if config.loader_auto and split == "train" else None,
-            seed_epochs=config.seed_epochs if split == "train" else None,
-            held=AHEAD if split == "train" and config.teacher is not None and config.teacher.service is not None else 0,
-        )  # fmt: skip
+            sources[split],
+            data,
+            split=split,
+            seed=config.seed,
+            rank=group.rank,
+            world_size=group.world_size,
+            loader_workers=data.loader_workers,
+            device=group.device,
+            auto=AutoWorkers(data.loader_workers) if config.loader_auto and split == "train" else None,
+            num_augmentation_epochs=config.num_augmentation_epochs if split == "train" else None,
+            held=PREFETCH_BATCHES
+            if split == "train" and config.teacher is not None and config.teacher.service is not None
+            else 0,
+        )
 
     return sources["train"].classes, (loader("train"), loader("val"))
 
 
-def wrap(model: Pupil, group: Group) -> nn.Module:
+def wrap(model: DistillationModule, group: Group) -> nn.Module:
     """`model` under DDP where there are several ranks."""
     if group.world_size == 1:
         return model

@@ -19,11 +19,11 @@ from trainables.distributed.group import all_reduce_sum, check_replicas, gather_
 from trainables.engine import checkpoint
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
-from trainables.engine.step import Learner, train_step
+from trainables.engine.step import TrainState, train_step
 from trainables.errors import DataError, TrainingError
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import PHASES
-from trainables.metrics.single_image_latency import Trained, image_costs
+from trainables.engine.single_image_latency import Trained, single_image_latency
 from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
@@ -36,21 +36,27 @@ def run(job: Job) -> dict[str, float]:
         TrainingError: a loss or a parameter that is not finite, or replicas that disagree.
         DataError, CheckpointError: see their own modules.
     """
-    config, progress = job.config, job.state.progress
+    config, progress = job.config, job.checkpoint_state.progress
     job.clock.begin()
     job.report(
-        "start", progress.step, progress.epoch,
-        {"steps_per_epoch": job.train_loader.steps_per_epoch, "samples_per_epoch": job.train_loader.samples_per_epoch,
-         "epochs": num_epochs(job), "num_workers": job.group.world_size,
-         "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0},
-    )  # fmt: skip
+        "start",
+        progress.step,
+        progress.epoch,
+        {
+            "steps_per_epoch": job.train_loader.steps_per_epoch,
+            "samples_per_epoch": job.train_loader.samples_per_epoch,
+            "epochs": num_epochs(job),
+            "num_workers": job.group.world_size,
+            "max_steps": config.train.warmup_steps + config.train.max_steps if config.train.max_steps else 0,
+        },
+    )
     if progress.epoch_record:  # its checkpoint stands: a death may have come before its record did
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
-    if job.learner.noise is None and job.group.is_main:
+    if job.train_state.noise is None and job.group.is_main:
         several = "losses have optimizers of their own"
-        why = several if job.learner.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
+        why = several if job.train_state.updates.several else "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, why)
     while progress.epoch < num_epochs(job) and not progress.reached and not is_time_up(job):
         with job.clock.part("train"):
@@ -60,8 +66,8 @@ def run(job: Job) -> dict[str, float]:
 
 
 def num_epochs(job: Job) -> int:
-    """Epochs in all, with those of a warm-up stage."""
-    return job.learner.init_epochs + job.config.optim.epochs
+    """Epochs in all, with those of an init stage."""
+    return job.train_state.init_epochs + job.config.optim.epochs
 
 
 def is_time_up(job: Job) -> bool:
@@ -73,7 +79,7 @@ def is_time_up(job: Job) -> bool:
 
 def is_evaluated(job: Job, epoch: int) -> bool:
     """Whether a job is evaluated after `epoch` epochs: after every so many of its training, and always after the last one."""
-    due = (epoch - job.learner.init_epochs) % job.config.train.evaluate_every == 0
+    due = (epoch - job.train_state.init_epochs) % job.config.train.evaluate_every == 0
     return due or epoch == num_epochs(job) or is_time_up(job)
 
 
@@ -85,24 +91,26 @@ def run_timing(job: Job) -> dict[str, float]:
         with job.clock.part("train"):
             ended = train_epoch(job, stop_at=last)
         skipped = max(skipped, len(note_skipped(job, job.train_loader, {})))
-        job.state.progress.epoch += 1
-        job.state.progress.position = 0
+        job.checkpoint_state.progress.epoch += 1
+        job.checkpoint_state.progress.position = 0
     return summarize(job, skipped)
 
 
 def train_epoch(job: Job, stop_at: int | None = None) -> bool:
     """The rest of the current epoch; of a timing run, up to the step `stop_at` or to where that is enough: True there."""
-    config, progress, learner, timer = job.config, job.state.progress, job.learner, job.timer
+    config, progress, train_state, timer = job.config, job.checkpoint_state.progress, job.train_state, job.timer
     steps_per_epoch = job.train_loader.steps_per_epoch
-    init_steps = learner.init_epochs * steps_per_epoch
-    learner.student.train()
-    learner.pupil.begin_stage(progress.epoch - learner.init_epochs)
+    init_steps = train_state.init_epochs * steps_per_epoch
+    train_state.ddp_module.train()
+    train_state.distillation_module.begin_stage(progress.epoch - train_state.init_epochs)
     if not progress.position:
         begin_epoch(job)
     loader = job.train_loader
-    batches, drawn = loader.epoch(progress.epoch, progress.position), loader.seed_epoch(progress.epoch)
-    if learner.teacher is not None and learner.pupil.asks_teacher(progress.epoch - learner.init_epochs):
-        batches = learner.teacher.ahead(batches, drawn)
+    batches, drawn = loader.epoch(progress.epoch, progress.position), loader.augmentation_epoch(progress.epoch)
+    if train_state.teacher is not None and train_state.distillation_module.requires_teacher(
+        progress.epoch - train_state.init_epochs
+    ):
+        batches = train_state.teacher.prefetch(batches, drawn)
     ready = on_device(batches, job.group.device, drawn, loader.costs.add_copy)
     job.throughput.begin(progress.step)
     start_step(job)
@@ -111,9 +119,9 @@ def train_epoch(job: Job, stop_at: int | None = None) -> bool:
             timer.mark("data")
             if progress.step == job.memory_from:
                 reset_memory_peak(job.group.device)
-            learner.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
+            train_state.updates.set_learning_rates(progress.step - init_steps, steps_per_epoch, config.data.global_batch_size)
             with one_sample_explained(job):
-                train_step(learner, batch, progress.step, timer)
+                train_step(train_state, batch, progress.step, timer)
             timer.stop()
             job.host.stop()
             job.waits.note()
@@ -159,13 +167,13 @@ def memory_peak(device: torch.device) -> tuple[int, int]:
 
 
 def begin_epoch(job: Job) -> None:
-    """Before an epoch's first step. After a warm-up stage the optimizer begins anew, and so does what was best."""
-    learner, progress = job.learner, job.state.progress
-    if learner.init_epochs and progress.epoch == learner.init_epochs:
-        for optimizer in job.state.optimizers:
+    """Before an epoch's first step. After an init stage the optimizer begins anew, and so does what was best."""
+    train_state, progress = job.train_state, job.checkpoint_state.progress
+    if train_state.init_epochs and progress.epoch == train_state.init_epochs:
+        for optimizer in job.checkpoint_state.optimizers:
             optimizer.state.clear()
         progress.best_top1_pct, progress.best_epoch = -1.0, -1
-    learner.pupil.begin_epoch(progress.epoch - learner.init_epochs)
+    train_state.distillation_module.begin_epoch(progress.epoch - train_state.init_epochs)
 
 
 def is_enough(job: Job, enough: Callable[[Sequence[float]], bool]) -> bool:
@@ -189,53 +197,69 @@ def one_sample_explained(job: Job) -> Iterator[None]:
 
 def log_step(job: Job, in_epoch: int) -> None:
     """The one place that waits for the device: read the sums of all ranks, stop at a loss that is not finite, say a line."""
-    learner, progress, group = job.learner, job.state.progress, job.group
-    noise = [learner.noise.take()] if learner.noise is not None else []
-    mine = torch.cat([learner.sums, (learner.bad_step.double() >= 0).double().reshape(1), *noise])
-    local = learner.sums.clone()
+    train_state, progress, group = job.train_state, job.checkpoint_state.progress, job.group
+    noise = [train_state.noise.take()] if train_state.noise is not None else []
+    mine = torch.cat([train_state.sums, (train_state.bad_step.double() >= 0).double().reshape(1), *noise])
+    local = train_state.sums.clone()
     everything = all_reduce_sum(mine, group).tolist()
-    n = len(learner.names)
+    n = len(train_state.names)
     totals, bad, window = everything[:n], everything[n], everything[n + 1 :]
-    learner.sums.zero_()
+    train_state.sums.zero_()
     images = totals[0]
     images_per_s = job.throughput.end(images, progress.step)
     job.timer.collect()
     if bad:
         stop_not_finite(job)
-    check_replicas(learner.pupil, group, progress.step)
+    check_replicas(train_state.distillation_module, group, progress.step)
     progress.partial = [a + b for a, b in zip(progress.partial or [0.0] * n, totals, strict=True)]
-    metrics = means(learner, totals, progress.epoch) | (job.noise.add(window) if window else {})
-    of_task = next(update for update in learner.updates.updates if "task" in update.losses)
+    metrics = means(train_state, totals, progress.epoch) | (job.noise.add(window) if window else {})
+    of_task = next(update for update in train_state.updates.updates if "task" in update.losses)
     lr = of_task.optimizer.param_groups[0]["lr"]
     phases = job.timer.take()
     metrics |= {"lr": lr, "images_per_s": images_per_s, **phases}
-    job.report("step", progress.step, progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
-               {f"train/{name}": value for name, value in metrics.items()})  # fmt: skip
+    job.report(
+        "step",
+        progress.step,
+        progress.epoch + in_epoch / job.train_loader.steps_per_epoch,
+        {f"train/{name}": value for name, value in metrics.items()},
+    )
     if group.is_main:
-        now, epoch = (means(learner, sums, progress.epoch) for sums in (local.tolist(), progress.partial))
+        now, epoch = (means(train_state, sums, progress.epoch) for sums in (local.tolist(), progress.partial))
         log.info(
             "Epoch: [%d][%d/%d]  Time %.3f  Data %.3f  Loss %.4f (%.4f)  Acc@1 %.2f (%.2f)  Acc@5 %.2f (%.2f)  lr %.4g"
             "  %.1f images/s",
-            progress.epoch + 1, in_epoch, job.train_loader.steps_per_epoch, phases.get("phase/step_ms", math.nan) / 1e3,
-            phases.get("phase/data_ms", math.nan) / 1e3, now["loss"], epoch["loss"], now["top1_pct"], epoch["top1_pct"],
-            now["top5_pct"], epoch["top5_pct"], lr, images_per_s,
-        )  # fmt: skip
+            progress.epoch + 1,
+            in_epoch,
+            job.train_loader.steps_per_epoch,
+            phases.get("phase/step_ms", math.nan) / 1e3,
+            phases.get("phase/data_ms", math.nan) / 1e3,
+            now["loss"],
+            epoch["loss"],
+            now["top1_pct"],
+            epoch["top1_pct"],
+            now["top5_pct"],
+            epoch["top5_pct"],
+            lr,
+            images_per_s,
+        )
 
 
-def means(learner: Learner, sums: Sequence[float], epoch: int) -> dict[str, float]:
-    """Sums over images of an epoch, see `Learner.names`, as named means; accuracies in percent. No image: nan.
+def means(train_state: TrainState, sums: Sequence[float], epoch: int) -> dict[str, float]:
+    """Sums over images of an epoch, see `TrainState.names`, as named means; accuracies in percent. No image: nan.
 
     A term that no method computes in this epoch is left out.
     """
-    silent = learner.silent(epoch)
-    named = {name: sum_ for name, sum_ in zip(learner.names, sums, strict=True) if name not in silent}
+    silent = train_state.silent(epoch)
+    named = {name: sum_ for name, sum_ in zip(train_state.names, sums, strict=True) if name not in silent}
     n = named.pop("images") or math.nan
-    return {f"{name}_pct" if (hits := name in ("top1", "top5")) else name: (100 if hits else 1) * sum_ / n
-            for name, sum_ in named.items()}  # fmt: skip
+    return {
+        f"{name}_pct" if (hits := name in ("top1", "top5")) else name: (100 if hits else 1) * sum_ / n
+        for name, sum_ in named.items()
+    }
 
 
 def stop_not_finite(job: Job) -> None:
-    steps = [step for step in gather_objects(int(job.learner.bad_step), job.group) if step >= 0]
+    steps = [step for step in gather_objects(int(job.train_state.bad_step), job.group) if step >= 0]
     raise TrainingError(
         f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: lower optim.lr (now {job.config.optim.lr:g}), set "
         f"optim.clip_grad_norm, or use precision bf16 or fp32; {last_good(job)}"
@@ -254,12 +278,12 @@ def check_finite(job: Job) -> None:
         TrainingError: on every rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=job.group.device)
-    for tensor in (*job.learner.pupil.parameters(), *job.learner.pupil.buffers()):
+    for tensor in (*job.train_state.distillation_module.parameters(), *job.train_state.distillation_module.buffers()):
         if tensor.is_floating_point():
             total += tensor.detach().double().abs().sum()
     if not math.isfinite(float(all_reduce_sum(total, job.group))):  # statistics differ by rank
         raise TrainingError(
-            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.state.progress.step}: "
+            f"{job.config.stage}: a parameter or a batch norm's statistic is not finite after step {job.checkpoint_state.progress.step}: "
             f"lower optim.lr (now {job.config.optim.lr:g}) or set optim.clip_grad_norm; {last_good(job)}"
         )
 
@@ -268,21 +292,21 @@ def save_inside_epoch(job: Job, in_epoch: int) -> None:
     """A checkpoint at a position inside the epoch; training goes on in the same loader."""
     if in_epoch % job.config.train.log_every:
         log_step(job, in_epoch)  # the sums belong to the state: they are read before it is saved
-    progress = job.state.progress
+    progress = job.checkpoint_state.progress
     with job.clock.part("checkpoint"):
         check_finite(job)
         progress.skipped = note_skipped(job, job.train_loader, progress.skipped)
         job.flush_records()
-        checkpoint.save(job.stage.last, job.state, job.group)
-    job.throughput.begin(job.state.progress.step)
+        checkpoint.save(job.stage.last, job.checkpoint_state, job.group)
+    job.throughput.begin(job.checkpoint_state.progress.step)
 
 
 def finish_epoch(job: Job) -> None:
     """Evaluate where it is due, check, save last and best, and report: the epoch counts once its checkpoint stands."""
-    config, group, progress = job.config, job.group, job.state.progress
+    config, group, progress = job.config, job.group, job.checkpoint_state.progress
     check_finite(job)
     skipped = len(note_skipped(job, job.train_loader, progress.skipped))
-    trained = means(job.learner, progress.partial, progress.epoch) | job.noise.end_epoch() | teacher_images(job)
+    trained = means(job.train_state, progress.partial, progress.epoch) | job.noise.end_epoch() | teacher_images(job)
     used = job.telemetry()  # of the training alone: the evaluation loads a node otherwise
     if not progress.partial[0]:
         raise DataError(f"{config.data.path}: not one training image could be read")
@@ -302,7 +326,12 @@ def finish_epoch(job: Job) -> None:
         progress.reached = {"time_to_accuracy_s": job.clock.train_s, "steps_to_accuracy": float(progress.step)}
     learned = {f"val/{name}": value for name, value in val.items()}
     learned |= {f"epoch/train/{name}": value for name, value in trained.items()} | {"epoch/skipped_images": float(skipped)}
-    measured = {**throughput(job), "training_epoch": float(progress.epoch - job.learner.init_epochs), **progress.reached, **used}
+    measured = {
+        **throughput(job),
+        "training_epoch": float(progress.epoch - job.train_state.init_epochs),
+        **progress.reached,
+        **used,
+    }
     learned |= epoch_clock(job)
     row = {"epoch": progress.epoch, "step": progress.step, **learned}
     record = learned | {f"epoch/{name}": value for name, value in measured.items()}
@@ -311,8 +340,8 @@ def finish_epoch(job: Job) -> None:
     with job.clock.part("checkpoint"):
         job.flush_records()
         if best:
-            checkpoint.save(job.stage.best, job.state, group)
-        checkpoint.save(job.stage.last, job.state, group)
+            checkpoint.save(job.stage.best, job.checkpoint_state, group)
+        checkpoint.save(job.stage.last, job.checkpoint_state, group)
     if group.is_main:
         log_epoch(job, val, best)
     for name, seconds in epoch_clock(job).items():  # what a checkpoint cannot know of itself
@@ -333,7 +362,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
         DataError: not one validation image could be read.
     """
     with job.clock.part("eval"):
-        val = evaluate(job.model, job.val_loader.epoch(0), job.normalize, job.group, job.learner.autocast)
+        val = evaluate(job.student, job.val_loader.epoch(0), job.normalize, job.group, job.train_state.autocast)
     if not val["num_images"]:
         raise DataError(f"{job.config.data.path}: not one validation image could be read")
     return val
@@ -341,7 +370,7 @@ def evaluate_epoch(job: Job) -> dict[str, float]:
 
 def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     """An epoch's line in the log."""
-    progress, config = job.state.progress, job.config
+    progress, config = job.checkpoint_state.progress, job.config
     result = "not evaluated"
     if val:
         result = (
@@ -351,9 +380,12 @@ def log_epoch(job: Job, val: dict[str, float], best: bool) -> None:
     log.info("%s epoch %d/%d: %s%s", config.stage, progress.epoch, num_epochs(job), result, "  best" if best else "")
     if progress.reached:
         log.info(
-            "%s: %g%% reached after %.1f s of training and %d steps", config.stage, config.train.until_top1_pct,
-            progress.reached["time_to_accuracy_s"], progress.step,
-        )  # fmt: skip
+            "%s: %g%% reached after %.1f s of training and %d steps",
+            config.stage,
+            config.train.until_top1_pct,
+            progress.reached["time_to_accuracy_s"],
+            progress.step,
+        )
 
 
 def teacher_images(job: Job) -> dict[str, float]:
@@ -361,9 +393,9 @@ def teacher_images(job: Job) -> dict[str, float]:
 
     None of either: nothing is told. Every rank calls it.
     """
-    if job.learner.teacher is None:
+    if job.train_state.teacher is None:
         return {}
-    ran_for = [count for count in gather_objects(job.learner.teacher.end_epoch(), job.group) if count is not None]
+    ran_for = [count for count in gather_objects(job.train_state.teacher.end_epoch(), job.group) if count is not None]
     return {"teacher_images": float(sum(ran_for))} if ran_for else {}
 
 
@@ -375,8 +407,8 @@ def note_skipped(job: Job, loader: Loader, before: dict[int, str]) -> dict[int, 
     Raises:
         DataError: on every rank, where all ranks together met more of them than `data.max_bad` allows.
     """
-    everyone = gather_objects(loader.skipped, job.group)
-    skipped = before | {index: image for part in everyone for index, image in part.items()}
+    all_gather = gather_objects(loader.skipped, job.group)
+    skipped = before | {index: image for part in all_gather for index, image in part.items()}
     for index in sorted(skipped.keys() - before.keys()):
         if job.group.is_main and (loader, index) not in job.named:
             log.warning("skipped %s", skipped[index])
@@ -456,20 +488,24 @@ def trained(job: Job, step_ms: float) -> Trained:
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     """The numbers of the whole job, reported once and returned. `skipped_images`: the most that any epoch could not read."""
-    progress = job.state.progress
+    progress = job.checkpoint_state.progress
     summary = {**throughput(job), **phases(job), **job.telemetry(whole=True), **job.noise.whole(), "steps": float(progress.step)}
     summary["skipped_images"] = max([float(skipped_images), *(row["epoch/skipped_images"] for row in progress.history)])
     if job.group.device.type == "cuda":
         summary |= memory(job)
     # A probe that ends when it knows enough must be short; torch.compile would compile anew for other batches.
     if job.enough is None and not job.config.train.compile:
-        summary |= image_costs(job.learner, job.config.data.image_size, trained(job, summary.get("phase/step_ms", math.inf)))
+        summary |= single_image_latency(
+            job.train_state, job.config.data.image_size, trained(job, summary.get("phase/step_ms", math.inf))
+        )
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= {
-            **headline(evaluated[-1]), "best_top1_pct": progress.best_top1_pct, "best_epoch": float(progress.best_epoch),
+            **headline(evaluated[-1]),
+            "best_top1_pct": progress.best_top1_pct,
+            "best_epoch": float(progress.best_epoch),
             **progress.reached,
-        }  # fmt: skip
+        }
     summary |= job.clock.total()
     if walls_s := [row["epoch/wall_s"] for row in progress.history]:  # caches and the first kernels are made in the first epoch
         summary["epoch_wall_s"] = fmean(walls_s[1:] or walls_s)

@@ -31,7 +31,7 @@ THROTTLE_REASONS: dict[int, str] = {
 }
 """Bits of NVML's clocks event (formerly throttle) reasons, in the names of its nvmlClocksEventReasons constants."""
 
-LOWERED = 0x008 | 0x020 | 0x040 | 0x080
+SLOWING_REASONS = 0x008 | 0x020 | 0x040 | 0x080
 """Of them those by which heat or power supply lowers a clock. A power cap is none: GPUs under load run at theirs."""
 
 Handle = object
@@ -98,7 +98,7 @@ def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
                 continue
             yield f"gpu{place}/{field}", value
             if field == "throttle_reasons":
-                yield f"gpu{place}/throttled_pct", 100.0 if int(value) & LOWERED else 0.0
+                yield f"gpu{place}/throttled_pct", 100.0 if int(value) & SLOWING_REASONS else 0.0
 
 
 def usable_cores() -> int:
@@ -193,7 +193,7 @@ class Telemetry:
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
         `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (that this process may use), `memory_mib`,
         `disk_read_mib_per_s`, and `swap_in_mib_per_s` where there is swap space. `gpu0/throttle_reasons` has every bit that was
-        set in any sample (see `decode_throttle`), `gpu0/throttled_pct` the share of samples with one of `LOWERED`;
+        set in any sample (see `decode_throttle`), `gpu0/throttled_pct` the share of samples with one of `SLOWING_REASONS`;
         `gpu0/sm_clock_limit_mhz` is what the GPU may have at most. Only `gpus` where no sample was taken since.
         """
         with self._lock:

@@ -265,9 +265,18 @@ def test_rank_0_is_named_though_the_others_wait_for_its_batch_statistics_in_thei
 def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_images_too() -> None:
     """Four ranks, a step of 100 ms: 30 of work. Three wait 25 for images and 45 for the fourth, which waits 70 for images."""
     rank = RankTimes(
-        data_ms=25.0, h2d_ms=0.0, augment_ms=0.0, teacher_ms=0.0, student_ms=10.0, backward_ms=65.0, optimizer_ms=0.0,
-        step_ms=100.0, allreduce_wait_ms=45.0, loader_batch_ms=20.0, loader_wait_ms=25.0,
-    )  # fmt: skip
+        data_ms=25.0,
+        h2d_ms=0.0,
+        augment_ms=0.0,
+        teacher_ms=0.0,
+        student_ms=10.0,
+        backward_ms=65.0,
+        optimizer_ms=0.0,
+        step_ms=100.0,
+        allreduce_wait_ms=45.0,
+        loader_batch_ms=20.0,
+        loader_wait_ms=25.0,
+    )
     slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=65.0, loader_wait_ms=70.0)
     found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(20 / 64, cpu=20 / 64)))
     assert found.sentence.startswith("rank 3 (node0) is slow")

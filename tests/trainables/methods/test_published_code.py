@@ -20,15 +20,15 @@ from tests.trainables.jobs import Recorded, config, no_telemetry, relative_diffe
 from trainables.config import TrainConfig
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
-from trainables.distributed.rank_pool import Ranks
+from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
 from trainables.engine.job import build
 from trainables.engine.loop import train_epoch
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
-from trainables.metrics.single_image_latency import Trained, image_costs
+from trainables.engine.single_image_latency import Trained, single_image_latency
 from trainables.models.registry import build_model
-from trainables.teachers.network import Asked
+from trainables.teachers.network import TeacherRequest
 
 LR, MOMENTUM, DECAY = 0.02, 0.9, 1e-3
 
@@ -37,10 +37,13 @@ def job_config(folder: Path, student: str, teacher: str, method: str, **options:
     """Noise images in float64 with plain SGD, 5 steps an epoch; a teacher that nobody has trained."""
     optim = {"epochs": 1, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "nesterov": False}
     return config(
-        folder / "job", model=student, teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
-        distill={"method": [method], "task_weight": 1.0, "options": {method: options}}, optim=optim,
+        folder / "job",
+        model=student,
+        teacher={"model": teacher, "weights": write_teacher(folder / "t.safetensors", teacher)},
+        distill={"method": [method], "task_weight": 1.0, "options": {method: options}},
+        optim=optim,
         data={"path": "synthetic", "synthetic_images": 100, "synthetic_classes": 10, "global_batch_size": 20},
-    )  # fmt: skip
+    )
 
 
 def wrn_preacts(model: Any, images_BCHW: Tensor) -> list[Tensor]:
@@ -62,27 +65,27 @@ def boundary_loss(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 def test_ab_leaves_a_wrns_last_norm_out_of_its_warm_up_as_repdistiller_does(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_40_1", "ab", init_epochs=1, init_frozen=["bn1"])
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        learner = job.learner
-        student: Any = copy.deepcopy(learner.pupil.student).eval()
+        train_state = job.train_state
+        student: Any = copy.deepcopy(train_state.distillation_module.student).eval()
         trained = nn.ModuleList([student.conv1, student.layer1, student.layer2, student.layer3]).train()
         sgd = torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-        learner.pupil.train()
-        learner.pupil.begin_stage(-1)
+        train_state.distillation_module.train()
+        train_state.distillation_module.begin_stage(-1)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for step in range(3):
                 batch = next(batches)
-                images = learner.prepare(batch).images_BCHW
+                images = train_state.prepare(batch).images_BCHW
                 with torch.no_grad():
-                    taught = wrn_preacts(learner.teacher.model, images)  # type: ignore[union-attr]
+                    taught = wrn_preacts(train_state.teacher.model, images)  # type: ignore[union-attr]
                 loss = boundary_loss(wrn_preacts(student, images), taught)
                 sgd.zero_grad()
                 loss.backward()
                 sgd.step()
-                learner.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
-                train_step(learner, batch, step, job.timer)
-        ours = {name: p.detach() for name, p in learner.pupil.student.named_parameters()}
+                train_state.updates.set_learning_rates(step - job.train_loader.steps_per_epoch, 1, 20)
+                train_step(train_state, batch, step, job.metrics.timer)
+        ours = {name: p.detach() for name, p in train_state.distillation_module.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11
-        norm = learner.pupil.student.get_submodule("bn1")
+        norm = train_state.distillation_module.student.get_submodule("bn1")
         assert not norm.running_mean.any()  # type: ignore[operator, union-attr]
 
 
@@ -96,9 +99,9 @@ def test_what_the_warm_up_leaves_out_is_trained_after_it(tmp_path: Path) -> None
 def test_all_of_the_student_takes_part_where_nothing_is_left_out(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_1", "ab")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        job.learner.pupil.train()
-        job.learner.pupil.begin_stage(-1)
-        assert all(module.training for module in job.learner.pupil.student.modules())
+        job.train_state.distillation_module.train()
+        job.train_state.distillation_module.begin_stage(-1)
+        assert all(module.training for module in job.train_state.distillation_module.student.modules())
 
 
 @pytest.mark.parametrize(
@@ -119,14 +122,14 @@ def test_what_the_warm_up_cannot_leave_out_is_refused(tmp_path: Path, names: lis
 def test_ft_trains_its_paraphraser_at_a_rate_of_its_own_as_repdistiller_does(tmp_path: Path) -> None:
     settings = job_config(tmp_path, "resnet8", "resnet14", "ft", init_epochs=1, init_lr=0.003)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
-        learner: Any = job.learner
-        method = learner.pupil.methods_by_name["ft"]
+        train_state: Any = job.train_state
+        method = train_state.distillation_module.methods_by_name["ft"]
         halves = copy.deepcopy(nn.ModuleList([method.paraphrasers[0], method.builders[0]])).requires_grad_()
         sgd = torch.optim.SGD(halves.parameters(), lr=0.003, momentum=MOMENTUM, weight_decay=DECAY)
         with contextlib.closing(on_device(job.train_loader.epoch(0), torch.device("cpu"))) as batches:
             for batch in batches:
-                images = learner.prepare(batch).images_BCHW
-                t_BCHW = learner.teacher(images, len(images))["ft"].features[0]
+                images = train_state.prepare(batch).images_BCHW
+                t_BCHW = train_state.teacher(images, len(images))["ft"].features[0]
                 sgd.zero_grad()
                 nn.functional.mse_loss(halves[1](halves[0](t_BCHW)), t_BCHW).backward()
                 sgd.step()
@@ -148,7 +151,7 @@ def test_two_warm_ups_at_unlike_rates_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         build(TrainConfig.model_validate({**settings.model_dump(), "distill": both}), Group(), Recorded(), no_telemetry)
     assert str(caught.value) == (
-        "distill.options.ft.init_lr: fsp has a warm-up stage too, at another rate, and there is one for both:"
+        "distill.options.ft.init_lr: fsp has an init stage too, at another rate, and there is one for both:"
         " leave init_lr out, or fsp"
     )
 
@@ -165,8 +168,8 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
     settings = job_config(tmp_path, "wrn_16_1", "wrn_16_2", method, teacher_norm=norm)
     plain: Any = build_model("wrn_16_2", num_classes=10, image_size=8, seed=11).double().train(norm == "batch")
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job, torch.no_grad():
-        teacher: Any = job.learner.teacher
-        found = teacher(drawn(16), 16, Asked(torch.arange(16), 0))[method]
+        teacher: Any = job.train_state.teacher
+        found = teacher(drawn(16), 16, TeacherRequest(torch.arange(16), 0))[method]
         expected = [*wrn_preacts(plain, drawn(16)), plain(drawn(16))]
         for ours, theirs in zip([*found.features[:3], found.logits_BK], expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -175,10 +178,10 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        return not group.is_main or image_costs(job.learner, 8, Trained(4, 0.0, 8))["passes/4_images_ms"] > 0
+        return not group.is_main or single_image_latency(job.train_state, 8, Trained(4, 0.0, 8))["passes/4_images_ms"] > 0
 
 
-def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: Ranks, tmp_path: Path) -> None:
+def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: RankPool, tmp_path: Path) -> None:
     settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
     assert ranks.run(2, costs_on_the_main_rank_alone, settings) == [True, True]
 
@@ -186,14 +189,14 @@ def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks:
 def answered(group: Group, settings: TrainConfig) -> Tensor:
     """The teacher's logits of 7 images, 7 of which rank 0 has: another rank runs blank ones, which count for nothing."""
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job, torch.no_grad():
-        teacher: Any = job.learner.teacher
+        teacher: Any = job.train_state.teacher
         images, rows = (drawn(7), 7) if group.is_main else (torch.zeros(2, 3, 8, 8, dtype=torch.float64), 0)
-        (found,) = teacher(images, rows, Asked(torch.arange(rows), 0)).values()
+        (found,) = teacher(images, rows, TeacherRequest(torch.arange(rows), 0)).values()
         logits: Tensor = found.logits_BK
         return logits
 
 
-def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: Ranks, tmp_path: Path) -> None:
+def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blank_image(ranks: RankPool, tmp_path: Path) -> None:
     settings = job_config(tmp_path, "convnet_small", "wrn_16_1", "reviewkd", teacher_norm="batch")
     ((alone,), (first, second)) = ranks.run(1, answered, settings), ranks.run(2, answered, settings)
     torch.testing.assert_close(first, alone, rtol=1e-10, atol=1e-12)
@@ -202,6 +205,6 @@ def test_several_workers_normalise_the_teacher_by_the_whole_batch_and_by_no_blan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["reviewkd", "ofd"])
-def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: Ranks, method: str) -> None:
+def test_with_a_teacher_that_normalises_by_the_batch_2_and_3_workers_train_what_one_trains(ranks: RankPool, method: str) -> None:
     findings = {each.title: each.problem for each in check(Case(method, {"teacher_norm": "batch"}), ranks.run)}
     assert {title: problem for title, problem in findings.items() if problem} == {}
