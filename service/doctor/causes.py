@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from service.doctor.compute import launches, teacher
+from service.doctor.cores import other_programs
 from service.doctor.evidence import LEAST_PCT, Cause, Evidence, Finding, predicted_pct
 from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal
@@ -27,6 +28,7 @@ RULES = (
     straggler,
     uneven,
     all_reduce,
+    other_programs,
     launches,
     teacher,
     service_waits,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import fmean
 
 from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence
@@ -12,55 +13,69 @@ FITS = 0.9
 """Share of a GPU's memory that a larger batch may take."""
 MOST_TIMES = 64
 """How many times larger a batch may be proposed to be."""
-
-
-def fixed_ms(e: Evidence) -> float | None:
-    """What a step costs however few images it has; None: unknown.
-
-    Of the models' work on b images in a micro-batches the part a·fixed/(a·fixed + b·further), where fixed = one - further, as
-    timed on one image and on a few more. A step adds the optimizer and what lies in no phase.
-    """
-    if e.one_image_ms is None or e.further_image_ms is None:
-        return None
-    fixed, further = e.accumulate * max(0.0, e.one_image_ms - e.further_image_ms), e.rank_batch * max(0.0, e.further_image_ms)
-    share = fixed / (fixed + further) if fixed else 0.0
-    return share * e.compute_ms + e.typical.optimizer_ms + e.rest_ms
+NEARLY = 0.97
+"""Of the most that a larger batch saves this part is enough: a batch no larger than that is proposed."""
 
 
 def most_times(e: Evidence) -> float:
-    """How many times as large a batch may be: the training images have to make one, and the GPUs' memory has to hold it."""
-    most = float(MOST_TIMES)
+    """How many times as large a batch may be: by the number of training images, and by the GPUs' memory."""
+    most = min(float(MOST_TIMES), room_in_memory(e))
     if e.train_images is not None:
         most = min(most, e.train_images / e.global_batch)
-    if e.peak_memory_mib and e.gpu_memory_mib:
-        most = min(most, FITS * e.gpu_memory_mib / e.peak_memory_mib)
+    if e.out_of_memory_images is not None:
+        most = min(most, e.out_of_memory_images / e.micro_batch / 2)
     return most
 
 
 def launches(e: Evidence) -> Cause | None:
-    """A batch so small that what a step costs anyway is much of it. On a GPU see `idle_gpu`.
-
-    A batch k times as large pays the fixed cost once where k steps pay it k times: T'/T = 1 - (fixed/T)·(1 - 1/k). k is the least
-    power of 2 that brings the fixed cost below a tenth of the work on the images, as far as there are so many images.
-    """
-    step, fixed = e.typical, fixed_ms(e)
+    """A batch so small that what a step costs anyway is much of it. On a GPU see `idle_gpu`."""
     if e.on_gpu:
         return idle_gpu(e)
-    most = most_times(e)
-    if fixed is None or most < 2:
+    saved_ms = {times: saved for times in timed_times(e) if (saved := with_larger_batch_ms(e, times)) is not None}
+    if not saved_ms:
         return None
-    images_ms = max(1e-9, e.compute_ms + step.optimizer_ms + e.rest_ms - fixed)
-    times = 2
-    while 2 * times <= most and fixed / times > 0.1 * images_ms:
-        times *= 2
-    saved_ms = fixed * (1 - 1 / times)
+    times = least_that_saves(saved_ms)
+    fixed_supply_ms = max(0.0, e.supply_ms - (e.typical.loader_batch_ms or e.supply_ms)) if e.in_series else 0.0
     return Cause(
         "launch-bound",
-        f"{fixed:.1f} of a step's {step.step_ms:.1f} ms are what any step costs, and {e.rank_batch:g} images a worker are too "
-        "few to pay for it",
+        f"{saved_ms[times]:.1f} of a step's {e.typical.step_ms:.1f} ms are not needed for the same images in a larger batch: "
+        f"{e.rank_batch:g} images a worker are too few",
         larger(times * e.global_batch),
-        Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times)),
+        Effect(
+            work_ms=saved_ms[times] + fewer_all_reduces_ms(e, saved_ms[times], times),
+            supply_ms=fixed_supply_ms * (1 - 1 / times),
+            cpu_ms=e.cpu_of(saved_ms[times]),
+        ),
     )
+
+
+def timed_times(e: Evidence) -> list[int]:
+    """How many times as large micro-batches were timed, of those that are possible."""
+    found = (images // e.micro_batch for images in sorted(e.passes_ms) if images % e.micro_batch == 0)
+    return [times for times in found if 2 <= times <= most_times(e)]
+
+
+def least_that_saves(saved_ms: Mapping[int, float]) -> int:
+    """The least batch that saves nearly as much as any."""
+    most_ms = max(saved_ms.values())
+    return min(times for times, saved in saved_ms.items() if saved >= NEARLY * most_ms)
+
+
+def with_larger_batch_ms(e: Evidence, times: int) -> float | None:
+    """What a step of a CPU has less to do for the same images in a batch so many times as large; None: unknown.
+
+    What its passes take was timed on both batches. The optimizer takes as long for any batch, and is needed for one in `times`
+    steps. So does handing out a batch, and what a step computes beyond its passes, as far as both are no more than launching the
+    passes takes, or twice that under DDP, whose hooks are as many: cores and memory that others use make every image slower.
+    """
+    now_ms, larger_ms = e.passes_ms.get(e.micro_batch), e.passes_ms.get(times * e.micro_batch)
+    if not now_ms or not larger_ms:
+        return None
+    step, images_ms = e.typical, e.compute_ms + e.typical.augment_ms
+    passes_ms = min(images_ms, e.accumulate * now_ms)
+    launching_ms = e.accumulate * (e.one_image_ms or 0.0) * (2 if e.num_workers > 1 else 1)
+    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + e.rest_ms
+    return max(0.0, passes_ms - e.accumulate * larger_ms / times) + fixed_ms * (1 - 1 / times)
 
 
 def larger(global_batch: int) -> str:
@@ -79,50 +94,74 @@ def idle_gpu(e: Evidence) -> Cause | None:
     """GPUs that no kernel runs on while the step waits for nothing: they wait for the host.
 
     A GPU works while the host launches what comes next, T = max(launching, kernels). A batch k times as large is launched once
-    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where a single image takes
-    half as long as the batch, launching is the longer one: a batch cut into micro-batches that the memory could hold as one is
-    mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single image is much faster
-    something else holds the host up.
+    where k were: T' = max(launching/k, kernels), the kernels' time being the GPUs' busy share of T. Where passes on larger
+    batches were timed, T' is by those.
+
+    Where a single image takes half as long as the batch, launching is the longer one: a batch cut into micro-batches that would
+    fit into memory as one is mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single
+    image is much faster something else delays the host.
     """
-    step, busy, idle, room = e.typical, busy_pct(e), idle_share(e), most_times(e)
+    busy, idle = busy_pct(e), idle_share(e)
     if busy is None or idle is None:
         return None
     computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
-    idle_ms = idle * computing_ms
-    memory = ""
-    if e.peak_memory_mib and e.gpu_memory_mib:
-        memory = f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
-    busy_so_long = (
-        f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step.step_ms:.1f} ms"
-    )
+    idle_ms, step_ms = idle * computing_ms, e.typical.step_ms
+    waiting = f"GPUs are busy {busy:.0f}% of the time, and wait for the host for {idle_ms:.1f} of a step's {step_ms:.1f} ms"
     if e.one_image_ms is not None and e.accumulate * e.one_image_ms < 0.5 * computing_ms:
-        return Cause(
-            "host-bound",
-            f"{busy_so_long}, which could launch a step in {e.accumulate * e.one_image_ms:.1f} ms{memory}",
-            "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
-            "and see what else runs on that node",
-            Effect(work_ms=idle_ms),
-        )
+        return host_bound(e, waiting, idle_ms)
     if e.accumulate > 1 and (in_memory := room_in_memory(e)) >= 2:
-        fewer = math.ceil(e.accumulate / in_memory)
-        cut = f"{busy_so_long}, since a batch is cut into {e.accumulate} micro-batches{memory}"
-        return Cause("memory unused", cut, f"--set optim.accumulate={fewer}", Effect(work_ms=idle_ms))
-    few = f"{busy_so_long}: {e.rank_batch:g} images a worker are too few{memory}"
-    if room < 2:
-        kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
-        less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
-        fewer_workers = (
-            "fewer workers, each with a larger part of the batch; " if e.num_workers > 1 and room_in_memory(e) >= 2 else ""
-        )
-        change = f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs beside this one on the same GPU"
-        return Cause("launch-bound", few, change, Effect(work_ms=idle_ms))
+        cut = f"{waiting}, since a batch is cut into {e.accumulate} micro-batches{memory_used(e)}"
+        change = f"--set optim.accumulate={math.ceil(e.accumulate / in_memory)}"
+        return Cause("memory unused", cut, change, Effect(work_ms=idle_ms))
+    few = f"{waiting}: {e.rank_batch:g} images a worker are too few{memory_used(e)}"
+    if (room := most_times(e)) < 2:
+        return Cause("launch-bound", few, fewer_launches(e), Effect(work_ms=idle_ms))
+    times, saved_ms = gpu_times(e, idle, computing_ms, room)
+    effect = Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
+    return Cause("launch-bound", few, larger(times * e.global_batch), effect)
+
+
+def host_bound(e: Evidence, waiting: str, idle_ms: float) -> Cause:
+    """A host that could launch faster than it does."""
+    could_ms = e.accumulate * (e.one_image_ms or 0.0)
+    return Cause(
+        "host-bound",
+        f"{waiting}, which could launch a step in {could_ms:.1f} ms{memory_used(e)}",
+        "give each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers: they share Python's lock), "
+        "and see what else runs on that node",
+        Effect(work_ms=idle_ms),
+    )
+
+
+def memory_used(e: Evidence) -> str:
+    """A clause on the GPUs' memory, "" where it is not recorded."""
+    if not (e.peak_memory_mib and e.gpu_memory_mib):
+        return ""
+    return f"; {e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of their memory are used"
+
+
+def fewer_launches(e: Evidence) -> str:
+    """What to change where no larger batch is possible."""
+    kernels = "" if e.compiled else "--set train.compile=true, for fewer kernels; "
+    less = "--set precision=bf16, whose batches take half the memory; " if e.precision == "fp32" else ""
+    several = e.num_workers > 1 and room_in_memory(e) >= 2
+    fewer_workers = "fewer workers, each with a larger part of the batch; " if several else ""
+    return f"no larger batch is possible: {kernels}{less}{fewer_workers}other runs on the same GPU at the same time"
+
+
+def gpu_times(e: Evidence, idle: float, computing_ms: float, room: float) -> tuple[int, float]:
+    """How many times as large a batch to propose, and what a step saves: by passes timed on larger ones, or by the idle time."""
+    now_ms = e.passes_ms.get(e.micro_batch)
+    if now_ms and (timed := timed_times(e)):
+        saved_ms = {
+            times: max(0.0, computing_ms * (1 - e.passes_ms[times * e.micro_batch] / (times * now_ms))) for times in timed
+        }
+        times = least_that_saves(saved_ms)
+        return times, saved_ms[times]
     times = 2
     while 2 * times <= room and times * (1 - idle) < 1:
         times *= 2
-    saved_ms = min(idle_ms, computing_ms * (1 - 1 / times))
-    return Cause(
-        "launch-bound", few, larger(times * e.global_batch), Effect(work_ms=saved_ms + fewer_all_reduces_ms(e, saved_ms, times))
-    )
+    return times, min(idle * computing_ms, computing_ms * (1 - 1 / times))
 
 
 def idle_share(e: Evidence) -> float | None:
@@ -145,14 +184,14 @@ def fewer_all_reduces_ms(e: Evidence, saved_ms: float, times: float) -> float:
 
 
 def room_in_memory(e: Evidence) -> float:
-    """How many times as large a micro-batch the GPUs' memory holds."""
+    """How many times as large a micro-batch fits into the GPUs' memory."""
     if e.peak_memory_mib and e.gpu_memory_mib:
         return FITS * e.gpu_memory_mib / e.peak_memory_mib
     return float(MOST_TIMES)
 
 
 def teacher(e: Evidence) -> Cause | None:
-    """A teacher that takes longer than all of the student's own work. Logits that are kept save it: T' = T - teacher."""
+    """A teacher that takes longer than all of the student's own work. Cached logits save it: T' = T - teacher."""
     step = e.typical
     if e.teacher_actors is not None or step.teacher_ms <= e.compute_ms - step.teacher_ms:
         return None
@@ -161,7 +200,7 @@ def teacher(e: Evidence) -> Cause | None:
         "teacher-bound",
         f"the teacher takes {step.teacher_ms:.1f} of a step's {step.step_ms:.1f} ms, more than the student's forward and "
         "backward together",
-        f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, keep its answers for all epochs, trials "
+        f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, cache its logits for all epochs, trials "
         f"and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share); or, {advice(e)}",
-        Effect(work_ms=step.teacher_ms),
+        Effect(work_ms=step.teacher_ms, cpu_ms=e.cpu_of(step.teacher_ms)),
     )

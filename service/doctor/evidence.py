@@ -1,4 +1,4 @@
-"""What the doctor knows of a run: plain numbers out of its records. None where a record does not say."""
+"""What the doctor knows of a run: plain numbers out of its records. None where it is not recorded."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class RankTimes:
     """How long this rank's loader threads are busy with a batch: what they need at least."""
     loader_wait_ms: float | None = None
     """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
+    cpu_ms: float | None = None
+    """What all threads of this rank's process compute, those of its loader too."""
+    core_wait_ms: float | None = None
+    """How long the step's own thread is ready to run while others have the cores."""
 
     @property
     def before_student_ms(self) -> float:
@@ -103,6 +107,7 @@ class NodeUse:
     disk_read_mib_per_s: float | None = None
     swap_mib_per_s: float | None = None
     """Read back from swap space."""
+    cores: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,17 @@ class Evidence:
     precision: str = "fp32"
     decodes_on_device: bool = False
     exposed_ms: float | None = None
-    """What the all-reduce itself keeps a step waiting: the last rank to arrive waits for nothing else."""
+    """What a step waits for the all-reduce itself: the last rank to arrive waits for nothing else."""
     prefetch_batches: int = 2
     loader: LoaderCosts | None = None
     copy_batch_ms: float | None = None
     """What a batch's copy to the GPU takes."""
     one_image_ms: float | None = None
-    further_image_ms: float | None = None
-    """What each image beside the first adds; where a CPU does the work."""
+    """Augmentation, both models' passes and the loss on a single image."""
+    passes_ms: Mapping[int, float] = field(default_factory=dict)
+    """The same on so many images: a micro-batch, and larger ones."""
+    out_of_memory_images: float | None = None
+    """So many did not fit into a GPU's memory."""
     nodes: tuple[NodeUse, ...] = ()
     gpus: tuple[GpuUse, ...] = ()
     peak_memory_mib: float | None = None
@@ -169,7 +177,7 @@ class Evidence:
     val_images: float = 0.0
     epochs: tuple[EpochUse, ...] = ()
     clock: Clock | None = None
-    """None: of a timing run, or of one whose records do not tell."""
+    """None: of a timing run, or where it is not recorded."""
     teacher_actors: int | None = None
     """Of `teacher.service`: what a step then spends on its teacher is waiting. None: a teacher in each worker, or none."""
 
@@ -188,6 +196,11 @@ class Evidence:
         return self.global_batch / self.num_workers
 
     @property
+    def micro_batch(self) -> int:
+        """Images of one rank's forward pass."""
+        return max(1, self.global_batch // (self.num_workers * self.accumulate))
+
+    @property
     def typical(self) -> RankTimes:
         """The median rank, phase by phase (the lower one of two): what a step is like but for its slowest ranks."""
 
@@ -195,14 +208,14 @@ class Evidence:
             return median_low(of(rank) for rank in self.ranks)
 
         return RankTimes(
-            middle(lambda r: r.data_ms),
-            middle(lambda r: r.h2d_ms),
-            middle(lambda r: r.augment_ms),
-            middle(lambda r: r.teacher_ms),
-            middle(lambda r: r.student_ms),
-            middle(lambda r: r.backward_ms),
-            middle(lambda r: r.optimizer_ms),
-            middle(lambda r: r.step_ms),
+            data_ms=middle(lambda r: r.data_ms),
+            h2d_ms=middle(lambda r: r.h2d_ms),
+            augment_ms=middle(lambda r: r.augment_ms),
+            teacher_ms=middle(lambda r: r.teacher_ms),
+            student_ms=middle(lambda r: r.student_ms),
+            backward_ms=middle(lambda r: r.backward_ms),
+            optimizer_ms=middle(lambda r: r.optimizer_ms),
+            step_ms=middle(lambda r: r.step_ms),
             loader_batch_ms=self._middle_known([r.loader_batch_ms for r in self.ranks]),
             loader_wait_ms=self._middle_known([r.loader_wait_ms for r in self.ranks]),
         )
@@ -249,7 +262,7 @@ class Evidence:
 
     @property
     def copy_ms(self) -> float:
-        """The least time between two batches that the copy to a GPU, which goes beside the step, can deliver."""
+        """The least time between two batches that the copy to a GPU, which goes on during the step, can deliver."""
         step = self.typical
         if not self.on_gpu:
             return 0.0
@@ -260,9 +273,9 @@ class Evidence:
     def computing_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for images or for others."""
         waits_ms = rank.data_ms + (rank.h2d_ms if self.on_gpu else 0.0)
-        return self.own_ms(rank) - waits_ms + self._handling_ms(rank) + rank.rest_ms
+        return self.own_ms(rank) - waits_ms + self.handling_ms(rank) + rank.rest_ms
 
-    def _handling_ms(self, rank: RankTimes) -> float:
+    def handling_ms(self, rank: RankTimes) -> float:
         """Of the data phase what is no wait: the step's own thread hands batches out."""
         if not self.loader_workers or rank.loader_wait_ms is None:
             return 0.0
@@ -273,6 +286,56 @@ class Evidence:
         """A step that never waits for images: the slowest rank's computing, and the all-reduce."""
         computing_ms = max(self.computing_ms(rank) for rank in self.ranks)
         return min(self.typical.step_ms, computing_ms + (self.exposed_ms or 0.0))
+
+    @property
+    def loader_cpu_ms(self) -> float:
+        """What all ranks' loader threads compute for a step."""
+        return self.loader.cpu_ms * self.global_batch if self.loader is not None else 0.0
+
+    @property
+    def training_cpu_ms(self) -> float | None:
+        """What all ranks' processes compute in a step but for their loaders; None: unknown.
+
+        A process whose GPU works is not counted: it spends its time waiting, in a loop.
+        """
+        if self.on_gpu:
+            return 0.0
+        known = [rank.cpu_ms for rank in self.ranks if rank.cpu_ms is not None]
+        return max(0.0, sum(known) - self.loader_cpu_ms) if len(known) == self.num_workers else None
+
+    @property
+    def cores(self) -> float | None:
+        """Of all nodes; None: unknown."""
+        known = [node.cores for node in self.nodes if node.cores is not None]
+        return sum(known) if known and len(known) == len(self.nodes) else None
+
+    @property
+    def cpu_ms(self) -> float:
+        """What all ranks compute in a step, 0 where that is unknown: on so many cores a step takes no less than its part."""
+        return self.loader_cpu_ms + (self.training_cpu_ms or 0.0)
+
+    @property
+    def others_cpu_ms(self) -> float:
+        """What programs other than the ranks compute on the nodes in a step; 0 where that is unknown."""
+        busy = [node.cpu_pct for node in self.nodes if node.cpu_pct is not None]
+        if not busy or not self.cores or not self.training_cpu_ms:
+            return 0.0
+        return max(0.0, fmean(busy) / 100 * self.cores * self.typical.step_ms - self.cpu_ms)
+
+    @property
+    def competing_cpu_ms(self) -> float:
+        """What all but the step's own thread compute on the nodes in a step."""
+        return self.cpu_ms + self.others_cpu_ms - (self.training_cpu_ms or 0.0) / self.num_workers
+
+    @property
+    def core_wait_ms(self) -> float:
+        """What every rank's step waits at least for a free core. A GPU works meanwhile."""
+        return 0.0 if self.on_gpu else min(rank.core_wait_ms or 0.0 for rank in self.ranks)
+
+    def cpu_of(self, work_ms: float) -> float:
+        """What all ranks' cores do in so much of each rank's work."""
+        computing_ms = sum(self.computing_ms(rank) for rank in self.ranks)
+        return work_ms * self.num_workers * (self.training_cpu_ms or 0.0) / computing_ms if computing_ms > 0 else 0.0
 
     @property
     def beyond_ms(self) -> float:
@@ -361,7 +424,9 @@ class Effect:
     beyond_ms: float = 0.0
     """Less of what else a step takes beyond its slowest part."""
     threads: int = 0
-    """Of a loader that had none: they load beside the work."""
+    """Of a loader that had none: they load while the step computes."""
+    cpu_ms: float = 0.0
+    """Less for all ranks' cores to do in a step."""
     outside_ms: float = 0.0
     """Less of what lies between the steps, for each of them."""
 
@@ -380,14 +445,43 @@ def after_ms(e: Evidence, *effects: Effect) -> float:
 
 
 def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> float:
-    """max(work, supply, copy), where `late_ms` more than the work is waited for late batches."""
-    work_ms = max(0.0, e.work_ms - sum(effect.work_ms for effect in effects))
+    """max(work, supply, copy), where `late_ms` more than the work is waited for late batches; no less than the cores need.
+
+    What the step's own thread waits for a core becomes less as whatever else computes on them does.
+    """
+    less_cpu_ms = sum(effect.cpu_ms for effect in effects)
+    less_work_ms = sum(effect.work_ms for effect in effects) + less_core_wait_ms(e, less_cpu_ms)
+    work_ms = max(0.0, e.work_ms - less_work_ms)
     supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in effects))
     copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in effects))
     threads = max((effect.threads for effect in effects), default=0)
+    cores_ms = max(0.0, e.cpu_ms - less_cpu_ms) / e.cores if e.cores else 0.0
     if e.in_series and not threads:
         return max(work_ms, copy_ms) + supply_ms
-    return max(work_ms + late_ms, copy_ms, supply_ms / max(1, threads))
+    if threads:
+        loading_cpu_ms = min(supply_ms, e.loader_cpu_ms / e.num_workers)
+        return max(copy_ms, cores_ms, with_threads_ms(e, threads, work_ms + late_ms, supply_ms, loading_cpu_ms))
+    return max(work_ms + late_ms, copy_ms, supply_ms, cores_ms)
+
+
+def less_core_wait_ms(e: Evidence, less_cpu_ms: float) -> float:
+    """What a step waits less for a core once others compute so much less: the same share of it."""
+    competing_ms = e.competing_cpu_ms
+    return e.core_wait_ms * min(1.0, less_cpu_ms / competing_ms) if competing_ms > 0 else 0.0
+
+
+def with_threads_ms(e: Evidence, threads: int, work_ms: float, load_ms: float, load_cpu_ms: float) -> float:
+    """max(work, supply) of a rank whose images `threads` threads load, of which one would take `load_ms` for a batch.
+
+    `load_cpu_ms` of that are computing. Where threads and step want more cores than there are each gets an equal share: with s
+    threads for a core both take s times as long while images are loaded, L = (load + (s - 1)·load_cpu)/threads. In that time
+    L/s of the work is done, and the rest follows.
+    """
+    computing = threads * min(1.0, load_cpu_ms / load_ms) if load_ms > 0 else 0.0
+    wanted = e.num_workers * (computing + (not e.on_gpu))
+    crowding = max(1.0, wanted / e.cores) if e.cores else 1.0
+    loaded_ms = (load_ms + (crowding - 1) * load_cpu_ms) / threads
+    return max(loaded_ms, work_ms + (0.0 if e.on_gpu else loaded_ms * (1 - 1 / crowding)))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import Cause, Effect, Evidence, slowest_part_ms
 
 BUSY_PCT = 85.0
 """A node's cores above this leave no room for more threads."""
@@ -12,17 +13,21 @@ MOST_THREADS = 32
 SWAPS_MIB_PER_S = 1.0
 """Memory that comes back from swap space faster than this is memory that the training uses."""
 MOST_PREFETCH = 16
+NEARLY = 1.02
+"""Of the least time of a step so much more is as good, with fewer threads."""
 
 
 def no_prefetch(e: Evidence) -> Cause | None:
     """`data.loader_workers: 0`: nothing is loaded while the step computes.
 
-    n threads load a batch in supply/n beside the work: T' = max(work, supply/n), with the fewest n for which that is the work.
+    n threads load a batch while the step computes, see `with_threads_ms`; n is the least with which a step is nearly as fast as
+    with any number on these cores.
     """
     step = e.typical
     if e.loader_workers or not step.data_ms:
         return None
-    threads = max(1, min(MOST_THREADS, math.ceil(e.supply_ms / max(e.work_ms, 1e-9))))
+    took_ms = {threads: slowest_part_ms(e, Effect(threads=threads)) for threads in range(1, MOST_THREADS + 1)}
+    threads = min(number for number, ms in took_ms.items() if ms <= NEARLY * min(took_ms.values()))
     return Cause(
         "no prefetch",
         f"data.loader_workers is 0: each step first loads its own images for {step.data_ms:.1f} of its "
@@ -39,21 +44,22 @@ def supplied(e: Evidence, image_ms: float) -> Effect:
     """
     if e.loader is None or not e.loader.image_ms:
         return Effect()
-    share = image_ms / e.loader.image_ms
-    return Effect(supply_ms=share * e.supply_ms, late_ms=share * e.late_ms)
+    share, batch_ms = image_ms / e.loader.image_ms, e.typical.loader_batch_ms
+    loading_ms = e.supply_ms if batch_ms is None else min(e.supply_ms, batch_ms)  # without threads a step hands out batches, too
+    return Effect(supply_ms=share * loading_ms, late_ms=share * e.late_ms)
 
 
 def begin(e: Evidence) -> str:
-    """How much of a step the wait is; of a loader that keeps up, how near it is to being the slower one."""
+    """How much of a step the wait is; of a loader that is faster, how near it is to being the slower one."""
     step = e.typical
     if e.waits_for_data:
         return f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images"
     return f"a batch takes the loader {e.supply_ms:.1f} of a step's {step.step_ms:.1f} ms"
 
 
-def more_threads(e: Evidence) -> str:
+def more_threads(e: Evidence, most: int = MOST_THREADS) -> str:
     """The loader workers with which the step would not wait."""
-    threads = min(MOST_THREADS, math.ceil(max(1, e.loader_workers) * e.typical.step_ms / max(e.work_ms, 1e-9)))
+    threads = min(most, math.ceil(max(1, e.loader_workers) * e.typical.step_ms / max(e.work_ms, 1e-9)))
     return f"--set data.loader_workers={max(threads, e.loader_workers + 1)}"
 
 
@@ -94,14 +100,15 @@ def decoding(e: Evidence) -> Cause | None:
     cores_ms = e.loader.core_wait_ms
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
-    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms
-    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e)}, or {cheaper}"
+    most = int(e.cores / e.num_workers) if e.cores else MOST_THREADS  # threads that compute need a core each
+    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
+    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
     return Cause(
         "decode-bound",
         f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "
         f"decoding{waits}",
         change,
-        supplied(e, e.loader.decode_ms),
+        replace(supplied(e, e.loader.decode_ms), cpu_ms=e.loader_cpu_ms),
     )
 
 
@@ -174,10 +181,10 @@ def unknown(e: Evidence) -> Cause | None:
 def copy(e: Evidence) -> Cause | None:
     """A step waits for its batch's copy to the device, or for the device to decode it.
 
-    On a GPU that goes beside the step before: T' = max(work, supply). Without one it is a part of the step.
+    On a GPU that goes on during the step before: T' = max(work, supply). Without one it is a part of the step.
     """
     step = e.typical
-    effect = Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=step.h2d_ms)
+    effect = Effect(copy_ms=e.copy_ms) if e.on_gpu else Effect(work_ms=step.h2d_ms, cpu_ms=e.cpu_of(step.h2d_ms))
     if e.decodes_on_device:
         return Cause(
             "device decode",

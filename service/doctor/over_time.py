@@ -95,24 +95,22 @@ def thermal(e: Evidence) -> Cause | None:
     if one is None:
         return None
     part = fmean(latest(clocks_lost(e, one))) if e.epochs else kernels_share(e) * one.share
+    change = "cool that GPU (fans, air, power limit; nvidia-smi -q -d PERFORMANCE,TEMPERATURE), or leave it out of the cluster"
+    name = "thermal throttling" if one.since_start else "thermal drift"
+    return Cause(name, clock_sentence(e, one), change, Effect(work_ms=part * e.typical.step_ms))
+
+
+def clock_sentence(e: Evidence, one: Fallen) -> str:
+    """By how much a GPU's clock is lowered, since when, how hot it is, and why."""
     gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
     reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & SLOWING_REASONS & gpu.throttle_reasons]
     why = f" ({', '.join(reasons)})" if reasons else ""
-    change = "cool that GPU (fans, air, power limit; nvidia-smi -q -d PERFORMANCE,TEMPERATURE), or leave it out of the cluster"
     if one.since_start:
-        return Cause(
-            "thermal throttling",
-            f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}",
-            change,
-            Effect(work_ms=part * e.typical.step_ms),
-        )
+        return f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"
     fastest, last, steps = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1], e.steps_per_epoch or 1
-    return Cause(
-        "thermal drift",
+    return (
         f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the clock "
-        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.clock_mhz:,.0f} MHz{heat}{why}",
-        change,
-        Effect(work_ms=part * e.typical.step_ms),
+        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.clock_mhz:,.0f} MHz{heat}{why}"
     )
 
 
@@ -124,7 +122,7 @@ class Growth(NamedTuple):
     more_ms: float
     """What it takes longer in the last third than in the fastest, had the GPUs had the same clocks."""
     phase: str
-    """The one that grew most, "" where the records do not tell."""
+    """The one that grew most, "" where it is not recorded."""
 
 
 def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Sequence[float] | None = None) -> Growth | None:
@@ -223,10 +221,10 @@ def slowdown(e: Evidence) -> Cause | None:
     return Cause(
         "slowdown",
         f"what an epoch's steps {'compute' if computing else 'wait for images'} grew from {grown.fast_ms * steps / 1e3:.1f} to "
-        f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: another job on the node, perhaps; the records do not tell",
+        f"{grown.late_ms * steps / 1e3:.1f} s{most}{clocks}: another job on the node, perhaps; no record shows which",
         f"see to {where if computing else 'the disk, the network and the cores that the loader shares'} while it goes on, then "
         "measure again",
-        Effect(work_ms=part_ms) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
+        Effect(work_ms=part_ms, cpu_ms=e.cpu_of(part_ms)) if computing else Effect(supply_ms=part_ms, late_ms=part_ms),
     )
 
 
@@ -249,7 +247,7 @@ def evaluation(e: Evidence) -> Cause | None:
     )
     return Cause(
         "evaluation",
-        f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s beside the {steps_s:.1f} s of an epoch's steps; the "
+        f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s, an epoch's steps {steps_s:.1f} s; the "
         f"student's forward on them takes {could_s:.1f} s",
         f"--set train.evaluate_every={every_epochs}{grace}{loading}",
         Effect(outside_ms=1e3 * e.eval_s / e.steps_per_epoch * (1 - 1 / every)),

@@ -21,11 +21,11 @@ from service.sweeps.sweep import untrained_teacher
 from trainables.rundir import RunDir
 
 STEPS = 40
-"""Timed steps of a probe, where the experiment does not say `train.max_steps` itself."""
+"""Timed steps of a probe, where the experiment does not set `train.max_steps` itself."""
 
 
 def probe(resolved: Resolved, root: Path) -> list[Case]:
-    """Time a few steps of the student, in a run directory of its own under `root`; MLflow is not told.
+    """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
 
     Raises:
         DistillError: one line: the experiment cannot be carried out.

@@ -31,9 +31,9 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
     what the waits vary by.
     """
     own_ms = [own(rank) for rank in e.ranks]
-    step_ms, order = e.typical.step_ms, sorted(range(e.num_workers), key=lambda r: own_ms[r])
+    order = sorted(range(e.num_workers), key=lambda r: own_ms[r])
     gaps = [own_ms[slower] - own_ms[faster] for faster, slower in pairwise(order)]
-    if not gaps or max(gaps) <= LEAST_PCT / 100 * step_ms:
+    if not gaps or max(gaps) <= LEAST_PCT / 100 * e.typical.step_ms:
         return None
     fast = order[: gaps.index(max(gaps)) + 1]
     slow = sorted(set(order) - set(fast))
@@ -45,25 +45,39 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
     error_ms = sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow))
     if more_ms < SURE * error_ms:
         return None
-    nodes = sorted({node for r in slow if (node := e.node_of(r)) is not None})
-    whole_nodes = len(e.nodes) > 1 and bool(nodes) and slow == [r for r in range(e.num_workers) if e.node_of(r) in nodes]
-    ranks = ("rank " if len(slow) == 1 else "ranks ") + ", ".join(map(str, slow))
-    names = f"node{', node'.join(map(str, nodes))}"
-    who = f"{names} ({ranks})" if whole_nodes else f"{ranks} ({names})" if nodes else ranks
-    others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
     # What the others wait for this loader is beyond the slowest part; only what exceeds that is their own wait for images.
     phase, effect = "data", Effect(late_ms=max(0.0, more_ms - (e.beyond_ms - e.late_ms)), beyond_ms=more_ms)
     change = "see to that node's disk and free cores: its loader is late"
     if what != "data":
-        phase, effect = longest(e, e.ranks[worst], [e.ranks[r] for r in fast]), Effect(work_ms=more_ms)
+        phase = longest(e, e.ranks[worst], [e.ranks[r] for r in fast])
+        effect = Effect(work_ms=more_ms, cpu_ms=more_cpu_ms(e, slow, next_slow))
         change = "see to other jobs, clocks and heat on that node (distill report shows its telemetry), or leave it out"
+    others = "all others" if 2 * len(slow) <= e.num_workers else f"{len(fast)} of {e.num_workers} ranks"
     return Cause(
         "straggler",
-        f"{who} {'is' if len(slow) == 1 else 'are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own work a step, the "
-        f"others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
+        f"{names_of(e, slow)} {'is' if len(slow) == 1 else 'are'} slow and {others} wait: {own_ms[worst]:.1f} ms of own work a "
+        f"step, the others at most {own_ms[next_slow]:.1f}; most of the difference is in {phase}",
         change,
         effect,
     )
+
+
+def names_of(e: Evidence, ranks: Sequence[int]) -> str:
+    """Ranks with their nodes, and nodes first where all of their ranks are among these."""
+    nodes = sorted({node for rank in ranks if (node := e.node_of(rank)) is not None})
+    on_nodes = [rank for rank in range(e.num_workers) if e.node_of(rank) in nodes]
+    numbers = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    names = f"node{', node'.join(map(str, nodes))}"
+    if len(e.nodes) > 1 and nodes and list(ranks) == on_nodes:
+        return f"{names} ({numbers})"
+    return f"{numbers} ({names})" if nodes else numbers
+
+
+def more_cpu_ms(e: Evidence, slow: Sequence[int], next_slow: int) -> float:
+    """What the slow ranks' processes compute more than that of the slowest other; 0 where that is unknown."""
+    others_ms = e.ranks[next_slow].cpu_ms
+    known = [rank_cpu_ms for rank in slow if (rank_cpu_ms := e.ranks[rank].cpu_ms) is not None]
+    return sum(max(0.0, rank_cpu_ms - others_ms) for rank_cpu_ms in known) if others_ms is not None else 0.0
 
 
 def uneven(e: Evidence) -> Cause | None:

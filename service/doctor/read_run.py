@@ -23,14 +23,14 @@ _CLOCK = ("train_s", "eval_s", "checkpoint_s", "other_s")
 
 @dataclass(frozen=True)
 class Case:
-    """One stage or trial to speak of."""
+    """One stage or trial."""
 
     name: str
     evidence: Evidence
 
 
 def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Case]:
-    """What a run directory tells: a run's last stage, or a sweep's trials, the best one first and the others as they stand.
+    """The evidence of a run directory: a run's last stage, or a sweep's trials, the best one first and the others in their order.
 
     Raises:
         ExperimentError: no step has been timed yet.
@@ -98,7 +98,6 @@ def evidence_of(
     start: Metrics = next((line["metrics"] for line in lines if line["kind"] == "start"), {})
     evaluated = [line["metrics"]["val/num_images"] for line in lines if "val/num_images" in line["metrics"]]
     samples, epochs = start.get("samples_per_epoch"), _epochs(lines)
-    nodes = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
     return Evidence(
         global_batch=experiment.data.global_batch_size,
         ranks=_ranks(metrics, experiment.scale.num_workers),
@@ -108,16 +107,12 @@ def evidence_of(
         exposed_ms=metrics.get("phase/allreduce_ms"),
         decodes_on_device=experiment.data.decodes_on_device,
         prefetch_batches=experiment.data.prefetch_batches,
-        loader=LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
-        if all(f"loader/{name}" in metrics for name in _LOADER)
-        else None,
+        loader=loader_costs(metrics),
         copy_batch_ms=metrics.get("loader/copy_ms"),
         one_image_ms=metrics.get("one_image_ms"),
-        further_image_ms=metrics.get("further_image_ms"),
-        nodes=tuple(
-            NodeUse(*(metrics.get(f"node{n}/{name}") for name in ("cpu_pct", "disk_read_mib_per_s", "swap_in_mib_per_s")))
-            for n in nodes
-        ),
+        passes_ms=passes_ms(metrics),
+        out_of_memory_images=metrics.get("passes/out_of_memory_images"),
+        nodes=_nodes(metrics),
         gpus=_gpus(metrics),
         peak_memory_mib=metrics.get("peak_memory_mib"),
         gpu_memory_mib=metrics.get("gpu_memory_mib"),
@@ -128,10 +123,40 @@ def evidence_of(
         grace_epochs=experiment.sweep.grace_epochs if experiment.sweep.policy == "asha" else None,
         has_ended="steps" in metrics,  # as in a summary, and in no line before it
         compiled=experiment.train.compile,
-        clock=Clock(**{name: metrics[name] for name in _CLOCK}) if epochs and all(name in metrics for name in _CLOCK) else None,
+        clock=_clock(metrics) if epochs else None,
         val_images=evaluated[-1] if evaluated else 0.0,
         epochs=epochs,
         teacher_actors=experiment.teacher.service if experiment.teacher is not None else None,
+    )
+
+
+def loader_costs(metrics: Metrics) -> LoaderCosts | None:
+    """None: not recorded, or not all of it."""
+    if not all(f"loader/{name}" in metrics for name in _LOADER):
+        return None
+    return LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+
+
+def passes_ms(metrics: Metrics) -> dict[int, float]:
+    """By number of images."""
+    timed = ((re.fullmatch(r"passes/(\d+)_images_ms", name), ms) for name, ms in metrics.items())
+    return {int(match[1]): ms for match, ms in timed if match}
+
+
+def _clock(metrics: Metrics) -> Clock | None:
+    return Clock(**{name: metrics[name] for name in _CLOCK}) if all(name in metrics for name in _CLOCK) else None
+
+
+def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
+    numbers = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
+    return tuple(
+        NodeUse(
+            cpu_pct=metrics.get(f"node{number}/cpu_pct"),
+            disk_read_mib_per_s=metrics.get(f"node{number}/disk_read_mib_per_s"),
+            swap_mib_per_s=metrics.get(f"node{number}/swap_in_mib_per_s"),
+            cores=metrics.get(f"node{number}/cpu_cores"),
+        )
+        for number in numbers
     )
 
 

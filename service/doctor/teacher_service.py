@@ -1,4 +1,4 @@
-"""When a teacher's service pays, and when not: `teacher.service` beside a teacher in each worker, and beside `teacher.cache`.
+"""When `teacher.service` pays, and when not: compared with a teacher in each worker, and with `teacher.cache`.
 
 Let a step of a worker be t of the teacher and s of all else; let k students run side by side on n workers each, all with the same
 images (one seed, one data section), and m more GPUs be at hand (without GPUs: cores).
@@ -12,10 +12,10 @@ It pays where B < A: for k·n·t/(k·s + (k-1)·t) < m < k·n·t/s. With fewer a
 
 **For k = 1 it never does.** A = (n·s + m·(n·t/m))/(n + m) is the mean of s and n·t/m, weighted by n and m, which is not above the
 larger of the two, B; they are equal where m = n·t/s exactly. One student alone so does better with one GPU more as a worker, but
-where another worker does not help it: a batch too small to part, a network too slow, or GPUs whose memory has no room for the
-teacher beside the student.
+where another worker does not help it: a batch too small to part, a network too slow, or GPUs whose memory is too small for
+teacher and student together.
 
-A cache costs no GPU, and what it holds is never computed again: it is better where images repeat (no augmentation,
+A cache costs no GPU, and what is in it is never computed again: it is better where images repeat (no augmentation,
 `teacher.cache_epochs`), and for trials and runs that come later. While it is being filled it does nothing for students side by
 side, each of whom computes what is missing.
 """
@@ -28,7 +28,7 @@ from service.doctor.evidence import Cause, Effect, Evidence
 
 
 def hiding(teacher_ms: float, rest_ms: float, workers: int) -> int:
-    """m₀ = ⌈n·t/s⌉: the fewest actors that answer as fast as one student's n workers take steps of `rest_ms`."""
+    """m₀ = ⌈n·t/s⌉: the fewest actors that compute as fast as one student's n workers take steps of `rest_ms`."""
     return max(1, math.ceil(workers * teacher_ms / max(rest_ms, 1e-9) - 1e-9))
 
 
@@ -47,7 +47,7 @@ def least_students(teacher_ms: float, rest_ms: float, workers: int, actors: int)
 
 
 def advice(e: Evidence) -> str:
-    """What is to be said of a service where the teacher of each worker outweighs its student."""
+    """A sentence on a service, for where the teacher of each worker takes longer than its student."""
     step = e.typical
     rest_ms = max(step.step_ms - step.teacher_ms, 1e-9)
     actors = hiding(step.teacher_ms, rest_ms, e.num_workers)
@@ -62,7 +62,7 @@ def advice(e: Evidence) -> str:
 
 
 def service_waits(e: Evidence) -> Cause | None:
-    """Steps that wait for `teacher.service`: it is busy all the time, and m actors need m·T for what a step asks of them.
+    """Steps that wait for `teacher.service`: it is busy all the time, and m actors need m·T for a step's requests.
 
     Without the wait w a step takes s = T - w, which m' = ⌈m·T/s⌉ actors would allow: T' = max(s, m·T/m'). Nothing where none is.
     """
@@ -75,7 +75,7 @@ def service_waits(e: Evidence) -> Cause | None:
     return Cause(
         "service-bound",
         f"a step waits {step.teacher_ms:.1f} of its {step.step_ms:.1f} ms for the teacher's service",
-        f"--set teacher.service={actors}; or, where images repeat or runs follow, keep the answers (--set teacher.cache=FOLDER "
-        "in its place)",
+        f"--set teacher.service={actors}; or, where images repeat or runs follow, cache the logits (--set teacher.cache=FOLDER "
+        "instead)",
         Effect(work_ms=step.step_ms - served_ms(work_ms, rest_ms, 1, actors)),
     )

@@ -1,4 +1,4 @@
-"""The doctor's words: lines for a terminal."""
+"""Findings as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
 
 
 def tell(cases: Sequence[Case]) -> list[str]:
-    """What is to be said of a run, or of a sweep: its best trial, and what the others do.
+    """Lines on a run, or on a sweep: its best trial, and why the others are slower.
 
     The first line is the main finding.
     """
     first = cases[0]
     found = findings(first.evidence)
     lines = [f"{number}. {line}" if len(found) > 1 else line for number, line in enumerate(map(headline, found), start=1)]
-    told = [part for line, finding in zip(lines, found, strict=True) for part in (line, f"   change: {finding.change}")]
-    told = told or [healthy(first.evidence)]
-    told.append(f"{first.name}: {where_time_goes(first.evidence)}")
-    told += notes(first.evidence)
-    return told + (others(first.evidence, cases[1:]) if len(cases) > 1 else [])
+    text = [part for line, finding in zip(lines, found, strict=True) for part in (line, f"   change: {finding.change}")]
+    text = text or [healthy(first.evidence)]
+    text.append(f"{first.name}: {where_time_goes(first.evidence)}")
+    text += remarks(first.evidence)
+    return text + (others(first.evidence, cases[1:]) if len(cases) > 1 else [])
 
 
 def headline(finding: Finding) -> str:
@@ -41,7 +41,7 @@ def headline(finding: Finding) -> str:
 
 
 def healthy(e: Evidence) -> str:
-    """What is said where no rule finds 5%."""
+    """The main line where no rule finds 5%."""
     share = 100 * e.compute_ms / e.typical.step_ms if e.typical.step_ms else 0.0
     return f"{HEALTHY}: compute-bound, the models' own work is {share:.0f}% of a step"
 
@@ -55,14 +55,14 @@ def where_time_goes(e: Evidence) -> str:
     return f"a step of {step.step_ms:.1f} ms is {parts}{waits}"
 
 
-def notes(e: Evidence) -> list[str]:
-    """What may be worth a try, or a thought, and whose gain the records do not tell."""
-    step, said = e.typical, list[str]()
+def remarks(e: Evidence) -> list[str]:
+    """What may be worth a try, or a thought, and whose gain is not recorded."""
+    step, lines = e.typical, list[str]()
     if e.gpus and e.precision == "fp32":
-        said.append("not tried here: --set precision=bf16")
+        lines.append("not tried here: --set precision=bf16")
     if step.teacher_ms > 0.05 * step.step_ms and e.teacher_actors is None:
         share = 100 * step.teacher_ms / step.step_ms
-        said.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
+        lines.append(f"the teacher costs {share:.0f}% of a step: with teacher.cache its logits are computed once")
     if e.clock is not None and e.clock.wall_s > 0:
         parts = {
             "steps": e.clock.train_s,
@@ -71,16 +71,16 @@ def notes(e: Evidence) -> list[str]:
             "the rest": e.clock.other_s,
         }
         shares = ", ".join(f"{name} {100 * part_s / e.clock.wall_s:.0f}%" for name, part_s in parts.items())
-        said.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
+        lines.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")
     elif e.eval_s and e.steps_per_epoch:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
         if share > LEAST_PCT:
-            said.append(f"evaluations take {share:.0f}% of the time")
+            lines.append(f"evaluations take {share:.0f}% of the time")
     if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
-        said.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
+        lines.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
-        said.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
-    return said
+        lines.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")
+    return lines
 
 
 def others(best: Evidence, cases: Sequence[Case]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as in the tests
-
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -17,12 +16,14 @@ from service.doctor.causes import findings
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials, Verdict, healthy
 from trainables.distributed.rank_pool import RankPool
+from trainables.worker.trainer import CPU_MALLOC
 
 POINTS = 5.0
 """A gain is right within so many points of what mending brings."""
 
 
 def main() -> None:
+    os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
     console, ranks, wanted = Console(width=160, highlight=False), RankPool(2), sys.argv[1:] or ["faults"]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(ranks, Path(folder))

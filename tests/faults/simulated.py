@@ -7,6 +7,7 @@ GPU copies beside the step. R ranks, K steps of an epoch.
 from __future__ import annotations
 
 import heapq
+import operator
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -301,15 +302,20 @@ def _summary(p: Pipeline, whole: list[Sums]) -> dict[str, float]:
     found |= {f"loader/{name}_ms": ms for name, ms in costs.items()} | {"loader/threads": float(max(1, p.threads))}
     found |= {"loader/copy_ms": p.copy_image_ms * p.batch} if p.gpu else {}
     found |= {f"loader/{name}_ms": float(np.mean([rank[f"loader_{name}_ms"] for rank in ranks])) for name in ("batch", "wait")}
-    teacher = p.service is None
-    fixed = (p.teacher_fixed_ms if teacher else 0.0) + p.student_fixed_ms + p.backward_fixed_ms
-    images = (p.teacher_image_ms if teacher else 0.0) + p.student_image_ms + p.backward_image_ms
     slow = p.load(p.epochs - 1) / p.clock(p.epochs - 1)
     if p.gpu:
-        found |= {"one_image_ms": max(fixed, images), "peak_memory_mib": p.memory_mib, "gpu_memory_mib": p.gpu_memory_mib}
-    else:
-        found |= {"one_image_ms": slow * (fixed + images), "further_image_ms": slow * images}
-    return found
+        found |= {"peak_memory_mib": p.memory_mib, "gpu_memory_mib": p.gpu_memory_mib}
+
+    def passes_ms(num_images: int) -> float:
+        together = max if p.gpu else operator.add
+        parts = [(p.student_fixed_ms, p.student_image_ms), (p.backward_fixed_ms, p.backward_image_ms)]
+        parts += [(p.teacher_fixed_ms, p.teacher_image_ms)] if p.service is None else []
+        passes = sum(together(fixed_ms, num_images * image_ms) for fixed_ms, image_ms in parts)
+        return slow * (passes + num_images * p.augment_image_ms)
+
+    micro_batch = max(1, p.batch // p.accumulate)
+    larger = {f"passes/{n}_images_ms": passes_ms(n) for n in (micro_batch * 2**power for power in range(7))}
+    return found | {"one_image_ms": passes_ms(1)} | larger
 
 
 def _experiment(p: Pipeline) -> Experiment:

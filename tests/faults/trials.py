@@ -12,11 +12,14 @@ from service.doctor.causes import findings
 from service.doctor.evidence import LEAST_PCT, Finding
 from service.doctor.read_run import Case
 from tests.faults.hot_gpu import hot_gpu
+from tests.faults.injected import FAULTS
 from tests.faults.runs import Bench
 
 BATCH, TINY = 96, 2
 TIMES = 1.8
 """What a fault adds to a step, in steps."""
+LEAST_STEPS, MOST_STEPS, LEAST_S = 20, 200, 2.0
+"""A run is so many steps long, and between these bounds so many seconds: what a moment's disturbance brings is little of that."""
 TIE_PCT = 3.0
 """Of two causes whose mending brings the same but for so many points either may come first."""
 CAUSES = {
@@ -96,9 +99,12 @@ class Trials:
         key = workers, faults, (str(batch), *sets)
         if key not in self._runs:
             threads = ("data.loader_workers=0",) if "no loader workers" in faults else ()
-            extra_s = TIMES * self.clean[workers].evidence.typical.step_ms / 1e3
-            put = {fault: extra_s * (1 if fault == "slow all-reduce" else batch / BATCH) for fault in sorted(faults)}
-            runs = [self._bench.run(workers, batch, put, (*threads, *sets)) for _ in range(self._repeats)]
+            clean_s = self.clean[workers].evidence.typical.step_ms / 1e3
+            put = {fault: TIMES * clean_s * (1 if fault == "slow all-reduce" else batch / BATCH) for fault in sorted(faults)}
+            step_s = clean_s * batch / BATCH + sum(extra_s for fault, extra_s in put.items() if fault in FAULTS)
+            steps = min(MOST_STEPS, max(LEAST_STEPS, round(LEAST_S / step_s)))
+            settings = (*threads, *sets, f"train.max_steps={steps}")
+            runs = [self._bench.run(workers, batch, put, settings) for _ in range(self._repeats)]
             self._runs[key] = min(runs, key=lambda case: case.evidence.typical.step_ms)
         return self._runs[key]
 

@@ -18,6 +18,13 @@ def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:
     assert run.name.startswith("tiny-doctor-")
     assert result(run)["status"] == "complete"
     summary = records(run, "summary")[0]["metrics"]
-    assert {"one_image_ms", "further_image_ms", "loader/image_ms", "loader/read_wait_ms", "loader/wait_ms"} <= summary.keys()
+    assert {
+        "one_image_ms",
+        "passes/2_images_ms",
+        "phase/cpu_ms",
+        "loader/image_ms",
+        "loader/read_wait_ms",
+        "loader/wait_ms",
+    } <= summary.keys()
     again = distill.run("doctor", run)
     assert again.splitlines()[0] in said.splitlines()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from io import FileIO
 from threading import Event
 from typing import NamedTuple
 
@@ -15,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.augment import uniforms
+from trainables.data.core_wait import CoreWait
 from trainables.data.decode import UnreadableImageError
 from trainables.data.encoded_rows import Region
 from trainables.data.image_view import View
@@ -32,30 +30,6 @@ class ReadResult(NamedTuple):
     read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
     cpu_s: float = 0.0  # of took_s computing
     core_wait_s: float = 0.0  # of took_s ready to run, while other threads had the cores; 0 where the system does not tell
-
-
-class _SchedulerStatistics(FileIO):
-    """Linux's scheduler statistics of the thread that opens it, whoever reads them; closed when that thread is gone."""
-
-    def __init__(self) -> None:
-        super().__init__("/proc/thread-self/schedstat")
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class _CoreWait(threading.local):
-    """How long the calling thread has waited for a free core since it began, from Linux's scheduler statistics."""
-
-    def __init__(self) -> None:
-        try:
-            self._file: _SchedulerStatistics | None = _SchedulerStatistics()
-        except OSError:
-            self._file = None
-
-    def seconds(self) -> float:
-        """0 always where the system has no such statistics."""
-        return int(os.pread(self._file.fileno(), 80, 0).split()[1]) / 1e9 if self._file else 0.0
 
 
 @dataclass
@@ -130,7 +104,7 @@ class Reader:
         self._source, self._view, self._seed = source, view, seed
         self._prefetch = source.prefetch if isinstance(source, SupportsPrefetch) else None
         self._read_batch = source.read_batch if isinstance(source, SupportsReadBatch) and view.keeps(source.size) else None
-        self._core_wait = _CoreWait()
+        self._core_wait = CoreWait()
 
     def fill(
         self, first_row: int, indices_R: NDArray[np.int64], out: list[NDArray[np.uint8]], epoch: int, stop: Event

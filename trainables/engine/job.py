@@ -35,6 +35,7 @@ from trainables.errors import ExperimentError
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.select import student_name
 from trainables.metrics.allreduce_wait import AllreduceWait
+from trainables.metrics.host_use import HostUse
 from trainables.metrics.noise_scale import GradientNoise, NoiseHistory, measure_noise
 from trainables.metrics.peak_memory import PeakMemory
 from trainables.metrics.phase_timer import PhaseTimer
@@ -66,11 +67,23 @@ class JobMetrics:
     """What is measured of a job on this rank."""
 
     timer: PhaseTimer
+    host: HostUse
     throughput: Throughput
     clock: WallClock
     noise: NoiseHistory
     allreduce_wait: AllreduceWait
     peak_memory: PeakMemory
+
+    def start_step(self) -> None:
+        """A step begins: it first waits for its batch."""
+        self.timer.start()
+        self.host.start()
+
+    def stop_step(self) -> None:
+        """A step ends."""
+        self.timer.stop()
+        self.host.stop()
+        self.allreduce_wait.end_step()
 
 
 @dataclass(kw_only=True)
@@ -262,6 +275,7 @@ def build_metrics(config: TrainConfig, train_state: TrainState, progress: Progre
     first_memory_step = progress.step + (warmup_steps if several_epochs else max(warmup_steps - 1, 1))
     return JobMetrics(
         timer=PhaseTimer(device, warmup_steps=warmup_steps),
+        host=HostUse(warmup_steps),
         throughput=Throughput(progress.step + warmup_steps, warm=progress.warm, cold=progress.cold),
         clock=WallClock(progress.wall, progress.epoch_wall),
         noise=NoiseHistory(progress.noise),

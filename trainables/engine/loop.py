@@ -94,7 +94,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     config, progress, timer, loader = job.config, job.progress, job.metrics.timer, job.train_loader
     ready = on_device(batches, job.group.device, epoch.augmentation, loader.costs.add_copy)
     job.metrics.throughput.begin(progress.step)
-    timer.start()
+    job.metrics.start_step()
     try:
         for batch in ready:
             timer.mark("data")
@@ -102,8 +102,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
             set_learning_rates(job)
             with single_image_errors(job):
                 train_step(job.train_state, batch, progress.step, timer)
-            timer.stop()
-            job.metrics.allreduce_wait.end_step()
+            job.metrics.stop_step()
             progress.step += 1
             if progress.step == job.metrics.throughput.warmup_until:
                 loader.costs.clear()
@@ -118,7 +117,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
                 return ended
             if step_in_epoch % config.train.checkpoint_every == 0 and stop_at is None:
                 save_inside_epoch(job, step_in_epoch)
-            timer.start()
+            job.metrics.start_step()
     finally:
         ready.close()
     return False

@@ -16,7 +16,7 @@ from trainables.distributed.group import all_reduce_sum, check_replicas, gather_
 from trainables.engine.checks import raise_not_finite
 from trainables.engine.epochs import Epoch
 from trainables.engine.job import Job
-from trainables.engine.single_image_latency import single_image_latency
+from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import TrainState
 from trainables.metrics.allreduce_wait import exposed_ms
 from trainables.metrics.phases import PHASES
@@ -24,6 +24,7 @@ from trainables.rundir import headline
 
 log = logging.getLogger("raydistill")
 ACCURACIES = ("top1", "top5")
+_OF_A_STEP = ("step", "cpu", "core_wait", "allreduce_wait", "allreduce_wait_error")
 
 
 def log_step(job: Job, step_in_epoch: int) -> None:
@@ -167,7 +168,7 @@ def phase_times(job: Job) -> dict[str, float]:
     """
     metrics, times = job.metrics, job.metrics.timer.summary()
     if times:
-        times |= metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
+        times |= metrics.host.summary() | metrics.allreduce_wait.summary() | job.train_loader.costs.summary()
     ranks = [of_rank for of_rank in gather_objects(times, job.group) if of_rank]
     found = {}
     for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
@@ -177,11 +178,23 @@ def phase_times(job: Job) -> dict[str, float]:
     if allreduce_ms is not None:
         found["phase/allreduce_ms"] = allreduce_ms
     if len(ranks) > 1:
-        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, "step", "allreduce_wait", "allreduce_wait_error")}
+        names = {f"phase/{p}_ms": f"{p}_ms" for p in (*PHASES, *_OF_A_STEP)}
         names |= {"loader/batch_ms": "loader_batch_ms", "loader/wait_ms": "loader_wait_ms"}
         for rank, of_rank in enumerate(ranks):
             found |= {f"rank{rank}/{short}": of_rank[name] for name, short in names.items() if name in of_rank}
     return found
+
+
+def training_shape(job: Job, step_ms: float) -> TrainingShape:
+    """The micro-batches of a training whose mean step takes `step_ms`."""
+    accumulate = job.config.optim.accumulate
+    num_parts = job.group.world_size * accumulate
+    return TrainingShape(
+        micro_batch=max(1, job.config.data.global_batch_size // num_parts),
+        step_s=step_ms / accumulate / 1e3,
+        max_images=job.train_loader.samples_per_epoch // num_parts,
+        peak_bytes=job.metrics.peak_memory.tensors_bytes(),
+    )
 
 
 def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
@@ -198,7 +211,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     }
     # A timing run that may stop early must be short; torch.compile would compile again for other batches.
     if job.stop_early is None and not job.config.train.compile:
-        summary |= single_image_latency(job.train_state, job.config.data.image_size)
+        shape = training_shape(job, summary.get("phase/step_ms", math.inf))
+        summary |= pass_latency(job.train_state, job.config.data.image_size, shape)
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

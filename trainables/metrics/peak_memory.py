@@ -27,6 +27,10 @@ class PeakMemory:
         if self._device.type == "cuda" and self._training_peaks is None and step > self._first_step:
             self._training_peaks = read_peaks(self._device)
 
+    def tensors_bytes(self) -> int:
+        """Peak of the memory in tensors on this rank's GPU; 0 on a CPU."""
+        return (self._training_peaks or read_peaks(self._device))[0] if self._device.type == "cuda" else 0
+
     def summary(self, group: Group) -> dict[str, float]:
         """MiB of the GPUs' memory; {} on a CPU. Every rank calls it.
 

@@ -50,7 +50,7 @@ GPU_FIELDS: dict[str, Callable[[Handle], float]] = {
     "memory_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
     "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
 }
-_WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz")
+_WITHOUT_MAX = ("throttled_pct", "sm_clock_limit_mhz", "cpu_cores")
 """Fields whose maximum is no use."""
 
 
@@ -104,6 +104,11 @@ def read_gpus(gpus: list[Handle]) -> Iterator[tuple[str, float]]:
                 yield f"gpu{index}/throttled_pct", 100.0 if int(value) & SLOWING_REASONS else 0.0
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Node:
     """CPU, memory, disk and swap space of the whole node; rates are over the time since the last read."""
 
@@ -121,6 +126,7 @@ class _Node:
     def read(self) -> Iterator[tuple[str, float]]:
         memory = psutil.virtual_memory()
         yield "cpu_pct", psutil.cpu_percent()
+        yield "cpu_cores", float(usable_cores())
         yield "memory_mib", (memory.total - memory.available) / MIB
         before, before_at = self._before, self._read_at
         self._before, self._read_at = self._counters_mib(), time.perf_counter()
@@ -188,8 +194,8 @@ class Telemetry:
         """Mean and maximum of each number since the last snapshot (`whole`: since `start`), and the number of GPUs as `gpus`.
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
-        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s`
-        where there is swap space. `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`),
+        `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (that this process may use),
+        `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s` where there is swap space. `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`),
         `gpu0/throttled_pct` the share of samples with one of `SLOWING_REASONS`; `gpu0/sm_clock_limit_mhz` is the
         GPU's limit. Only `gpus` where no sample was taken since.
         """

@@ -26,7 +26,7 @@ HEALTHY = Evidence(
     loader_workers=1,
     loader=LOADER,
     one_image_ms=2.0,
-    further_image_ms=1.5,
+    passes_ms={64: 95.0, 128: 190.0},
     nodes=(NodeUse(60.0, 0.0),),
 )
 

@@ -61,10 +61,14 @@ def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given
 
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics = step_of(
-        one_image_ms=3.0, **{"phase/allreduce_ms": 4.0}, further_image_ms=2.0, peak_memory_mib=900.0, gpu_memory_mib=81_000.0
+        one_image_ms=3.0,
+        **{"phase/allreduce_ms": 4.0, "passes/16_images_ms": 2.0},
+        peak_memory_mib=900.0,
+        gpu_memory_mib=81_000.0,
     )
     for rank in (0, 1):
         metrics |= {f"rank{rank}/{name.removeprefix('phase/')}": ms + rank for name, ms in step_of().items()}
+        metrics |= {f"rank{rank}/cpu_ms": 60.0 + rank, f"rank{rank}/core_wait_ms": 7.0 + rank}
         waits_ms = {"": 5.0, "_error": 0.5}
         metrics |= {f"rank{rank}/allreduce_wait{name}_ms": ms + rank for name, ms in waits_ms.items()}
         metrics |= {f"rank{rank}/loader_batch_ms": 30.0 + rank, f"rank{rank}/loader_wait_ms": 0.5 + rank}
@@ -72,7 +76,13 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     metrics |= {f"loader/{name}": value for name, value in loader.items()}
     metrics |= {"node0/gpu0/sm_clock_limit_mhz": 1980.0, "node0/gpu0/throttled_pct": 25.0, "node0/gpu0/throttle_reasons": 32.0}
     metrics |= {"node1/swap_in_mib_per_s": 9.0, "train_s": 10.0, "eval_s": 3.0, "checkpoint_s": 2.0, "other_s": 1.0}
-    metrics |= {"node0/cpu_pct": 50.0, "node0/disk_read_mib_per_s": 7.0, "node0/gpu0/sm_clock_mhz": 1400.0, "node1/cpu_pct": 60.0}
+    metrics |= {
+        "node0/cpu_pct": 50.0,
+        "node0/disk_read_mib_per_s": 7.0,
+        "node0/gpu0/sm_clock_mhz": 1400.0,
+        "node1/cpu_pct": 60.0,
+        "node1/cpu_cores": 8.0,
+    }
     ended = {"step": 10, "metrics": step_of()}
     lines = [{"kind": "step", **ended}, {"kind": "epoch", **ended}]
     e = evidence_of(experiment("scale.num_workers=2", "optim.accumulate=2", "precision=bf16"), metrics, lines, loader_workers=3)
@@ -82,10 +92,11 @@ def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
     assert e.loader is not None
     assert astuple(e.loader) == (2.0, 0.8, 0.5, 0.3, 3.0)
     assert [(rank.loader_batch_ms, rank.loader_wait_ms) for rank in e.ranks] == [(30.0, 0.5), (31.0, 1.5)]
-    assert e.nodes == (NodeUse(50.0, 7.0), NodeUse(60.0, None, 9.0))
+    assert e.nodes == (NodeUse(50.0, 7.0), NodeUse(60.0, None, 9.0, 8.0))
     assert e.gpus == (GpuUse("node0/gpu0", None, None, 1400.0, 1980.0, 32, 25.0),)
     assert e.clock == Clock(10.0, 3.0, 2.0, 1.0)
-    assert (e.one_image_ms, e.further_image_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, 2.0, 900.0, 81_000.0)
+    assert (e.one_image_ms, e.passes_ms, e.peak_memory_mib, e.gpu_memory_mib) == (3.0, {16: 2.0}, 900.0, 81_000.0)
+    assert [(rank.cpu_ms, rank.core_wait_ms) for rank in e.ranks] == [(60.0, 7.0), (61.0, 8.0)]
 
 
 def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:

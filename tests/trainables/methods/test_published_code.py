@@ -24,7 +24,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine.check_method import Case, check
 from trainables.engine.job import build
 from trainables.engine.loop import train_epoch
-from trainables.engine.single_image_latency import single_image_latency
+from trainables.engine.pass_latency import TrainingShape, pass_latency
 from trainables.engine.step import train_step
 from trainables.errors import ExperimentError
 from trainables.models.registry import build_model
@@ -178,7 +178,7 @@ def test_a_teacher_normalises_by_the_batch_where_its_code_leaves_it_in_training_
 
 def costs_on_the_main_rank_alone(group: Group, settings: TrainConfig) -> bool:
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
-        return not group.is_main or single_image_latency(job.train_state, 8)["one_image_ms"] > 0
+        return not group.is_main or pass_latency(job.train_state, 8, TrainingShape(4, 0.0, 8))["passes/4_images_ms"] > 0
 
 
 def test_what_one_image_costs_is_measured_without_a_word_to_other_workers(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import torch
 from trainables.metrics import telemetry
 from trainables.metrics.telemetry import GPU_FIELDS, Telemetry, decode_throttle, read_gpus, visible_gpus
 
-NODE = {"cpu_pct", "memory_mib", "disk_read_mib_per_s"} | ({"swap_in_mib_per_s"} if psutil.swap_memory().total else set())
+NODE = {"cpu_pct", "cpu_cores", "memory_mib", "disk_read_mib_per_s"} | (
+    {"swap_in_mib_per_s"} if psutil.swap_memory().total else set()
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

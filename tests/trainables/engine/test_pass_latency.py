@@ -1,0 +1,69 @@
+"""A step's cost on one image: measured after the training, which it leaves as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainables.jobs import config, equal, no_telemetry, write_teacher
+from trainables.distributed.group import Group
+from trainables.engine import loop
+from trainables.engine import pass_latency as latency
+from trainables.engine.job import Job, build
+from trainables.engine.pass_latency import TrainingShape, pass_latency
+from trainables.engine.step import TrainState
+
+IMAGE_SIZE = 32  # at which what an image adds is well above what other processes do to a clock
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    weights = write_teacher(tmp_path / "teacher.safetensors", "convnet_small", image_size=IMAGE_SIZE)
+    settings = config(
+        tmp_path, model="resnet8", precision="fp32", data={"image_size": IMAGE_SIZE, "global_batch_size": 16},
+        teacher={"model": "convnet_small", "weights": weights}, train={"max_steps": 4, "warmup_steps": 1},
+    )  # fmt: skip
+    return build(settings, Group(), lambda *_: None, no_telemetry)
+
+
+def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
+    with contextlib.closing(job):
+        summary = loop.run(job)
+    assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]
+    timed = {name: ms for name, ms in summary.items() if name.startswith("passes/")}
+    assert list(timed)[:2] == ["passes/16_images_ms", "passes/32_images_ms"]
+    assert summary["one_image_ms"] < timed["passes/16_images_ms"] < timed["passes/32_images_ms"]
+
+
+def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_numbers(job: Job) -> None:
+    with contextlib.closing(job):
+        before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
+        job.student.train()
+        random = torch.random.get_rng_state()
+        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=4, step_s=0.0, max_images=8))
+        assert set(timed) <= {"one_image_ms", "passes/4_images_ms", "passes/8_images_ms"}
+        assert equal(before, job.student.state_dict())
+        assert torch.equal(random, torch.random.get_rng_state())
+        assert job.student.training
+        assert all(parameter.grad is None for parameter in job.student.parameters())
+
+
+def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shortest_s = latency._shortest_s
+
+    def with_little_memory(train_state: TrainState, image_size: int, num_images: int) -> float:
+        if num_images >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return shortest_s(train_state, image_size, num_images)
+
+    monkeypatch.setattr(latency, "_shortest_s", with_little_memory)
+    with contextlib.closing(job), caplog.at_level("INFO", logger="raydistill"):
+        timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=2, step_s=0.0, max_images=64))
+    assert timed["passes/out_of_memory_images"] == 8
+    assert "passes/4_images_ms" in timed
+    assert "no passes on 8 images are timed: out of memory" in caplog.text

@@ -1,0 +1,151 @@
+"""What a step costs however few images it has: its passes timed on a single image and on larger batches, after the training.
+
+Shapes: B images, C=3 channels, H=W pixels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainables.device.device_batches import DeviceBatch
+from trainables.distributed.batch_norm import GlobalBatchNorm
+from trainables.distributed.gather import Gather
+from trainables.distributed.group import Group
+from trainables.engine.step import TrainState, losses
+from trainables.methods.contract import MethodBatch
+
+log = logging.getLogger("raydistill")
+_MAX_S, _ROUNDS = 0.5, 3
+_MAX_PASS_S = 0.5
+"""No batch is timed whose passes would take longer."""
+_MAX_FACTOR = 64
+_WORTH_IT = 0.97
+"""A batch twice as large has to bring the time of an image below this part of the least so far, or no larger one is timed."""
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """What a training has shown of its micro-batches."""
+
+    micro_batch: int
+    step_s: float
+    """Seconds of a step for each of its micro-batches."""
+    max_images: int
+    """The most images that a micro-batch can have: an epoch has no more."""
+    peak_bytes: int = 0
+    """The most GPU memory in tensors."""
+
+
+def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape) -> dict[str, float]:
+    """Milliseconds of augmentation, teacher's forward, student's forward, loss and backward, on images of zeros.
+
+    `one_image_ms`: on one of them, which is what launching the work takes where a device has next to nothing to do.
+    `passes/N_images_ms`: on N, the micro-batch of the training and each doubling of it, as long as that makes an image cheaper,
+    as there are so many images, and as that takes half a second at most. On a GPU N has to fit: `passes/out_of_memory_images` is
+    the one that did not.
+
+    The least of a few rounds each, 0.5 s at most after the first. No communication: the student and its methods are run without
+    DDP, as if this rank were alone. Nothing of the training is changed: batch norms leave their statistics as they are,
+    gradients are thrown away, and no random number is drawn.
+    """
+    device = train_state.group.device
+    with _unchanged(train_state.distillation_module):
+        one_s = _shortest_s(train_state, image_size, 1)
+        found = {"one_image_ms": 1e3 * one_s}
+        num_images, image_s = shape.micro_batch, math.inf
+        took_s = min(shape.step_s, num_images * one_s)  # at most
+        max_images = min(shape.max_images, _MAX_FACTOR * shape.micro_batch)
+        while num_images <= max_images and took_s <= _MAX_PASS_S:
+            if device.type == "cuda" and not _fits(device, shape.peak_bytes * num_images / shape.micro_batch):
+                log.info("no passes on %d images are timed: the GPU's memory is too small", num_images)
+                break
+            try:
+                now_s = _shortest_s(train_state, image_size, num_images)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                log.info("no passes on %d images are timed: out of memory", num_images)
+                found["passes/out_of_memory_images"] = float(num_images)
+                break
+            found[f"passes/{num_images}_images_ms"] = 1e3 * now_s
+            if now_s / num_images > _WORTH_IT * image_s:
+                break
+            num_images, took_s, image_s = 2 * num_images, 2 * now_s, now_s / num_images
+        return found
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, so that its passes change and draw nothing; back in its own mode afterwards."""
+    was_training, was_benchmarking = model.training, torch.backends.cudnn.benchmark
+    model.eval()
+    torch.backends.cudnn.benchmark = False  # to search for the fastest convolution of this one shape takes longer than it
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        torch.backends.cudnn.benchmark = was_benchmarking
+
+
+@contextlib.contextmanager
+def _by_batch(model: nn.Module) -> Iterator[None]:
+    """Batch norms normalise by the batch, as in training, and leave their statistics. Those over all ranks stay as they are."""
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and not isinstance(module, GlobalBatchNorm | nn.SyncBatchNorm)
+    ]
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training, norm.track_running_stats = False, True
+
+
+def _fits(device: torch.device, needed_bytes: float) -> bool:
+    """Whether the GPU has so much memory for tensors, those included that are on it now."""
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    return needed_bytes <= free_bytes + torch.cuda.memory_reserved(device)
+
+
+def _shortest_s(train_state: TrainState, image_size: int, num_images: int) -> float:
+    """Seconds of the passes on so many images, normalised by the batch where they are several."""
+    model, device = train_state.distillation_module, train_state.group.device
+    images_BCHW = torch.zeros((num_images, 3, image_size, image_size), device=device, dtype=torch.uint8)
+    images_BCHW = images_BCHW.contiguous(memory_format=torch.channels_last)
+    labels_B = torch.zeros(num_images, dtype=torch.int64, device=device)
+    batch = DeviceBatch(images_BCHW, labels_B, labels_B, labels_B.cpu(), 0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gather = Gather(num_images, Group(device=device))
+    weights, one = model.weights(0.0), torch.ones((), device=device)
+
+    def once() -> float:
+        start_s = time.perf_counter()
+        inputs = train_state.prepare(batch)
+        method_batch = MethodBatch(inputs.images_BCHW, labels_B, labels_B, 0.0, gather)
+        with train_state.autocast():
+            teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
+            outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
+        loss = losses(outputs, labels_B, inputs.mix, weights)
+        torch.autograd.grad(loss.total(one), trained, allow_unused=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start_s
+
+    with _by_batch(model) if num_images > 1 else contextlib.nullcontext():
+        once()
+        took_s, until_s = [once()], time.perf_counter() + _MAX_S
+        while len(took_s) < _ROUNDS and time.perf_counter() < until_s:
+            took_s.append(once())
+    return min(took_s)
