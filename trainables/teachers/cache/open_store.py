@@ -66,8 +66,8 @@ def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> t
             free = free_bytes(store.folder)
             if missing_bytes > free:
                 return DataError(
-                    f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are free in "
-                    f"{cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
+                    f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are "
+                    f"free in {cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
                 )
             write_json(store.folder / "key.json", parts)
     except OSError as error:
