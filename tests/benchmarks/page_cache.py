@@ -70,7 +70,7 @@ def measure(paths: list[Path], source: RecordsSource, way: Way, threads: int, se
 
     def each(position: int, do: Callable[[int, int, int], object]) -> None:
         for index in order.at(epoch, np.arange(position, min(position + BATCH, len(source)))).tolist():
-            do(handles[source.place(index)[0]], int(sizes_N[index]), int(offsets_N[index]))
+            do(handles[source.location(index)[0]], int(sizes_N[index]), int(offsets_N[index]))
 
     def ask(handle: int, size: int, offset: int) -> None:
         os.posix_fadvise(handle, offset, size, os.POSIX_FADV_WILLNEED)

@@ -290,7 +290,7 @@ def test_a_large_set_of_tiny_images_is_cut_by_their_number(tmp_path: Path) -> No
     (root / "test_batch.bin").write_bytes(record)
     (root / "batches.meta.txt").write_text("only")
     plan = plan_pack(root, tmp_path / "dest", Mode(), False)
-    assert [len(job.listed.locations) for job in plan.jobs] == [6667, 6667, 6666, 1]
+    assert [len(job.split_listing.locations) for job in plan.jobs] == [6667, 6667, 6666, 1]
     assert plan.expected_bytes == 20001 * 3072
 
 

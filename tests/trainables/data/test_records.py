@@ -79,7 +79,7 @@ def test_samples_lie_in_several_shards_of_about_the_size_that_was_asked_for(pack
     assert len(shards) > 2
     assert max(shard.bytes for shard in shards) < 2 * SMALL_SHARDS
     source = open_records(str(packed), "train")
-    locations = [source.place(index) for index in range(len(source))]
+    locations = [source.location(index) for index in range(len(source))]
     assert locations == [(number, row) for number, shard in enumerate(shards) for row in range(shard.rows)]
 
 

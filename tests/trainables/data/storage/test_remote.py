@@ -317,7 +317,7 @@ def test_a_folder_that_is_taken_away_is_one_line_and_ends_no_thread(packed: Path
     with pytest.raises(DataError, match=r"data.stage: \S+ cannot be used: No such file or directory; write another") as error:
         source.read(0)
     assert "\n" not in str(error.value)
-    assert all(lane.is_alive() for lane in source._shards._lanes)
+    assert all(lane.is_alive() for lane in source._shards._threads)
 
 
 def test_a_shard_that_was_cut_or_altered_is_fetched_again_and_then_an_error(
