@@ -49,6 +49,7 @@ LAYERS = {
         "config",
         "rules",
         "rundir",
+        "locks",
         "failures",
         "distributed",
         "data",

@@ -195,9 +195,9 @@ class Telemetry:
 
         Names: `gpu0/util_pct` and `gpu0/util_max_pct`; likewise `gpu0/memory_mib`, `gpu0/temperature_c`, `gpu0/power_w`,
         `gpu0/sm_clock_mhz`, `gpu0/memory_clock_mhz`, `cpu_pct`, `cpu_cores` (that this process may use),
-        `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s` where there is swap space. `gpu0/throttle_reasons` has every bit that was set in any sample (see `decode_throttle`),
-        `gpu0/throttled_pct` the share of samples with one of `SLOWING_REASONS`; `gpu0/sm_clock_limit_mhz` is the
-        GPU's limit. Only `gpus` where no sample was taken since.
+        `memory_mib`, `disk_read_mib_per_s`, and `swap_in_mib_per_s` where there is swap space. `gpu0/throttle_reasons` has every
+        bit that was set in any sample (see `decode_throttle`), `gpu0/throttled_pct` the share of samples with one of
+        `SLOWING_REASONS`; `gpu0/sm_clock_limit_mhz` is the GPU's limit. Only `gpus` where no sample was taken since.
         """
         with self._lock:
             window = self._whole if whole else self._window

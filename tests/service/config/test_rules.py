@@ -105,7 +105,7 @@ def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None
 
 def test_rows_of_all_workers_are_gathered_where_batches_are_whole() -> None:
     experiment = load("digits", ["scale.num_workers=2"]).experiment
-    assert first_problem_of_method("pskd", load_method("pskd").needs, experiment) is None
+    assert first_problem_of_method("pskd", load_method("pskd").requires, experiment) is None
 
 
 def test_asha_needs_an_accuracy_after_its_grace_epochs() -> None:
