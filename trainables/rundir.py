@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainables.errors import ExperimentError
 
@@ -98,21 +98,58 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
+class Line(NamedTuple):
+    """A complete line of a file of JSON lines."""
+
+    raw: bytes
+    end: int
+    """Byte offset behind the line."""
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The object in the line; None where it has none, such as a line that a death cut off and a later writer ended."""
+        return parse_line(self.raw)
+
+
+def lines_after(path: Path, offset: int, chunk_bytes: int | None = None) -> list[Line]:
+    """The complete lines of a growing file behind byte `offset`; [] at its end or without a file.
+
+    A file that has become shorter than `offset` is read from its start. `chunk_bytes`: read about so many bytes, at least one
+    line; None: to the end.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = offset if offset <= file.seek(0, os.SEEK_END) else 0
+            file.seek(start)
+            raw = file.read(-1 if chunk_bytes is None else chunk_bytes)
+            while chunk_bytes is not None and b"\n" not in raw and (more := file.read(chunk_bytes)):
+                raw += more
+    except FileNotFoundError:
+        return []
+    lines, end = [], start
+    for line in raw.split(b"\n")[:-1]:
+        end += len(line) + 1
+        lines.append(Line(line, end))
+    return lines
+
+
+def parse_line(raw: bytes | str) -> dict[str, Any] | None:
+    """The JSON object in a line; None where it has none."""
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete JSON lines of `path`; a torn line (the writer died in the middle) is left out. Missing file: []."""
+    """All objects in the lines of `path`, the last one too where its line end is missing; [] without a file."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return []
-    records = []
-    for line in raw.split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    records = (parse_line(line) for line in raw.split(b"\n"))
+    return [record for record in records if record is not None]
 
 
 def headline(metrics: dict[str, float]) -> dict[str, float]:

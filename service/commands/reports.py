@@ -21,7 +21,7 @@ HTML = click.Path(path_type=Path, dir_okay=False)
 def report(directory: Path, html: Path | None, watch: bool) -> None:
     """Tables of a finished or running run or sweep, and one HTML page with figures: DIR/report.html."""
     from service.report.page import write_page
-    from service.report.tables import report_of
+    from service.report.terminal_tables import report_of
     from service.report.watch import watch as follow
 
     console = output()

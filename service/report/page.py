@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.experiment import read_resolved
-from service.report import figures, hardware, listings, seeds, timeline, winner
+from service.report import figures, hardware, page_tables, seeds, timeline, winner
 from service.report import labels as names
 from service.report import speed_by_axis as along
 from service.report import wall_time as wall
@@ -78,9 +78,9 @@ def sweep_page(records: Records) -> Page:
     sections = [
         Section(
             f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-            tables=[*listings.heat(records), *without_none(listings.trials(records))],
+            tables=[*page_tables.heat(records), *without_none(page_tables.trials(records))],
         ),
-        Section("Trials without a result", tables=without_none(listings.bad(records))),
+        Section("Trials without a result", tables=without_none(page_tables.bad(records))),
         Section("Over seeds", tables=without_none(seeds.page_table(result)), figures=without_none(seeds.figure(result))),
         Section("Speed over each axis", figures=over_axes(records)),
         Section("Where the time goes", figures=without_none(figures.phases(rows, unit), figures.waits(rows, unit))),
@@ -92,7 +92,7 @@ def sweep_page(records: Records) -> Page:
             ),
         ),
         Section("Over time", figures=over_time(records)),
-        listings.settings(records),
+        page_tables.settings(records),
     ]
     return finished(
         records,
@@ -132,7 +132,7 @@ def run_page(records: Records) -> Page:
             ),
         ),
         Section("Hardware", figures=hardware.hardware(histories)),
-        listings.settings(records),
+        page_tables.settings(records),
     ]
     return finished(
         records,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType
 
-from service.report import tables as terminal
+from service.report import terminal_tables as terminal
 from service.runs.result import RunResult
 from trainables.rundir import RunDir
 

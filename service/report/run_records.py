@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from service.config.uris import without_password
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen
 from service.search.probes import relative_error
-from trainables.rundir import RunDir, StageDir
+from trainables.rundir import RunDir, StageDir, lines_after
 
 UNRUN = ("pending", "untested")  # how a trial stands that has not ended
 _STEP = b'"kind": "step"'
@@ -112,27 +111,16 @@ def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sou
 def read_history(label: str, stage: StageDir, steps: bool) -> History:
     """A stage's lines. Without `steps`, the many lines of log steps only give the mean step time of each window."""
     lines, windows_s = [], []
-    for raw in _raw_lines(stage.metrics):
-        if _STEP in raw[:40]:
-            if found := _WINDOW_MS.search(raw):
+    for one in lines_after(stage.metrics, 0):
+        if _STEP in one.raw[:40]:
+            if found := _WINDOW_MS.search(one.raw):
                 windows_s.append(float(found[1]) / 1e3)
             if not steps:
                 continue
-        try:
-            line = json.loads(raw)
-        except ValueError:  # torn by a death in the middle of a write
-            continue
-        if isinstance(line, dict) and line.keys() >= {"kind", "step", "time_ms", "metrics"}:
-            lines.append(line)
+        record = one.record
+        if record is not None and record.keys() >= {"kind", "step", "time_ms", "metrics"}:
+            lines.append(record)
     return History(label, lines, windows_s[1:])  # the first window has the warm-up in it
-
-
-def _raw_lines(path: Path) -> Iterator[bytes]:
-    try:
-        with open(path, "rb") as file:
-            yield from file
-    except FileNotFoundError:
-        return
 
 
 def rows_of(result: RunResult) -> list[Row]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from service.report.page import write_page
 from service.report.run_records import UNRUN
-from service.report.tables import overview, under_way
+from service.report.terminal_tables import overview, under_way
 from service.runs.result import RunResult
 from service.runs.run_directory import abandoned, reopen
 from service.search.rows import probes

@@ -6,7 +6,6 @@ Reads the files that rank 0 writes (`metrics.jsonl`, `logs/train.log`), so that 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from service.cluster import ray_thread
 from service.cluster.local_ray import check_ray
-from trainables.rundir import StageDir
+from trainables.rundir import StageDir, lines_after, parse_line
 
 T = TypeVar("T")
 
@@ -66,15 +65,10 @@ class Tail:
     offset: int = 0
 
     def lines(self) -> list[str]:
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                raw = file.read()
-        except FileNotFoundError:
-            return []
-        whole = raw[: raw.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        lines = lines_after(self.path, self.offset)
+        if lines:
+            self.offset = lines[-1].end
+        return [line.raw.decode(errors="replace") for line in lines]
 
 
 @dataclass
@@ -175,8 +169,5 @@ class Display:
 
 def _record(line: str | bytes) -> dict[str, Any] | None:
     """A record of a stage's metrics; None where the line is damaged or says something else."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("metrics"), dict) and "step" in record else None
+    record = parse_line(line)
+    return record if record is not None and isinstance(record.get("metrics"), dict) and "step" in record else None

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.config.uris import without_password
-from service.tracking.spool import Cursor, Delivery, RefusedError, Row, Spool, Tail, Target, lines_after
+from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target
+from trainables.rundir import lines_after
 
 if TYPE_CHECKING:
     from service.tracking.mlflow_store import Store
@@ -96,16 +97,17 @@ class Sender:
         store = self._store or self._connect()
         self._rows.clear()
         self._num_unsaved = 0
-        while lines := lines_after(self._spool.events, self._cursor.offset):
+        while lines := lines_after(self._spool.events, self._cursor.offset, CHUNK_BYTES):
             before = self._cursor.offset
-            for event, end in lines:
+            for line in lines:
+                event = line.record
                 if event is not None and event["op"] in PER_REQUEST:
                     self._wait_for_more(event)
                 elif event is not None:
                     self._commit(store, before)
                     self._carry_out(store, event)
-                    self._commit(store, end)
-                before = end
+                    self._commit(store, line.end)
+                before = line.end
             self._commit(store, before)
         for tail in self._cursor.tails:
             if tail.open:
@@ -179,8 +181,9 @@ class Sender:
 
     def _drain(self, store: Store, tail: Tail) -> None:
         """Send a followed file's new lines."""
-        while lines := lines_after(self._spool.path_of(tail.path), tail.offset):
-            for record, _ in lines:
+        while lines := lines_after(self._spool.path_of(tail.path), tail.offset, CHUNK_BYTES):
+            for line in lines:
+                record = line.record
                 if record is not None and record.get("kind") not in NOT_FOLLOWED:
                     try:
                         self._rows.setdefault((tail.key, "metrics"), []).extend(rows(record, tail.prefix))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainables.locks import try_lock
-from trainables.rundir import RunDir, append_line, write_json
+from trainables.rundir import RunDir, append_line, lines_after, write_json
 
 CHUNK_BYTES = 64 * 1024
 
@@ -27,14 +26,6 @@ Row = tuple[Any, ...]
 
 class RefusedError(Exception):
     """The store will never take this record."""
-
-
-class Line(NamedTuple):
-    """One complete line of a JSON-lines file; `record` is None where it does not hold an object (a torn write, closed later)."""
-
-    record: dict[str, Any] | None
-    end: int
-    """Byte offset behind the line."""
 
 
 class Delivery(NamedTuple):
@@ -75,34 +66,6 @@ class Cursor:
     creates: dict[str, int] = field(default_factory=dict)
     """Our run key → how often its creation was asked for; counted before asking, since the answer may never come."""
     tails: list[Tail] = field(default_factory=list)
-
-
-def lines_after(path: Path, offset: int) -> list[Line]:
-    """The next complete lines of `path` behind byte `offset`, about CHUNK_BYTES of them; [] at the end or without a file.
-
-    A file that has become shorter than `offset` is read from its start.
-    """
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        start = offset if offset <= file.seek(0, os.SEEK_END) else 0
-        file.seek(start)
-        chunk = file.read(CHUNK_BYTES)
-        while b"\n" not in chunk and (more := file.read(CHUNK_BYTES)):
-            chunk += more
-    lines, end = [], start
-    for raw in chunk.split(b"\n")[:-1]:
-        end += len(raw) + 1
-        lines.append(Line(_parse(raw), end))
-    return lines
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(raw)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 class Spool:
@@ -192,9 +155,9 @@ class Spool:
 
 
 def _records_after(path: Path, offset: int) -> Iterator[dict[str, Any]]:
-    while lines := lines_after(path, offset):
+    while lines := lines_after(path, offset, CHUNK_BYTES):
         offset = lines[-1].end
-        yield from (line.record for line in lines if line.record is not None)
+        yield from (record for line in lines if (record := line.record) is not None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

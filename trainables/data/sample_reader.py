@@ -111,7 +111,7 @@ class Reader:
     ) -> ReadResult:
         """Read `indices_R` into the array out_RHWC that is taken from `out`, the rows of a batch from `first_row` on.
 
-        Rows that stay undefined are named, as bad or as undecoded.
+        Rows that stay undefined are named, as bad or as encoded.
 
         Raises CancelledError once `stop` is set, DataError where the source's disk or network fails, and RuntimeError, which
         names the sample, for whatever should not happen; errors of ours and MemoryError as they are.

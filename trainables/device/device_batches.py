@@ -65,7 +65,7 @@ def on_device(
     steps ahead of the device, and the loader's memory is that of a few batches. The device has step k to do by then, which
     follows that copy: no step is late for it.
 
-    What a batch has undecoded is decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
+    Encoded rows of a batch are decoded in the same stream, by a thread of its own, since nvJPEG keeps the one that calls it:
     on the device it begins when step k-1 is done, and k does not wait for it. Rows that cannot be decoded are left out.
     """
     with contextlib.closing(batches):

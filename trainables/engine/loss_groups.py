@@ -17,7 +17,7 @@ LossKeys = frozenset[str]
 
 
 class LossGroup(NamedTuple):
-    """LossKeys that share an optimizer, its settings, and the parameters it changes."""
+    """Losses that share an optimizer, its settings, and the parameters it changes."""
 
     losses: LossKeys
     optim: OptimConfig

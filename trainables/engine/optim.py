@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,11 +32,26 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
     """The optimizer of `optim.name`; its learning rate is set before each step from `learning_rate`."""
     groups = parameter_groups(parameters, optim)
     fused = any(p.is_cuda for group in groups for p in group["params"]) or None
-    if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
+    return OPTIMIZERS[optim.name](groups, optim, fused)
+
+
+def build_sgd(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
+    """SGD whose momentum starts at 0."""
     sgd = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.nesterov, fused=fused)
     sgd.register_step_pre_hook(init_momentum_buffers)
     return sgd
+
+
+def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, fused: bool | None) -> torch.optim.Optimizer:
+    """AdamW with torch's betas and epsilon."""
+    return torch.optim.AdamW(groups, lr=optim.lr, fused=fused)
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimConfig, bool | None], torch.optim.Optimizer]] = {
+    "sgd": build_sgd,
+    "adamw": build_adamw,
+}
+"""By `optim.name`; `dot` is SGD twice, see `optimizers.build_optimizers`."""
 
 
 def init_momentum_buffers(sgd: torch.optim.Optimizer, *_: object) -> None:

@@ -35,7 +35,7 @@ class LossOptimizer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
-        """For a step counted from the training's first one. A init stage's steps, below 0, use `init_lr`, or else the peak."""
+        """Of a step counted from the first one of the training; those of an init stage, below 0, use `init_lr`, else the peak."""
         peak = peak_learning_rate(self.optim, global_batch_size)
         lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else init_lr or peak
         set_learning_rate(self.optimizer, lr)

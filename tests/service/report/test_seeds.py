@@ -11,7 +11,7 @@ from scipy import stats
 from service.report.seeds import figure, groups, page_table, seed_table, sentence
 from service.runs.result import RunResult
 from tests.service.report.runs import typed, typed_row
-from tests.service.report.test_tables import SCALE
+from tests.service.report.test_terminal_tables import SCALE
 
 ALONE, KD, SP = [50.0, 52.0, 51.0, 49.5], [52.1, 53.9, 53.2, 51.4], [50.5, 51.6, 51.9, 49.4]
 

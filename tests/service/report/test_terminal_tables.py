@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from service.report.tables import node_table, number, phase_table, report_of, sweep_table, verdict
+from service.report.terminal_tables import node_table, number, phase_table, report_of, sweep_table, verdict
 from service.runs.display import output
 from service.runs.result import RunResult
 from tests.service.report.runs import typed, typed_row
