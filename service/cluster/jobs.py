@@ -57,8 +57,12 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
         arguments = [each if each.startswith("-") or each.isdecimal() else _from_here(each) for each in command]
     arguments[0] = command[0]
     for index, argument in enumerate(command[:-1], start=1):
-        if argument in ("--out", "--runs"):
+        if argument in ("--out", "--runs", "--html"):
             arguments[index] = os.path.abspath(command[index])
+    for index, argument in enumerate(command):
+        option, equals, path = argument.partition("=")
+        if equals and option in ("--out", "--runs", "--html"):
+            arguments[index] = f"{option}={os.path.abspath(path)}"
     if command[0] in ("train", "sweep", "cache"):
         if len(command) < 2 or command[1].startswith("-"):
             raise ExperimentError(
@@ -70,7 +74,7 @@ def package(command: Sequence[str], folder: Path) -> list[str]:
 
 def _packaged_experiment(command: Sequence[str], folder: Path) -> str:
     """The command's recipe; of an experiment file the name of its resolved copy in `folder`, with absolute paths."""
-    resolved = load(command[1])
+    resolved = load(command[1], method_files="run if present")
     load(
         command[1], _overrides(command), method_files="run if present"
     )  # refuses a wrong experiment here, not minutes later in a log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         if refusal := cluster.refusal(reservation):
             raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
         display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
-        output = storage.root / f"{checkpoint.stem}-{id(config):x}.json"
+        output = storage.root / f"{checkpoint.stem}-{time.time_ns():x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
         try:
             job = config.model_copy(update={"data": data, "output": str(output)})

@@ -105,11 +105,11 @@ def verify(dest: Path, index: Index, threads: int) -> None:
 
 def _begin(dest: Path, plan: Plan) -> None:
     """Say in `dest` what is being packed, or see that it is the same as before."""
-    summary_line = dest / UNFINISHED / "plan.json"
+    plan_file = dest / UNFINISHED / "plan.json"
     try:
-        _refuse_other(dest, plan, json.loads(summary_line.read_bytes())["plan"], "an unfinished set")
+        _refuse_other(dest, plan, json.loads(plan_file.read_bytes())["plan"], "an unfinished set")
     except (OSError, ValueError, KeyError):
-        write_json(summary_line, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
+        write_json(plan_file, {"plan": plan.fingerprint, "source": str(plan.source), "mode": str(plan.mode)})
     for torn in dest.glob(".*.tmp"):  # what a killed process was writing
         torn.unlink(missing_ok=True)
 

@@ -183,8 +183,8 @@ def read_result(path: Path, experiment: Path) -> RunResult:
     check_version(path)
     try:
         return RunResult.model_validate_json(path.read_bytes())
-    except OSError:
-        damage = "it is no JSON object"
+    except OSError as error:
+        raise ExperimentError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         damage = _first(error)
     raise ExperimentError(f"{path} is damaged: {damage}: put back a copy, or begin again from {experiment}")

@@ -158,7 +158,7 @@ class Guided:
     def enough(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
         """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
 
-        That is to 3%, of a point that was measured before to 1%; what is far from the best is worth no long probe (Maron and
+        That is to 3%, of a point that was measured before to 1.5%; what is far from the best is worth no long probe (Maron and
         Moore 1994, "Hoeffding races").
         """
         count = len(steps_s)

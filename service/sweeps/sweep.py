@@ -34,9 +34,10 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
     with session(resolved, run_dir, reporter) as now:
         records = TrialRecords(now)
         load_outcomes(trials, run_dir)
-        loader_workers = {row.id: row.scale.loader_workers for row in now.result.rows}
+        rows = {row.id: row for row in now.result.rows}
         for trial in trials:
-            trial.loader_workers = loader_workers.get(trial.id, trial.loader_workers)
+            if (row := rows.get(trial.id)) is not None:
+                trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
         trials += finished_trainings(trials, run_dir)
         if is_local():
             mark_unschedulable(trials, local_capacity())

@@ -26,7 +26,6 @@ reserve something: a grain of the head node costs no CPU that a trial may need."
 
 def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
     """Let Ray Tune run the trials; returns when all have ended or were stopped by the scheduler."""
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
     # Asha's metric comes with epochs; a trial that failed before its first has none, which is no reason to end the sweep.
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune

@@ -95,7 +95,7 @@ def use_copies(copies: Mapping[str, Path]) -> None:
 def file_of(name: str) -> Path | None:
     """The file of a method `FILE.py:CLASS`, or its copy, see `use_copies`; None for any other name."""
     file, colon, _ = name.rpartition(":")
-    return _copies.get(file, Path(file)) if colon and file.endswith(".py") else None
+    return _copies.get(str(Path(file)), Path(file)) if colon and file.endswith(".py") else None
 
 
 def read_source(name: str) -> MethodSource | None:
