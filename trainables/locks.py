@@ -1,7 +1,8 @@
 """Exclusive locks of files, between processes and threads. A lock ends with its process, however that ends.
 
 Some network file systems cannot lock files. There a file of this node's own temporary folder is locked instead: processes of one
-node exclude each other, those of several do not, and a warning names the file.
+node exclude each other, those of several do not, and a warning names the file. File systems that are mounted with locks of this
+node alone (NFS with `local_lock`, Lustre with `localflock`) lock without a word, and only on this node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from filelock import lock_descriptor
 _log = logging.getLogger("raydistill")
 _PROBE_S = 0.02  # longer than `is_locked` has a lock
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
-_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
+"""EBADF: NFS locks no file that is open for reading alone."""
 
 
 class Lock:
@@ -88,7 +90,7 @@ def _try_once(path: str) -> Lock | None:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except PermissionError:  # another user's: whoever may read it may find out whether it is locked
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -15,12 +15,12 @@ from trainables.errors import DataError, ExperimentError
 def mark_unschedulable(trials: Iterable[Trial], cluster: Cluster) -> None:
     """Mark as `infeasible` what does not fit on the cluster, as `oversubscribed` what has fewer real cores than it reserves."""
     for trial in trials:
-        if trial.resolved is None or trial.outcome is not None:
+        if trial.resolved is None or (trial.outcome is not None and trial.loader_workers != "auto"):
             continue
         plan = Plan.on(trial.resolved.experiment, cluster)
         trial.loader_workers = plan.loader_workers
         trial.oversubscribed = cluster.oversubscribed(plan.reservation())
-        if refusal := plan.refusal(cluster):
+        if trial.outcome is None and (refusal := plan.refusal(cluster)):
             trial.outcome = Outcome(status="infeasible", reason=refusal)
 
 

@@ -1,4 +1,4 @@
-"""Save and load a TrainState as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
+"""Save and load a `CheckpointState` as one safetensors file: no pickle, nothing that could run code, replaced in one rename.
 
 Names in the file: `model.<parameter or buffer>`, `method.<name>.<parameter or buffer>`,
 `optim.<optimizer>.<parameter index>.<state>`, `rng.<rank>.cpu|cuda`; everything else (position, schedule of the scaler,

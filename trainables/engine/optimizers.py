@@ -37,7 +37,8 @@ class LossOptimizer:
     def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
         """Of a step counted from the first one of the training; those of an init stage, below 0, use `init_lr`, else the peak."""
         peak = peak_learning_rate(self.optim, global_batch_size)
-        lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else init_lr or peak
+        init_peak = peak if init_lr is None else init_lr
+        lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else init_peak
         set_learning_rate(self.optimizer, lr)
 
 

@@ -20,6 +20,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine.step import TrainState, losses
+from trainables.failures import kind_of
 from trainables.methods.contract import MethodBatch
 
 log = logging.getLogger("raydistill")
@@ -69,8 +70,11 @@ def pass_latency(train_state: TrainState, image_size: int, shape: TrainingShape)
                 break
             try:
                 now_s = _shortest_s(train_state, image_size, num_images)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            except (RuntimeError, MemoryError) as error:
+                if kind_of(error) != "out_of_memory":
+                    raise
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
                 log.info("no passes on %d images are timed: out of memory", num_images)
                 found["passes/out_of_memory_images"] = float(num_images)
                 break

@@ -88,7 +88,8 @@ class ServiceTeacher:
                 if len(waiting) > min(PREFETCH_BATCHES, num_yielded + 1):
                     yield waiting.popleft()
                     num_yielded += 1
-            yield from waiting
+            while waiting:  # none is held longer than its step needs it
+                yield waiting.popleft()
 
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """See `TeacherInterface`. Waits for the responses where they are not there yet, but not for the device."""
