@@ -11,9 +11,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
 
-# What needs neither Ray nor a server.
+# What needs neither Ray nor a server nor processes of its own.
 test-quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not integration and not slow and not gpu"
+	$(BIN)/python -m pytest -m "not integration and not processes and not slow and not gpu"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -23,3 +23,21 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+PROCESSES = (
+    "tests/integration/",
+    "tests/trainables/data/test_fuzz.py",
+    "tests/trainables/data/storage/",
+    "tests/service/tracking/",
+    "tests/benchmarks/",
+)
+"""Tests whose processes, servers or simulated clusters take seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `processes` what the quick tests leave out: ranks in processes of their own, killed children, whole simulations."""
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        if "ranks" in getattr(item, "fixturenames", ()) or path.startswith(PROCESSES):
+            item.add_marker(pytest.mark.processes)

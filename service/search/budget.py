@@ -13,7 +13,7 @@ import numpy as np
 
 from service.search.points import Array, Flags
 
-MOST_SHARE = 0.75  # of a lean grid that is spent at most; the rest is what its estimate may be off by
+MOST_SHARE = 0.6  # of a lean grid that is spent at most; the rest is what its estimate may be off by
 REPEATS_SHARE = 0.2  # of a lean grid that is spent at most on points that were measured before
 LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may show something
 DEAR_SHARE = 0.35  # of a lean grid: beyond it a probe counts as its part of what was spent
