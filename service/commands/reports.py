@@ -42,11 +42,11 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
     from service.report.compare import compare as run_compare
-    from service.report.comparison import said, write_comparison
+    from service.report.comparison import comparison_lines, write_comparison
     from service.report.run_records import open_records
 
     comparison = run_compare(open_records(a), open_records(b))
-    print_all(output(), said(comparison))
+    print_all(output(), comparison_lines(comparison))
     if html:
         write_comparison(comparison, html)
         click.echo(f"page: {html}")
@@ -59,7 +59,7 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:
     """Where a step's time goes and what to change: of a run or sweep by its records, of a recipe by a short timing run."""
     from service.doctor.read_run import read_run
-    from service.doctor.terminal_lines import tell
+    from service.doctor.terminal_lines import case_lines
 
     if Path(directory_or_recipe).is_dir():
         if overrides:
@@ -70,4 +70,4 @@ def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> 
         from service.doctor.probe import probe
 
         cases = probe(resolved, root)
-    print_all(output(), tell(cases))
+    print_all(output(), case_lines(cases))

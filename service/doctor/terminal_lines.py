@@ -14,7 +14,7 @@ from trainables.metrics.phases import PHASES
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
 
 
-def tell(cases: Sequence[Case]) -> list[str]:
+def case_lines(cases: Sequence[Case]) -> list[str]:
     """Lines on a run, or on a sweep: its best trial, and why the others are slower.
 
     The first line is the main finding.

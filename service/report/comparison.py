@@ -18,7 +18,7 @@ from trainables.rundir import write_atomic
 VERDICTS = ("B faster", "within noise", "B slower", "spread unknown")
 
 
-def said(comparison: Comparison) -> Iterator[str | TextTable]:
+def comparison_lines(comparison: Comparison) -> Iterator[str | TextTable]:
     """The comparison as the terminal shows it."""
     yield f"A: {comparison.a.root}"
     yield f"B: {comparison.b.root}"

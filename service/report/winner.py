@@ -92,10 +92,10 @@ def bound(result: RunResult) -> list[str]:
     if search is not None:
         tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         sure = search.bound_pct is not None
-        believed = (
+        bound_sentence = (
             f"No untested point is believed to be more than {search.bound_pct:.1f}% better (95% sure of each); " if sure else ""
         )
-        sentences = [f"{believed}{tried}."]
+        sentences = [f"{bound_sentence}{tried}."]
         sentences.append(f"Why the search ended: {search.why}.")
     elif unmeasured:
         sentences = [f"{names.counted(unmeasured, 'point')} of {len(rows)} not tried yet: one of them may be better."]

@@ -47,7 +47,7 @@ def pack(
     began = time.monotonic()
     source, dest = expand_home(source).resolve(), expand_home(dest).resolve()
     _refuse_foreign(dest)
-    with _told(source, dest):
+    with errors_as_data_error(source, dest):
         plan = plan_pack(source, dest, mode, check, shard_bytes=shard_bytes)
         if (dest / INDEX).exists():
             index = read_index(dest)
@@ -75,7 +75,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def _told(source: Path, dest: Path) -> Iterator[None]:
+def errors_as_data_error(source: Path, dest: Path) -> Iterator[None]:
     """An error of disk or network ends the command in one line; nothing that was finished is lost."""
     try:
         yield

@@ -80,17 +80,17 @@ class Learning:
         batch_O = np.array([t.global_batch for t in trainings])
         reached_O = np.array([t.reached for t in trainings], dtype=bool)
         between_O = np.array([t.every for t in trainings])
-        told_O = np.array([t.steps for t in trainings])
+        steps_reported_O = np.array([t.steps for t in trainings])
         # Somewhere in the last `every` steps: their middle, and the deviation of a uniform distribution over them.
-        steps_O = np.where(reached_O, np.maximum(told_O - between_O / 2, between_O / 2), told_O)
+        steps_O = np.where(reached_O, np.maximum(steps_reported_O - between_O / 2, between_O / 2), steps_reported_O)
         error_O = np.hypot(SEEDS, np.where(reached_O, between_O, 0.0) / math.sqrt(12) / steps_O)
         known_O = steps_O[reached_O] if reached_O.any() else steps_O
         begin = np.array([float(np.log(np.median(known_O))) if len(known_O) else 0.0, prior])
 
         def off(logs_2: Array) -> Array:
             behind_O = (np.log(steps_O) - _log_steps(logs_2, batch_O)) / error_O
-            told = np.where(reached_O, behind_O, np.maximum(behind_O, 0.0))
-            return np.concatenate([told, (logs_2 - begin) / np.array([UNKNOWN, spread])])
+            penalty = np.where(reached_O, behind_O, np.maximum(behind_O, 0.0))
+            return np.concatenate([penalty, (logs_2 - begin) / np.array([UNKNOWN, spread])])
 
         found = least_squares(off, begin)
         return cls(found.x, np.linalg.inv(found.jac.T @ found.jac))

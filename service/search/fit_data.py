@@ -32,15 +32,15 @@ class Measured:
     @classmethod
     def of(cls, layout: Layout, observations: Sequence[Observation]) -> Measured:
         """Means of `ok` observations. Layout and observations go together."""
-        slow = SlowSteps.of([seen.steps_s for seen in observations])
+        slow = SlowSteps.of([observation.steps_s for observation in observations])
         logs_3M = np.full((3, len(observations)), np.nan)
         errors_3M = np.ones_like(logs_3M)
         noise_M = np.zeros(len(observations))
-        for m, seen in enumerate(observations):
-            mean = slow.mean(seen.steps_s)
+        for m, observation in enumerate(observations):
+            mean = slow.mean(observation.steps_s)
             step, noise = mean.step_s, max(mean.error, LEAST_NOISE) if math.isfinite(mean.error) else UNKNOWN_NOISE
             noise_M[m] = noise
-            parts = seen.phases_s
+            parts = observation.phases_s
             # Phases are means over ranks and may come from a timer of their own: shares are taken of their own sum.
             total = sum(parts.values())
             work = step * (1 - parts["data"] / total) if "data" in parts and total > 0 else math.nan
@@ -78,6 +78,6 @@ class Measured:
     def residuals(self, logs: Array) -> Array:
         """Model less measurement in standard deviations, for parameters ...P: ...R."""
         known = np.isfinite(self.logs_3M)
-        seen = times(logs, self.layout)
-        model = np.log(np.stack([seen.step, seen.work, seen.forward], axis=-2))[..., known]
+        observation = times(logs, self.layout)
+        model = np.log(np.stack([observation.step, observation.work, observation.forward], axis=-2))[..., known]
         return (model - self.logs_3M[known]) / self.errors_3M[known]

@@ -49,7 +49,7 @@ PARAMETERS = (
     Parameter("sharing", "slowdown for each further worker on a node (PCIe, heat, host threads)", 0.05, 1.3),
     Parameter("straggler", "slowdown of the slowest of n workers, per H_n − 1", 0.02, 1.0),
 )
-PLACE = {parameter.name: place for place, parameter in enumerate(PARAMETERS)}
+INDEX = {parameter.name: index for index, parameter in enumerate(PARAMETERS)}
 SHARPNESS = 12.0  # of the p-norms: two equal terms give 6% more than either
 
 
@@ -90,7 +90,7 @@ def times(logs: Array, layout: Layout) -> Times:
     Rényi 1953, H_n = ψ(n + 1) + γ.
     """
     values = np.exp(logs)[..., None, :]
-    of = {name: values[..., place] for name, place in PLACE.items()}
+    of = {name: values[..., index] for name, index in INDEX.items()}
     extra = logs[..., len(PARAMETERS) :]
     count = len(layout.member_KM)
     decode = np.exp(extra[..., :count] @ layout.member_KM)  # ...M

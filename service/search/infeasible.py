@@ -29,46 +29,46 @@ def values(points: Sequence[Point]) -> list[Flags]:
     return [having_M for having_M in having.values() if not having_M.all()]
 
 
-def unschedulable(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
+def unschedulable(layout: Layout, history: Sequence[tuple[int, Observation]]) -> Flags:
     """Points that need at least as many workers and as many loader workers as one that had no room on the cluster.
 
     One that ran later though it needs as much says that the room has come back.
     """
     without_room_M = np.zeros(len(layout.workers_M), dtype=bool)
-    for turn, (row, seen) in enumerate(told):
-        if seen.status == "infeasible":
+    for turn, (row, observation) in enumerate(history):
+        if observation.status == "infeasible":
             as_much_M = (layout.workers_M >= layout.workers_M[row]) & (layout.threads_M >= layout.threads_M[row])
-            if not as_much_M[[later for later, other in told[turn:] if other.status in RAN]].any():
+            if not as_much_M[[later for later, other in history[turn:] if other.status in RAN]].any():
                 without_room_M |= as_much_M
     return without_room_M
 
 
-def lost(layout: Layout, told: Sequence[tuple[int, Observation]]) -> Flags:
+def lost(layout: Layout, history: Sequence[tuple[int, Observation]]) -> Flags:
     """Points that may have run once but most likely cannot now.
 
     Where a point has no room although one that needs as much ran before, nodes have gone, and with them their workers,
     however few loader workers they have.
     """
-    lost_M = unschedulable(layout, told)
-    for turn, (row, seen) in enumerate(told):
-        if seen.status == "infeasible":
+    lost_M = unschedulable(layout, history)
+    for turn, (row, observation) in enumerate(history):
+        if observation.status == "infeasible":
             more_M = layout.workers_M >= layout.workers_M[row]
             as_much_M = more_M & (layout.threads_M >= layout.threads_M[row])
-            before, after = ([at for at, other in part if other.status in RAN] for part in (told[:turn], told[turn:]))
+            before, after = ([at for at, other in part if other.status in RAN] for part in (history[:turn], history[turn:]))
             if as_much_M[before].any() and not more_M[after].any():
                 lost_M |= more_M
     return lost_M
 
 
-def failing(layout: Layout, values: Sequence[Flags], told: Sequence[tuple[int, Observation]]) -> Flags:
+def failing(layout: Layout, values: Sequence[Flags], history: Sequence[tuple[int, Observation]]) -> Flags:
     """Points that failed twice and never worked, and all that have in common what several of those that failed have.
 
     That is one of `values`, or a number of workers and all above it, with which two points failed and none ever worked.
     Points that failed may have several things in common. As long as another one explains the same failures, only what has
     both is left alone.
     """
-    counts = Counter(row for row, seen in told if seen.status == "failed")
-    worked = [row for row, seen in told if seen.status in RAN]
+    counts = Counter(row for row, observation in history if observation.status == "failed")
+    worked = [row for row, observation in history if observation.status in RAN]
     failed = [row for row in counts if row not in worked]
     tried, points = np.unique(layout.workers_M[failed], return_counts=True)
     crowds = [layout.workers_M >= workers for workers in tried[points >= FAILURES]]

@@ -34,7 +34,7 @@ class MemoryModel:
     refused: dict[int, float] = field(default_factory=dict)  # kind → smallest batch that ran out of memory
     capacity_mib: float = np.inf
 
-    def tell(self, kind: int, batch: float, peak_mib: float | None, capacity_mib: float | None, oom: bool) -> None:
+    def add(self, kind: int, batch: float, peak_mib: float | None, capacity_mib: float | None, oom: bool) -> None:
         """Take up a probe at `batch` images a GPU."""
         if capacity_mib is not None:
             self.capacity_mib = min(self.capacity_mib, capacity_mib)

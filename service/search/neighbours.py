@@ -40,9 +40,9 @@ def unchecked(
     )
     for axis_M, among_M, within in axes:
         values = np.unique(axis_M[among_M])
-        place = int(np.searchsorted(values, axis_M[best]))
+        index = int(np.searchsorted(values, axis_M[best]))
         reach = len(values) if distrust else 1
-        for value in (*values[max(place - reach, 0) : place], *values[place + 1 : place + 1 + reach]):
+        for value in (*values[max(index - reach, 0) : index], *values[index + 1 : index + 1 + reach]):
             sides.append((among_M & (axis_M == value), within))
     for side_M, within in sides:
         usable_M = side_M & (open_M | tried_M)

@@ -38,4 +38,4 @@ def incumbents(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows,
 def front(workers_O: Array, time_O: Array) -> list[int]:
     """Places of the points that no other one beats in speed and cost, the fewest workers first."""
     incumbent_O, _ = incumbents(workers_O, workers_O, time_O)
-    return sorted({int(place) for place in np.flatnonzero(incumbent_O == np.arange(len(time_O)))}, key=lambda o: workers_O[o])
+    return sorted({int(index) for index in np.flatnonzero(incumbent_O == np.arange(len(time_O)))}, key=lambda o: workers_O[o])

@@ -120,11 +120,11 @@ class Guided:
             observation = Observation("failed", start_s=observation.start_s, seconds=observation.seconds)
         workers, batch = float(self.layout.workers_M[row]), float(self.layout.batch_M[row])
         same_group = bool(self.history) and self.layout.workers_M[self.history[-1][0]] == workers
-        self.costs.tell(workers, observation, same_group, again=row in self._measured_rows())
+        self.costs.add(workers, observation, same_group, again=row in self._measured_rows())
         self.history.append((row, observation))
         if observation.status in RAN:
             peak, capacity = observation.peak_memory_mib, observation.gpu_memory_mib
-            self.memory.tell(int(self.kind_M[row]), batch, peak, capacity, observation.status == "oom")
+            self.memory.add(int(self.kind_M[row]), batch, peak, capacity, observation.status == "oom")
         if observation.status == "ok":
             rows = self._measured_rows()
             self.measured = Measured.of(self.layout.take(rows), [one for _, one in self._ok()])

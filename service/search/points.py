@@ -64,7 +64,7 @@ def categories(points: Sequence[Point]) -> tuple[Category, ...]:
         for key, value in point.items():
             if key not in SCALE_AXES:
                 values.setdefault(key, {})[repr(value)] = None
-    return tuple((key, value) for key, seen in values.items() for value in list(seen)[1:])
+    return tuple((key, value) for key, option in values.items() for value in list(option)[1:])
 
 
 @dataclass(frozen=True)

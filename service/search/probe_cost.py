@@ -38,7 +38,7 @@ class Costs:
         """Seconds of a probe before its first step, with workers that are there."""
         return float(np.median(self.setups_s)) if self.setups_s else 0.0
 
-    def tell(self, workers: float, observation: Observation, same_group: bool, again: bool) -> None:
+    def add(self, workers: float, observation: Observation, same_group: bool, again: bool) -> None:
         """Take up what a probe took; where it does not say, what such a probe usually takes."""
         began_s = self.ended_s[-1] if self.ended_s else 0.0
         if observation.status == "infeasible":

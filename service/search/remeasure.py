@@ -67,8 +67,8 @@ class Contest:
         best = int(self.rows_C[0])
         if self.clean[best] < LEAST_VISITS:
             return [best] if self.visits[best] < MOST_LOOKS else []
-        incumbents = [place for place in range(1, len(self.rows_C)) if self.gains_C[place] > 0.25 * self.loss]
-        rows = [best, *(int(self.rows_C[place]) for place in sorted(incumbents, key=lambda place: -self.gains_C[place]))]
+        incumbents = [index for index in range(1, len(self.rows_C)) if self.gains_C[index] > 0.25 * self.loss]
+        rows = [best, *(int(self.rows_C[index]) for index in sorted(incumbents, key=lambda index: -self.gains_C[index]))]
         open_rows = [row for row in rows if self.clean[row] < MOST_VISITS and self.visits[row] < MOST_LOOKS]
         return sorted(open_rows, key=lambda row: self.visits[row])
 

@@ -23,7 +23,7 @@ from service.search.rows import measurements, point_of, probes, searched
 from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.metrics.phases import PHASES
 
-TOLD = ("ok", "oom", "failed")
+OBSERVED_STATUSES = ("ok", "oom", "failed")
 """Statuses that tell something of a point. What the cluster can never hold is no point of the search."""
 
 
@@ -73,7 +73,7 @@ def replay(result: RunResult) -> Guided:
     )
     ended = [(points[row.id], one) for row in probes(result.rows) if row.id in points for one in measurements(row)]
     for point, one in sorted(ended, key=lambda pair: pair[1].ended_s):
-        if one.status in TOLD:
+        if one.status in OBSERVED_STATUSES:
             planner.tell(point, observation(one))
     return planner
 
@@ -112,25 +112,25 @@ def race(result: RunResult, planner: Guided) -> tuple[Race, list[str]]:
     broken = {row.id for row in probes(rows) if row.status in ("oom", "failed")}
     fits_M = planner.chances() > 0.5
     known = [
-        (ids[identity(seen.point)], seen)
-        for seen, fits in zip(planner.forecasts(), fits_M, strict=True)
-        if (fits or seen.measured) and ids[identity(seen.point)] not in broken
+        (ids[identity(forecast.point)], forecast)
+        for forecast, fits in zip(planner.forecasts(), fits_M, strict=True)
+        if (fits or forecast.measured) and ids[identity(forecast.point)] not in broken
     ]
     timed = [(row.metrics, row.scale.global_batch_size) for row in rows if "epoch_s" in row.metrics]
     samples = max((m["epoch_s"] / m["step_s"] * batch for m, batch in timed), default=1.0)
-    batch_M = np.array([float(seen.point[GLOBAL_BATCH]) for _, seen in known])
+    batch_M = np.array([float(forecast.point[GLOBAL_BATCH]) for _, forecast in known])
     found = Race(
         batch_M,
-        np.array([seen.step_s for _, seen in known]),
+        np.array([forecast.step_s for _, forecast in known]),
         np.maximum(1.0, np.floor(samples / batch_M + 1e-6)),
-        np.array([seen.sd for _, seen in known]),
+        np.array([forecast.sd for _, forecast in known]),
         tolerance=result.tolerance,
         noise_scales=result.noise_scales,
     )
-    place = {trial: row for row, (trial, _) in enumerate(known)}
+    row_of_trial = {trial: row for row, (trial, _) in enumerate(known)}
     for row in sorted(rows, key=lambda row: row.ended_s):
-        if row.probe is not None and row.probe in place and row.status in (*TOLD, "stopped"):
-            found.tell(place[row.probe], row.metrics)
+        if row.probe is not None and row.probe in row_of_trial and row.status in (*OBSERVED_STATUSES, "stopped"):
+            found.tell(row_of_trial[row.probe], row.metrics)
     return found, [trial for trial, _ in known]
 
 

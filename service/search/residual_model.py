@@ -23,7 +23,7 @@ from scipy.linalg import cho_factor, cho_solve
 from service.search.points import Array, Layout
 
 AMPLITUDES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
-BELIEVED, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, and standard deviation of its logarithm
+PRIOR_AMPLITUDE, SPREAD = 0.03, 0.8  # amplitude before anything is measured: median, and standard deviation of its logarithm
 DRIFTS = (0.003, 0.02, 0.08, 0.3)  # amplitude of what changes with time
 STEADY, DRIFT_SPREAD = 0.003, 2.0  # that of most clusters, and how many e-folds more are no great surprise
 DRIFT_PROBES = 12.0  # for how many probes the cluster stays about as it is
@@ -88,7 +88,7 @@ class Residuals:
         own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
         rest_OO = np.diag(noise_O**2 + VISIT**2) + own_OO + walk_OO
         time_OO = np.exp(-np.abs(np.subtract.outer(ages_O, ages_O)) / DRIFT_PROBES) * (COMMON + (1 - COMMON) * alike_OO)
-        best, amplitude, drift = -np.inf, BELIEVED, STEADY
+        best, amplitude, drift = -np.inf, PRIOR_AMPLITUDE, STEADY
         usual_O = noise_O**2 + OWN**2 + np.diag(walk_OO)
         unexplained = float(np.mean(left_O**2 - usual_O))
         for tried, change in product(AMPLITUDES, DRIFTS):
@@ -97,7 +97,9 @@ class Residuals:
             factor, low = cho_factor(explained_OO + tried**2 * alike_OO + change**2 * time_OO + rest_OO, lower=True)
             solved = cho_solve((factor, low), residual_O)
             evidence = -0.5 * float(residual_O @ solved) - float(np.log(np.diag(factor)).sum())
-            evidence -= 0.5 * (np.log(tried / BELIEVED) / SPREAD) ** 2 + 0.5 * (np.log(change / STEADY) / DRIFT_SPREAD) ** 2
+            evidence -= (
+                0.5 * (np.log(tried / PRIOR_AMPLITUDE) / SPREAD) ** 2 + 0.5 * (np.log(change / STEADY) / DRIFT_SPREAD) ** 2
+            )
             if evidence > best:
                 best, amplitude, drift = evidence, tried, change
         cross_MO = amplitude**2 * similarity(layout, at) + steps_apart(layout, at) + OWN**2 * same_MO

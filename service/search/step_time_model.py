@@ -15,7 +15,7 @@ from scipy.optimize import least_squares
 
 from service.config.space import GLOBAL_BATCH
 from service.search.fit_data import Measured
-from service.search.formulas import PARAMETERS, PLACE, Times, times
+from service.search.formulas import INDEX, PARAMETERS, Times, times
 from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
 
 EXTRA_SPREAD = 0.5  # of the two multipliers (decode speed, GPU speed) that each further value of an extra key gets
@@ -44,7 +44,7 @@ class StepTime:
     @property
     def values(self) -> dict[str, float]:
         """Each parameter in its unit."""
-        return {p.name: float(np.exp(self.mean_P[place])) for place, p in enumerate(PARAMETERS)}
+        return {p.name: float(np.exp(self.mean_P[index])) for index, p in enumerate(PARAMETERS)}
 
     def layout(self, points: Sequence[Point]) -> Layout:
         """The points as this model reads them."""
@@ -73,8 +73,8 @@ class StepTime:
         found = solved(start)
         if found.cost > POOR * 0.5 * np.isfinite(measured.logs_3M).sum():
             # An all-reduce that hides in the prior's backward has no slope: a second start has it out in the open.
-            start[[PLACE["reduce_node_s"], PLACE["reduce_net_s"]]] = 2.0
-            start[PLACE["sharing"]] = 1.0
+            start[[INDEX["reduce_node_s"], INDEX["reduce_net_s"]]] = 2.0
+            start[INDEX["sharing"]] = 1.0
             found = min(found, solved(start), key=lambda one: float(one.cost))
         covariance = np.linalg.inv(found.jac.T @ found.jac + 1e-9 * np.eye(len(found.x)))
         return replace(self, mean_P=self.mean_P + spread_P * found.x, covariance_PP=spread_P[:, None] * covariance * spread_P)
@@ -134,7 +134,11 @@ def fit(points: Sequence[Point], observations: Sequence[Observation], hardware: 
         KeyError: a point without one of the three axes of every sweep.
     """
     prior = StepTime.prior(hardware, categories(points))
-    pairs = [(p, seen) for p, seen in zip(points, observations, strict=True) if seen.status == "ok" and len(seen.steps_s)]
+    pairs = [
+        (p, observation)
+        for p, observation in zip(points, observations, strict=True)
+        if observation.status == "ok" and len(observation.steps_s)
+    ]
     if not pairs:
         return prior
-    return prior.fitted(Measured.of(prior.layout([p for p, _ in pairs]), [seen for _, seen in pairs]))
+    return prior.fitted(Measured.of(prior.layout([p for p, _ in pairs]), [observation for _, observation in pairs]))

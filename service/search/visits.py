@@ -40,18 +40,18 @@ class Visits:
         self._at: dict[str, str] = {}  # visit → the trial that it is at
         self._began_s: dict[str, float] = {}  # of a trial, unix
         self._shares: set[str] = set()  # trials that paid for no start of their own
-        self._kept: list[str] = []  # asked for, by a group that has other workers
+        self._queued: list[str] = []  # asked for, by a group that has other workers
 
     def begin(self, visit: str) -> str | None:
         """The trial that a new group of workers begins with; None: nothing is worth one now."""
-        trial = self._kept.pop(0) if self._kept else self._ask(None)
+        trial = self._queued.pop(0) if self._queued else self._ask(None)
         if trial is not None:
             self._at[visit] = trial
         return trial
 
     def is_idle(self) -> bool:
         """Whether no group is under way: then nothing will be learned that could make another point worth a probe."""
-        return not self._at and not self._kept
+        return not self._at and not self._queued
 
     def enter(self, visit: str) -> Assignment:
         """The workers are about to start: what they are to do first."""
@@ -74,7 +74,7 @@ class Visits:
         if trial is None:
             return None
         if float(self._points[trial][NUM_WORKERS]) != workers:
-            self._kept.append(trial)
+            self._queued.append(trial)
             return None
         self._at[visit] = trial
         self._shares.add(trial)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.doctor.terminal_lines import HEALTHY, tell
+from service.doctor.terminal_lines import HEALTHY, case_lines
 from tests.faults.runs import Bench
 from tests.faults.trials import CAUSES, REPLAYED, Trials
 from trainables.distributed.rank_pool import RankPool
@@ -18,7 +18,7 @@ def test_every_fault_is_named_first_with_the_gain_that_mending_it_brings(ranks: 
     for num_workers in (1, 2):
         bench.run(num_workers, 16)  # libraries are loaded, caches filled
     trials = Trials(bench)
-    assert [tell([case])[0][: len(HEALTHY)] for case in trials.clean.values()] == [HEALTHY, HEALTHY]
+    assert [case_lines([case])[0][: len(HEALTHY)] for case in trials.clean.values()] == [HEALTHY, HEALTHY]
     verdicts = list(trials.singles())
     assert [one.faults for one in verdicts] == [(fault,) for fault in (*CAUSES, REPLAYED)]
     assert not [one for one in verdicts if not one.named]

@@ -46,8 +46,8 @@ def test_a_few_trainings_find_nearly_the_fastest() -> None:
     for seed in range(60):
         race, cluster = raced(seed)
         regrets.append(cluster.seconds[race.best] / cluster.seconds.min() - 1)
-        counts.append(len(race.told))
-        costs.append(sum(told["train_s"] for told in race.told.values()) / cluster.seconds.sum())
+        counts.append(len(race.summaries))
+        costs.append(sum(told["train_s"] for told in race.summaries.values()) / cluster.seconds.sum())
     assert np.median(regrets) < 0.02
     assert np.quantile(regrets, 0.9) < 0.2
     assert max(counts) <= 4
@@ -65,7 +65,7 @@ def test_a_training_may_take_as_long_as_the_best_so_far_and_no_longer() -> None:
 def test_a_race_told_again_goes_on_alike() -> None:
     race, cluster = raced(7)
     again = Race(BATCHES, cluster.step_s, EVERY)
-    for row, summary in race.told.items():
+    for row, summary in race.summaries.items():
         assert again.ask() == row
         again.tell(row, summary)
     assert again.ask() is None

@@ -14,7 +14,7 @@ ZERO = np.zeros(5, dtype=int)
 def test_two_probes_give_the_line_and_what_lies_near_the_capacity_stays_possible() -> None:
     memory = MemoryModel()
     for batch in (16.0, 64.0):
-        memory.tell(0, batch, 1000 + 50 * batch, 10_000, oom=False)
+        memory.add(0, batch, 1000 + 50 * batch, 10_000, oom=False)
     chances = memory.chances(ZERO, BATCHES)
     assert chances[:3].tolist() == [1.0, 1.0, 1.0]
     assert chances[3] > 0.95  # 7,400
@@ -24,7 +24,7 @@ def test_two_probes_give_the_line_and_what_lies_near_the_capacity_stays_possible
 
 def test_one_probe_bounds_the_peak_in_proportion_to_the_batch_and_leaves_the_base_open() -> None:
     memory = MemoryModel()
-    memory.tell(0, 32.0, 2600, 10_000, oom=False)
+    memory.add(0, 32.0, 2600, 10_000, oom=False)
     chances = memory.chances(ZERO, BATCHES)
     assert chances[:3].tolist() == [1.0, 1.0, 1.0]
     assert 0.5 < chances[3] < 1.0
@@ -34,7 +34,7 @@ def test_one_probe_bounds_the_peak_in_proportion_to_the_batch_and_leaves_the_bas
 
 def test_with_one_peak_known_a_smaller_batch_needs_less() -> None:
     memory = MemoryModel()
-    memory.tell(0, 32.0, 9990, 10_000, oom=False)
+    memory.add(0, 32.0, 9990, 10_000, oom=False)
     assert memory.chances(ZERO, BATCHES)[:2].tolist() == [1.0, 1.0]
 
 
@@ -42,15 +42,15 @@ def test_with_one_peak_known_a_smaller_batch_needs_less() -> None:
 def test_what_ran_is_never_refused_whatever_the_line_says(peaks: dict[float, float]) -> None:
     memory = MemoryModel()
     for batch, peak in peaks.items():
-        memory.tell(0, batch, peak, 81_920, oom=False)
+        memory.add(0, batch, peak, 81_920, oom=False)
     batches = np.array([4.0, 256.0, 512.0, 1024.0])
     assert memory.chances(np.zeros(4, dtype=int), batches).tolist() == [1.0] * 4
 
 
 def test_a_batch_that_ran_once_and_once_did_not_is_left_open() -> None:
     memory = MemoryModel()
-    memory.tell(0, 64.0, 9000, 10_000, oom=False)
-    memory.tell(0, 64.0, None, 10_000, oom=True)
+    memory.add(0, 64.0, 9000, 10_000, oom=False)
+    memory.add(0, 64.0, None, 10_000, oom=True)
     chances = memory.chances(ZERO, BATCHES)
     assert chances[:2].tolist() == [1.0, 1.0]
     assert 0.3 < chances[2] < 1.0
@@ -59,7 +59,7 @@ def test_a_batch_that_ran_once_and_once_did_not_is_left_open() -> None:
 
 def test_what_ran_out_of_memory_bounds_every_batch_as_big_and_makes_those_just_below_doubtful() -> None:
     memory = MemoryModel()
-    memory.tell(0, 64.0, None, None, oom=True)
+    memory.add(0, 64.0, None, None, oom=True)
     chances = memory.chances(ZERO, BATCHES)
     assert chances[2:].tolist() == [0.0, 0.0, 0.0]
     assert 0.5 < chances[1] < chances[0] < 1.0
@@ -68,8 +68,8 @@ def test_what_ran_out_of_memory_bounds_every_batch_as_big_and_makes_those_just_b
 def test_a_kind_that_nobody_tried_is_believed_to_be_like_the_others_and_never_refused_for_them() -> None:
     memory = MemoryModel()
     for batch in (16.0, 64.0):
-        memory.tell(0, batch, 1000 + 50 * batch, 10_000, oom=False)
-        memory.tell(1, batch, 1000 + 100 * batch, 10_000, oom=False)
+        memory.add(0, batch, 1000 + 50 * batch, 10_000, oom=False)
+        memory.add(1, batch, 1000 + 100 * batch, 10_000, oom=False)
     chances = memory.chances(ZERO + 2, BATCHES)
     assert chances[:3].tolist() == [1.0, 1.0, 1.0]
     assert 0.3 < chances[3] < 0.8  # one of the two holds it

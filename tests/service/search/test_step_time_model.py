@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from service.search.formulas import PARAMETERS, PLACE, times
+from service.search.formulas import INDEX, PARAMETERS, times
 from service.search.points import Hardware, Observation
 from service.search.step_time_model import StepTime, fit
 from tests.service.search.queues import grid, point
@@ -78,7 +78,7 @@ def truth() -> StepTime:
     model = StepTime.prior(CLUSTER)
     true = {"image_s": 1e-3, "fixed_s": 0.03, "thread_images_per_s": 200.0, "reduce_net_s": 0.08, "reduce_node_s": 0.02}
     for name, value in true.items():
-        model.mean_P[PLACE[name]] = math.log(value)
+        model.mean_P[INDEX[name]] = math.log(value)
     return model
 
 
