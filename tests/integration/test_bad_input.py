@@ -218,6 +218,7 @@ def test_a_read_only_folder_for_logits_is_refused_before_the_teacher_is_trained(
             )
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_stops_the_run_in_one_line_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4m") as disk:
         stage = RunDir(disk / "run").stage("student")

@@ -60,6 +60,7 @@ def recorded_twice(run: Path) -> list[tuple[str, int]]:
     return [pair for pair, count in counts.items() if count > 1]
 
 
+@pytest.mark.slow
 def test_epochs_do_not_wait_for_ray_and_the_parts_of_a_run_are_its_wall_time(distill: Distill) -> None:
     run = distill.runs / "clock"
     distill.run("train", distill.experiment, "--out", run, *options(*TRAINED, "train.evaluate_every=3"))

@@ -103,6 +103,7 @@ def test_a_storage_path_that_a_node_does_not_share_is_refused_by_name(distill: D
         cluster.remove(blind)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
 def test_a_folder_for_logits_that_a_node_cannot_write_is_refused_before_the_teacher_is_trained(
     distill: Distill, cluster: RayCluster
@@ -122,6 +123,7 @@ def test_a_folder_for_logits_that_a_node_cannot_write_is_refused_before_the_teac
         cluster.remove(node)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs root and mount namespaces")
 def test_a_read_only_folder_of_logits_has_only_to_exist_on_each_node(distill: Distill, cluster: RayCluster) -> None:
     logits = distill.folder / "cache" / "logits"
