@@ -130,7 +130,9 @@ def test_a_batch_is_cut_into_no_more_parts_than_it_has_samples() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("options", [{}, {"channels_last": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"channels_last": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_precision_layout_and_compilation_work_with_ddp(
     ranks: RankPool, tmp_path: Path, precision: str, options: dict[str, bool]
 ) -> None:
