@@ -1,4 +1,4 @@
-"""What one training job is told: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
+"""The configuration of one training job: frozen, typed, checked sections. Nothing here knows Ray, files or the sweep.
 
 `service.config.experiment` composes the same sections into the experiment that a user writes.
 """
@@ -257,7 +257,7 @@ class AssistantConfig(ModelConfig):
 
 
 class MethodOptions(Section):
-    """What every distillation method can be told; a method adds its own, and gives the defaults of its paper."""
+    """The options of every distillation method; a method adds its own, and gives the defaults of its paper."""
 
     weight: NonNegative = Field(1.0, description="of the method's loss")
     warmup_epochs: NonNegative = Field(0.0, description="epochs over which the weight rises linearly from 0")

@@ -40,13 +40,13 @@ const nonce = document.currentScript.nonce;  // unpacked code may run because th
 async function figures() {
   const library = document.getElementById("library");
   if (!library) return;
-  const told = JSON.parse(await unpack(document.getElementById("figures").textContent));
+  const figures = JSON.parse(await unpack(document.getElementById("figures").textContent));
   const script = document.createElement("script");
   script.nonce = nonce;
   script.textContent = await unpack(library.textContent);
   document.head.append(script);
-  draw(told);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(told));
+  draw(figures);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
 }
 
 function sortable(table) {

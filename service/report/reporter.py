@@ -25,7 +25,7 @@ def verdict(result: RunResult) -> Sequence[str]:
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
-    """Write the page. What goes wrong here is said, and is no reason for a run to fail that has succeeded."""
+    """Write the page. What goes wrong here is logged, and is no reason for a run to fail that has succeeded."""
     from service.report.page import write_page  # imports scipy, which a run that is starting does not need
 
     try:

@@ -1,1 +1,1 @@
-"""A run carried out: planned, checked, trained stage by stage, shown, and kept in a directory."""
+"""A run carried out: planned, checked, trained stage by stage, shown, and written to a directory."""

@@ -38,7 +38,7 @@ class Reporter(Protocol):
         """Which trial of a sweep won and why, in sentences."""
 
     def write_page_at_end(self, run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
-        """Write `report.html`; what goes wrong is said, and raises nothing."""
+        """Write `report.html`; what goes wrong is logged, and raises nothing."""
 
 
 @dataclass

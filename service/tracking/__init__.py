@@ -1,4 +1,4 @@
-"""MLflow runs. What MLflow did not take is kept on disk and sent later, in order and once.
+"""MLflow runs. What MLflow did not take stays on disk and is sent later, in order and once.
 
 The driver's calls append to a spool (`spool`); a thread, or `distill sync` later, carries it to the store (`sender`). Only
 `mlflow_store` and `student_model` import MLflow.

@@ -1,1 +1,1 @@
-"""A training job: built, stepped, evaluated, kept in checkpoints. Knows no Ray."""
+"""A training job: built, stepped, evaluated, saved in checkpoints. Knows no Ray."""

@@ -12,6 +12,7 @@ the shared parameters and a third of those that one changes; on several ranks a 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class UpdateSettings:
     """Bounds the norm of the gradient of each optimizer's losses."""
 
 
-class ParameterUpdate:
+class ParameterUpdate(ABC):
     """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; and `step` at the end."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
@@ -57,16 +58,16 @@ class ParameterUpdate:
         """Forward and backward of a micro-batch run in this context. Gradients are averaged over ranks after the last one."""
         return contextlib.nullcontext()
 
+    @abstractmethod
     def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
         """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
-        raise NotImplementedError
 
-    def end_micro_batch(self, num_images: int) -> None:
+    def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
         """The backward of a micro-batch of `num_images` images is done."""
 
+    @abstractmethod
     def step(self, count: GlobalCount) -> None:
         """Change the parameters and drop the gradients. What no loss reaches stays as it is, without weight decay too."""
-        raise NotImplementedError
 
     def _step_optimizer(self, optimizer: LossOptimizer) -> None:
         """Clip, change the parameters, and drop their gradients."""
