@@ -45,6 +45,7 @@ class AB(Method):
     """Before training: Σ over stages and values of (s + m)²·[t ≤ 0, s > −m] + (s − m)²·[t > 0, s ≤ m]; in it: nothing."""
 
     Options = ABOptions
+    options: ABOptions
     terms = ()
     init_terms = ("boundary",)
     taps = ("stages.preact",)
@@ -52,7 +53,6 @@ class AB(Method):
     def __init__(self, options: ABOptions, context: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
         super().__init__(options, context)
-        self._options = options
         _check_frozen(options.init_frozen, context.student.model)
         self.connectors = nn.ModuleList(
             [
@@ -70,7 +70,7 @@ class AB(Method):
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         weights = self._weights()
         for weight, connector, s_BCHW, t_BCHW in zip(weights, self.connectors, student.features, teacher.features, strict=True):
-            crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self._options.margin)
+            crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self.options.margin)
             total_B = total_B + weight * crossed_BCHW.square().flatten(1).sum(1)
         return {"boundary": total_B}
 
@@ -80,10 +80,10 @@ class AB(Method):
 
     def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
         """The modules of `init_frozen`."""
-        return [student.get_submodule(name) for name in self._options.init_frozen]
+        return [student.get_submodule(name) for name in self.options.init_frozen]
 
     def _weights(self) -> list[float]:
-        if self._options.variant == "paper":
+        if self.options.variant == "paper":
             return [1.0] * len(self.connectors)
         return [3 / 1000 * 0.5**later for later in reversed(range(len(self.connectors)))]
 

@@ -144,6 +144,8 @@ class Method(nn.Module):
             ExperimentError: the models do not fit the method; one line.
         """
         super().__init__()
+        self.options = options
+        """The user's options. A subclass whose `Options` are its own declares their type: `options: MyOptions`."""
         self.init_epochs = int(getattr(options, "init_epochs", 0))
         """The length of the init stage, which comes before the first epoch. An option of methods that have one."""
         self.init_lr: float | None = getattr(options, "init_lr", None)

@@ -51,6 +51,7 @@ class CRD(Method):
     """−log h(own entry) − Σ_k log(1 − h(entry k of another class)), h = P/(P + K/M), for student and teacher in turn."""
 
     Options = CRDOptions
+    options: CRDOptions
     terms = ("student", "teacher")
     taps = ("pooled",)
     requires = Requirements(hard_labels=True, whole_batch=True)
@@ -68,7 +69,7 @@ class CRD(Method):
             ExperimentError: several features are named, or there is one class, so that no sample has a negative.
         """
         super().__init__(options, context)
-        self._options, self._seed = options, context.seed
+        self._seed = context.seed
         check_one_tap("crd", context)
         assert context.teacher is not None
         counts_C = torch.bincount(context.labels_M, minlength=context.num_classes)
@@ -117,7 +118,7 @@ class CRD(Method):
 
         Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
         """
-        negatives = self._options.negatives
+        negatives = self.options.negatives
         random_BX = Draws(self._seed + _STREAM, epoch, indices_B).columns(0, negatives + 1)
         counts_B1 = self._counts_C[labels_B][:, None]
         others_B1 = len(self._order_M) - counts_B1
@@ -132,24 +133,24 @@ class CRD(Method):
 
     def _exponentials(self, v_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
         """exp(v·entry/τ), (B, X). It computes all M products: less memory and time than copying the entries for each sample."""
-        return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
+        return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self.options.temperature).exp()
 
     def _normalizers(self, sums_N2: Tensor) -> Tensor:
         """Z of student and teacher, (2,): those of the first batch, which this one may be."""
-        first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self._options.negatives + 1), 1))
+        first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self.options.negatives + 1), 1))
         return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
 
     def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
         """L of each sample and its gradient with respect to v, computed here: the memory has changed when backward runs."""
-        c = self._options.negatives / len(memory_ME)
+        c = self.options.negatives / len(memory_ME)
         h_BX = p_BX / (p_BX + c + _EPSILON)
         loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()
-        slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self._options.temperature
+        slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self.options.temperature
         slopes_BM = torch.zeros(len(p_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
         return loss_B, slopes_BM.scatter_add_(1, entries_BX, slopes_BX) @ memory_ME
 
     def _update(self, memory_ME: Tensor, v_NE: Tensor, indices_N: Tensor) -> None:
         positions_N = torch.arange(len(indices_N), device=indices_N.device)
         last_M = indices_N.new_zeros(len(memory_ME)).scatter_reduce_(0, indices_N, positions_N, "amax")
-        momentum = self._options.momentum
+        momentum = self.options.momentum
         memory_ME[indices_N] = unit(momentum * memory_ME[indices_N] + (1 - momentum) * v_NE[last_M[indices_N]])

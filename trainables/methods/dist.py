@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions
 
 
@@ -34,16 +34,13 @@ class DIST(Method):
     """τ²·(β·(1 − ρ of each sample's classes) + γ·(1 − ρ of each class's samples))."""
 
     Options = DISTOptions
+    options: DISTOptions
     terms = ("inter", "intra")
     requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: DISTOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
-
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
-        options = self._options
+        options = self.options
         student_BK, teacher_BK = ((logits / options.temperature).softmax(1) for logits in options.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
         student_NK, teacher_NK = batch.all_gather_many(student_BK, teacher_BK)

@@ -12,13 +12,13 @@ from trainables.data.loader import Loader
 from trainables.device.model_input import tensor_format
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DistillError
-from trainables.methods.select import SelectedMethod
+from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
 from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
 from trainables.teachers.cache.open_store import open_store, writes_cache
-from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble, check_ensemble
+from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
@@ -53,8 +53,9 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     if not teacher.others:
         taps = {method.key: method.teacher_taps for method in methods}
         return TapReader(model, taps, name=teacher.model, image_size=image_size)
-    check_ensemble(teacher, methods)
-    return EnsembleReader(teacher.shares, {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods})
+    check_ensemble(methods, teacher)
+    temperatures = {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods}
+    return EnsembleReader(model, teacher.shares, temperatures)
 
 
 def to_device(network: nn.Module, config: TrainConfig, group: Group) -> None:

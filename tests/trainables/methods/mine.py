@@ -93,7 +93,7 @@ class Prepared(Method):
         super().__init__(options, context)
         self.encoder, self.decoder = nn.Linear(context.num_classes, 4), nn.Linear(4, context.num_classes)
         self.translator = nn.Linear(context.num_classes, 4)
-        self._options = options
+        self.options = options
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         return self.init_only_parameters()
