@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class Taps:
         if not names:
             return
         survey = TapSurvey(model, image_size, name=name)
-        self.names = tuple(expand_home for tap in names for expand_home in survey.expand(tap))
+        self.names = tuple(chain.from_iterable(map(survey.expand, names)))
         found = [survey.find(tap) for tap in self.names]
         self.shapes = tuple(hook_point.shape for hook_point in found)
         events = {tap: hook_point.events[0] for tap, hook_point in zip(self.names, found, strict=True)}
@@ -153,7 +154,7 @@ def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], nam
 def _overwriting(trace: Trace, modules: dict[str, nn.Module], tap: str, tapped: TraceEvent, name: str) -> list[nn.Module]:
     """The in-place modules that may overwrite the value of a tap after it is read; empty: it is not overwritten."""
     read = trace.last(tapped.path, tapped.direction)
-    if read is None or read.value is None:
+    if read is None or not read.shape:
         raise ModelError(f"model {name}: {tap} is not called in training; choose another")
     if not read.overwritten:
         return []
@@ -162,7 +163,7 @@ def _overwriting(trace: Trace, modules: dict[str, nn.Module], tap: str, tapped: 
     readers = [
         modules[event.path]
         for event in trace.events[begin:]
-        if event.direction == "in" and event.value is not None and event.value.untyped_storage()._cdata == storage
+        if event.direction == "in" and event.shape and event.value.untyped_storage()._cdata == storage
     ]
     inplace = [module for module in readers if getattr(module, "inplace", None) is True]
     if not inplace:
