@@ -13,8 +13,12 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+
+from trainables.models.cifar.layers import init_convolutions, stage
 
 NARROW = (16, 16, 32, 64)
 WIDE_X4 = (32, 64, 128, 256)
@@ -46,7 +50,7 @@ class BasicBlock(nn.Module):
 class CifarResNet(nn.Module):
     """`depth` weighted layers on the path; `widths`: channels of the stem and of the three stages."""
 
-    def __init__(self, num_classes: int, *, depth: int, widths: tuple[int, int, int, int] = NARROW) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = NARROW) -> None:
         super().__init__()
         blocks_per_stage, rest = divmod(depth - 2, 6)
         if rest or blocks_per_stage < 1:
@@ -54,14 +58,12 @@ class CifarResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU()
-        self.layer1 = _stage(widths[0], widths[1], blocks_per_stage, stride=1)
-        self.layer2 = _stage(widths[1], widths[2], blocks_per_stage, stride=2)
-        self.layer3 = _stage(widths[2], widths[3], blocks_per_stage, stride=2)
+        self.layer1 = stage(BasicBlock, widths[0], widths[1], blocks_per_stage, stride=1)
+        self.layer2 = stage(BasicBlock, widths[1], widths[2], blocks_per_stage, stride=2)
+        self.layer3 = stage(BasicBlock, widths[2], widths[3], blocks_per_stage, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(widths[3], num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
@@ -71,43 +73,12 @@ class CifarResNet(nn.Module):
         return logits_BK
 
 
-def _stage(channels_in: int, channels_out: int, num_blocks: int, *, stride: int) -> nn.Sequential:
-    first = BasicBlock(channels_in, channels_out, stride)
-    return nn.Sequential(first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(num_blocks - 1)))
-
-
-def resnet8(num_classes: int, image_size: int = 32) -> CifarResNet:
-    """Every builder here takes any `image_size`: the last map is averaged."""
-    return CifarResNet(num_classes, depth=8)
-
-
-def resnet14(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=14)
-
-
-def resnet20(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=20)
-
-
-def resnet32(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=32)
-
-
-def resnet44(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=44)
-
-
-def resnet56(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=56)
-
-
-def resnet110(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=110)
-
-
-def resnet8x4(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=8, widths=WIDE_X4)
-
-
-def resnet32x4(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=32, widths=WIDE_X4)
+resnet8 = partial(CifarResNet, depth=8)
+resnet14 = partial(CifarResNet, depth=14)
+resnet20 = partial(CifarResNet, depth=20)
+resnet32 = partial(CifarResNet, depth=32)
+resnet44 = partial(CifarResNet, depth=44)
+resnet56 = partial(CifarResNet, depth=56)
+resnet110 = partial(CifarResNet, depth=110)
+resnet8x4 = partial(CifarResNet, depth=8, widths=WIDE_X4)
+resnet32x4 = partial(CifarResNet, depth=32, widths=WIDE_X4)

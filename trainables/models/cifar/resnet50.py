@@ -12,15 +12,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-EXPANSION = 4
+from trainables.models.cifar.layers import init_convolutions, stage
 
 
 class Bottleneck(nn.Module):
-    """relu(conv1x1(conv3x3(conv1x1(x))) + shortcut(x)) to EXPANSION·`hidden` channels; BatchNorm after each convolution."""
+    """relu(conv1x1(conv3x3(conv1x1(x))) + shortcut(x)), inside a quarter as wide; BatchNorm after each convolution."""
 
-    def __init__(self, channels_in: int, hidden: int, stride: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        channels_out = EXPANSION * hidden
+        hidden = channels_out // 4
         self.conv1 = nn.Conv2d(channels_in, hidden, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(hidden)
         self.relu1 = nn.ReLU()
@@ -46,20 +46,18 @@ class Bottleneck(nn.Module):
 class CifarResNet50(nn.Module):
     """Stem of 64 channels, four stages, global average pooling, one linear layer."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU()
-        self.layer1 = _stage(64, 64, 3, stride=1)
-        self.layer2 = _stage(256, 128, 4, stride=2)
-        self.layer3 = _stage(512, 256, 6, stride=2)
-        self.layer4 = _stage(1024, 512, 3, stride=2)
+        self.layer1 = stage(Bottleneck, 64, 256, 3, stride=1)
+        self.layer2 = stage(Bottleneck, 256, 512, 4, stride=2)
+        self.layer3 = stage(Bottleneck, 512, 1024, 6, stride=2)
+        self.layer4 = stage(Bottleneck, 1024, 2048, 3, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.linear = nn.Linear(2048, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
@@ -67,13 +65,3 @@ class CifarResNet50(nn.Module):
         x_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(x_BCHW))))
         logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
         return logits_BK
-
-
-def _stage(channels_in: int, hidden: int, num_blocks: int, *, stride: int) -> nn.Sequential:
-    first = Bottleneck(channels_in, hidden, stride)
-    return nn.Sequential(first, *(Bottleneck(EXPANSION * hidden, hidden, 1) for _ in range(num_blocks - 1)))
-
-
-def resnet50_cifar(num_classes: int, image_size: int = 32) -> CifarResNet50:
-    """Takes any `image_size`: the last map is averaged."""
-    return CifarResNet50(num_classes)
