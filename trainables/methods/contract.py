@@ -190,9 +190,6 @@ class Method(nn.Module):
         """Whether the parts of an accumulated batch would give other values than the whole batch."""
         return self.requires.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
 
-    def begin_epoch(self, epoch: int, student: nn.Module) -> None:
-        """Called on every rank before the first step of an epoch, with the bare student; not when a job resumes inside it."""
-
 
 def mean_per_sample(values: Tensor) -> Tensor:
     """The mean of each sample's values: (B, …) to (B,), also for B = 0."""

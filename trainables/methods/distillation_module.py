@@ -162,11 +162,6 @@ class DistillationModule(nn.Module):
         keys = self._loss_functions(epoch) if epoch < 0 else {}
         return [module for key in keys for module in self.methods_by_name[key].init_stage_frozen(self.student)]
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Call `Method.begin_epoch` of every method."""
-        for method in self.methods_by_name.values():
-            method.begin_epoch(epoch, self.student)
-
     @property
     def term_names(self) -> tuple[str, ...]:
         """`method/term` of every term, in order."""
