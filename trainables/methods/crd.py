@@ -1,18 +1,18 @@
 """Contrastive representation distillation, CRD: Tian, Krishnan and Isola 2020 (ICLR), equations 10 to 19.
 
-Student and teacher embed their features as directions, v = unit(W·f + b), E = 128, both maps trained. A v is compared with what a
-memory of all M training samples has of the other model: with its own entry and with K of other classes. With P =
-exp(v·entry/τ)/Z and c = K/M,
+A trained linear map of each model turns its features into an embedding v = unit(W·f + b) of E = 128 numbers. Two memories hold
+one embedding of every training sample, the student's and the teacher's. A sample's v is compared with entries of the other
+model's memory: its own, and K of other classes, the negatives. With P = exp(v·entry/τ)/Z and c = K/M,
 
     L_i = −log(P_own/(P_own + c + ε)) − Σ_k log(c/(P_k + c + ε)),  ε = 1e-7,
 
-once with the student's v and the teacher's memory, once the other way round. Z is M times the mean of exp(v·entry/τ) over the
-first batch, and stays. Entries start uniform in ±√(3/E) and follow their samples: unit(½·entry + ½·v), after the batch is scored.
-So RepDistiller and mdistiller; published tables are of their mode `exact`, whose K are drawn without repeats where they suffice.
+for the student's v and for the teacher's. Z is M times the mean of exp(v·entry/τ) over the first batch, and stays. Entries start
+uniform in ±√(3/E); after a batch is scored, its entries become unit(½·entry + ½·v). All this is RepDistiller's and mdistiller's,
+in their mode `exact`, which draws the negatives without repeats.
 
-So that any number of workers and a resumed job draw the same, the K of a sample here are a function of (seed, epoch, sample): one
-from each of K equal parts of the others in an order that begins at a random one. Each of the others is as likely as in a draw
-without repeats, so the loss's expectation is the same; its spread is smaller. Of equal indices in a batch the last counts.
+Deviation: the negatives of a sample are a function of (seed, epoch, sample), so that any number of workers and a resumed job draw
+the same. The samples of other classes, in an order that begins at a random one, are cut into K equal parts, and one of each is
+drawn: each sample is as likely as in a draw without repeats. Of equal indices in a batch the last counts.
 
 Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
 """
