@@ -1,15 +1,14 @@
 """Activation boundaries: Heo, Lee, Yun and Choi 2019 (AAAI), "Knowledge Transfer via Distillation of Activation Boundaries Formed
 by Hidden Neurons": the differentiable loss with a margin.
 
-Before a ReLU only a value's sign says whether a neuron is active. Each of the student's values s is pulled across the teacher's
-side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. In a
-stage before training only this loss changes the student, and afterwards only the labels' loss, as in RepDistiller (the authors
-continue with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
-3/1000; the paper has neither factor.
+A neuron is active where its value before the ReLU is above 0. The student's value s should be on the same side of 0 as the
+teacher's value t, by the margin m at least: the loss is (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m, and 0
+elsewhere. In a stage before training only this loss changes the student, afterwards only the labels' loss, as in RepDistiller.
+The authors go on with logits: add kd to the methods. RepDistiller and the authors' code multiply by 3/1000 and halve the weight
+from each stage to the one before it; the paper has neither factor.
 
-RepDistiller's init stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
-Of a WRN that leaves out the last batch norm, through which the deepest of the three maps is read: `init_frozen: [bn1]`. Of its
-other students it leaves out nothing that the loss reads.
+RepDistiller's init stage (helper/pretrain.py) does not train the last batch norm of a WRN, through which the deepest of the three
+maps is read: `init_frozen: [bn1]`. Of its other students it trains all that the loss reads.
 
 Shapes: B batch, C channels, H W positions.
 """

@@ -2,12 +2,11 @@
 
 With y = softmax(z/τ) and Pearson's correlation ρ(a, b) = cos(a − mean(a), b − mean(b)):
 
-- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), what the teacher thinks of a sample's classes among each other;
-- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how it orders the batch's samples in one class.
+- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), how a sample's classes relate;
+- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how the batch's samples relate in a class.
 
-L = τ²·(β·L_inter + γ·L_intra). As in the authors' code 1e-8 is added to the product of the two norms, which shows where
-probabilities are small: with many classes, and for a class that the batch lacks. τ² is of their code for classification;
-their code for segmentation has no τ.
+L = τ²·(β·L_inter + γ·L_intra), τ² as in the authors' code for classification. As there, 1e-8 is added to the product of the two
+norms: it matters where probabilities are small, as with many classes, or for a class that the batch lacks.
 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """

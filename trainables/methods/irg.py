@@ -1,6 +1,7 @@
 """Instance relationship graph, IRG: Liu, Cao, Li, Yuan, Hu, Li and Duan 2019 (CVPR), equations 5 to 9.
 
-A batch is a graph: samples are vertices, their distances are edges, and a graph turns into that of the next layer.
+A batch is a graph: samples are vertices, their distances are edges. From layer to layer the graph is transformed. Three losses
+compare student and teacher:
 
 - vertex: the mean squared difference of the logits;
 - edge: of A, all pairs' squared distances divided by the largest of the batch, the mean over three features;

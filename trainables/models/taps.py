@@ -9,7 +9,7 @@ Shapes: B batch, C channels, H W pixels, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -29,6 +29,16 @@ class _Slot:
     channels_last: bool
     capturing: bool = False
     tensor: Tensor | None = None
+
+    def store_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The forward pre-hook of a module whose input is tapped."""
+        if self.capturing:
+            self.tensor = args[0]
+
+    def store_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """The forward hook of a module whose output is tapped."""
+        if self.capturing:
+            self.tensor = output
 
 
 class Taps:
@@ -68,9 +78,9 @@ class Taps:
             slot, event = _Slot(hook_point.channels_last), hook_point.events[0]
             module = model.get_submodule(event.path)
             if event.direction == "out":
-                self._handles.append(module.register_forward_hook(_output_hook(slot)))
+                self._handles.append(module.register_forward_hook(slot.store_output))
             else:
-                self._handles.append(module.register_forward_pre_hook(_input_hook(slot)))
+                self._handles.append(module.register_forward_pre_hook(slot.store_input))
             self._slots.append(slot)
 
     @contextmanager
@@ -109,22 +119,6 @@ class Taps:
         self._handles.clear()
         self._slots.clear()
         self.names, self.shapes = (), ()
-
-
-def _output_hook(slot: _Slot) -> Callable[..., None]:
-    def store(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if slot.capturing:
-            slot.tensor = output
-
-    return store
-
-
-def _input_hook(slot: _Slot) -> Callable[..., None]:
-    def store(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if slot.capturing:
-            slot.tensor = args[0]
-
-    return store
 
 
 def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:
