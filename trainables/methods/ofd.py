@@ -29,7 +29,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
-from trainables.models.norms import norms_before
+from trainables.models.tap_names import norms_before
 
 
 class OFDOptions(TeacherNormOptions):

@@ -30,7 +30,7 @@ MODELS: dict[str, str] = {
     "wrn_40_2": "trainables.models.cifar.wrn:wrn_40_2",
     # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
     # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
-    "resnet50_cifar": "trainables.models.cifar.resnet50:CifarResNet50",
+    "resnet50_cifar": "trainables.models.cifar.resnet:CifarResNet50",
     "vgg8_cifar": "trainables.models.cifar.vgg:vgg8_cifar",
     "vgg11_cifar": "trainables.models.cifar.vgg:vgg11_cifar",
     "vgg13_cifar": "trainables.models.cifar.vgg:vgg13_cifar",

@@ -11,9 +11,12 @@ Shapes: B batch, D features.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, near
 from trainables.models.feature_stages import HookPoint, last_map, stage_hook_points
@@ -186,6 +189,24 @@ def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) ->
     found = survey.find(path).events[0]
     index = next(index for index, event in enumerate(survey.trace.events) if event is found)
     return {event.path for event in survey.trace.events[: index + 1] if event.direction == "in"}
+
+
+def norms_before(model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> list[_BatchNorm | None]:
+    """For each tap the batch norm whose output it reads, or whose output is the first summand of what it reads.
+
+    In a residual block that is the last norm on its path, not the shortcut's. None where there is no such norm, or where it has
+    no scale and shift. `name` is the model's, for messages.
+
+    Raises:
+        ModelError: the model has no such tap.
+    """
+    survey = TapSurvey(model, image_size, name=name)
+    found = []
+    for tap in chain.from_iterable(map(survey.expand, names)):
+        version = survey.find(tap).events[0].version
+        norms = (survey.trace.norms.get(value) for value in (version, *survey.trace.sums.get(version, ())))
+        found.append(next((norm for norm in norms if isinstance(norm, _BatchNorm) and norm.affine), None))
+    return found
 
 
 def _has_rows(event: TraceEvent) -> bool:
