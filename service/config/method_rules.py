@@ -152,10 +152,9 @@ def _assistants_have_classifiers(experiment: ExperimentSettings) -> Problem:
 def _several_teachers_are_enough(experiment: ExperimentSettings) -> Problem:
     """Raises ExperimentError too, see `check_ensemble`."""
     if experiment.teacher is not None and experiment.teacher.others and experiment.distill.method != ("kd",):
-        from trainables.methods.select import select_methods
-        from trainables.teachers.ensemble import check_ensemble
+        from trainables.methods.select import check_ensemble, select_methods
 
-        check_ensemble(experiment.teacher, select_methods(experiment.distill))
+        check_ensemble(select_methods(experiment.distill), experiment.teacher)
     return None
 
 

@@ -19,7 +19,7 @@ import yaml
 from service import cli
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from trainables.distributed.rank_pool import RankPool
 
 Refuse = Callable[..., str]
@@ -581,7 +581,7 @@ def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code
 ) -> None:
     lent = Lent(ranks)
     monkeypatch.setattr("trainables.distributed.rank_pool.RankPool", lambda: lent)
-    name = f"{mine.__file__}:Apart"
+    name = f"{own_methods.__file__}:LocalGram"
     assert exit_code("check-method", name, "--option", "weight=2") == 2
     said = capsys.readouterr()
     lines = said.out.splitlines()
@@ -594,7 +594,8 @@ def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code
 
 @pytest.mark.slow
 def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("check-method", f"{mine.__file__}:Mendable", "--option", "mended=true", "--option", "weight=0.5") == 0
+    name = f"{own_methods.__file__}:EitherGram"
+    assert exit_code("check-method", name, "--option", "over_all_workers=true", "--option", "weight=0.5") == 0
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"    ok  {point}" for point in CONTRACT]
     assert said.err == ""

@@ -141,7 +141,6 @@ def begin_epoch(job: Job, epoch: Epoch) -> None:
         for each in job.train_state.optimizers:
             each.optimizer.state.clear()
         job.progress.best_top1_pct, job.progress.best_epoch = -1.0, -1
-    job.train_state.distillation_module.begin_epoch(epoch.training)
 
 
 def stops_early(job: Job, stop_early: Callable[[Sequence[float]], bool]) -> bool:

@@ -16,7 +16,7 @@ from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_s
 from trainables.distributed.group import Group
 from trainables.engine.loss_groups import group_losses
 from trainables.errors import ExperimentError
-from trainables.methods.build import build_methods
+from trainables.methods.contract import BuildContext
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.features import TeacherNormOptions
 from trainables.methods.select import SelectedMethod, check_cache_top_k, check_logits_only, select_methods, task_weight
@@ -96,24 +96,23 @@ def build_distillation_module(
         prepare_teacher(teacher, student, group, with_teacher, size)
         teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
     student_taps = TapReader(student, {each.key: each.student_taps for each in selected}, name=config.model, image_size=size)
-    methods = build_methods(
-        selected,
-        student=student,
-        teacher=teacher,
-        student_reader=student_taps,
-        teacher_reader=teacher_taps,
-        num_classes=num_classes,
-        labels_M=labels_M,
-        image_size=size,
-        global_batch_size=config.data.global_batch_size,
-        seed=config.seed,
-        epochs=config.optim.epochs,
-        group=group,
-    )
+    methods = {}
+    for method in selected:
+        context = BuildContext(
+            student=student_taps.spec(method.key),
+            teacher=teacher_taps.spec(method.key) if teacher_taps is not None and method in with_teacher else None,
+            num_classes=num_classes,
+            labels_M=labels_M,
+            image_size=size,
+            global_batch_size=config.data.global_batch_size,
+            seed=config.seed,
+            epochs=config.optim.epochs,
+            group=group,
+        )
+        methods[method.key] = method.build(context)
     module = DistillationModule(
         student,
         methods,
-        {each.key: each.options for each in selected},
         reader=student_taps,
         task_weight=task_weight(config.distill, selected),
         epochs=config.optim.epochs,

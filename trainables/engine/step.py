@@ -7,7 +7,7 @@ so that a gradient weights samples, not ranks or micro-batches; a loss of the gl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import NamedTuple, Protocol
@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainables.data.loader import Batch
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
@@ -39,20 +38,11 @@ class StepTimer(Protocol):
         """Close the phase that ran since the last mark."""
 
 
-class NoTeacher:
+class NoTeacher(TeacherInterface):
     """The teacher of an epoch in which no method reads one."""
 
     def __call__(self, *_: object, **__: object) -> dict[str, ModelOutputs]:
         return {}
-
-    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        return batches
-
-    def end_epoch(self) -> None:
-        return None
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 @dataclass(kw_only=True)

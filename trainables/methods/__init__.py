@@ -145,32 +145,23 @@ def load(name: str) -> type[Method]:
         ExperimentError: it does not exist, is no method, or is declared by several packages; one line.
     """
     check_name(name)
-    target = _target(name)
-    try:
-        method_class = _import(name, target)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error
-    return _checked(name, method_class)
-
-
-def _target(name: str) -> str:
-    """`module:class` of a method that has a name; empty for FILE.py:CLASS."""
-    if file_of(name) is not None:
-        return ""
-    targets = available_methods()[name]
+    file = file_of(name)
+    targets = available_methods()[name] if file is None else {}
     if len(targets) > 1:
         packages = " and ".join(f"{package} ({target})" for package, target in targets.items())
         raise ExperimentError(
             f"distill.method: {name} is offered by {packages}: uninstall all but one,"
             " or write the one that is meant as FILE.py:CLASS"
         )
-    return next(iter(targets.values()))
-
-
-def _import(name: str, target: str) -> Any:
-    file = file_of(name)
-    return pkgutil.resolve_name(target) if file is None else getattr(_module(file.resolve()), option_key(name))
+    try:
+        if file is None:
+            (method_class,) = map(pkgutil.resolve_name, targets.values())
+        else:
+            method_class = getattr(_module(file.resolve()), option_key(name))
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error
+    return _checked(name, method_class)
 
 
 def _checked(name: str, method_class: Any) -> type[Method]:

@@ -1,15 +1,14 @@
 """Activation boundaries: Heo, Lee, Yun and Choi 2019 (AAAI), "Knowledge Transfer via Distillation of Activation Boundaries Formed
 by Hidden Neurons": the differentiable loss with a margin.
 
-Before a ReLU only a value's sign says whether a neuron is active. Each of the student's values s is pulled across the teacher's
-side of 0 by the margin m, and no further: (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m. In a
-stage before training only this loss changes the student, and afterwards only the labels' loss, as in RepDistiller (the authors
-continue with logits: add kd to the methods). RepDistiller and the authors' code halve each stage before the last and multiply by
-3/1000; the paper has neither factor.
+A neuron is active where its value before the ReLU is above 0. The student's value s should be on the same side of 0 as the
+teacher's value t, by the margin m at least: the loss is (s + m)² where t ≤ 0 and s > −m, (s − m)² where t > 0 and s ≤ m, and 0
+elsewhere. In a stage before training only this loss changes the student, afterwards only the labels' loss, as in RepDistiller.
+The authors go on with logits: add kd to the methods. RepDistiller and the authors' code multiply by 3/1000 and halve the weight
+from each stage to the one before it; the paper has neither factor.
 
-RepDistiller's init stage (helper/pretrain.py) trains `get_feat_modules()` of the student and leaves the rest in eval mode.
-Of a WRN that leaves out the last batch norm, through which the deepest of the three maps is read: `init_frozen: [bn1]`. Of its
-other students it leaves out nothing that the loss reads.
+RepDistiller's init stage (helper/pretrain.py) does not train the last batch norm of a WRN, through which the deepest of the three
+maps is read: `init_frozen: [bn1]`. Of its other students it trains all that the loss reads.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -45,6 +44,7 @@ class AB(Method):
     """Before training: Σ over stages and values of (s + m)²·[t ≤ 0, s > −m] + (s − m)²·[t > 0, s ≤ m]; in it: nothing."""
 
     Options = ABOptions
+    options: ABOptions
     terms = ()
     init_terms = ("boundary",)
     taps = ("stages.preact",)
@@ -52,7 +52,6 @@ class AB(Method):
     def __init__(self, options: ABOptions, context: BuildContext) -> None:
         """Raises ExperimentError where `init_frozen` names what the student does not have, or all of it."""
         super().__init__(options, context)
-        self._options = options
         _check_frozen(options.init_frozen, context.student.model)
         self.connectors = nn.ModuleList(
             [
@@ -70,7 +69,7 @@ class AB(Method):
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         weights = self._weights()
         for weight, connector, s_BCHW, t_BCHW in zip(weights, self.connectors, student.features, teacher.features, strict=True):
-            crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self._options.margin)
+            crossed_BCHW = beyond_the_boundary(connector(s_BCHW), t_BCHW, self.options.margin)
             total_B = total_B + weight * crossed_BCHW.square().flatten(1).sum(1)
         return {"boundary": total_B}
 
@@ -80,10 +79,10 @@ class AB(Method):
 
     def init_stage_frozen(self, student: nn.Module) -> list[nn.Module]:
         """The modules of `init_frozen`."""
-        return [student.get_submodule(name) for name in self._options.init_frozen]
+        return [student.get_submodule(name) for name in self.options.init_frozen]
 
     def _weights(self) -> list[float]:
-        if self._options.variant == "paper":
+        if self.options.variant == "paper":
             return [1.0] * len(self.connectors)
         return [3 / 1000 * 0.5**later for later in reversed(range(len(self.connectors)))]
 

@@ -34,21 +34,21 @@ class AT(Method):
     """Σ over stages of mean(Q_s/‖Q_s‖ − Q_t/‖Q_t‖)², or as in the paper ½·‖Q_s/‖Q_s‖ − Q_t/‖Q_t‖‖."""
 
     Options = ATOptions
+    options: ATOptions
     terms = ("attention",)
     taps = ("stages",)
 
     def __init__(self, options: ATOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         paired_maps("at", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`attention` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for pair in zip(student.features, teacher.features, strict=True):
-            student_BP, teacher_BP = (attention(map_BCHW, self._options.power) for map_BCHW in pooled_alike(*pair))
+            student_BP, teacher_BP = (attention(map_BCHW, self.options.power) for map_BCHW in pooled_alike(*pair))
             difference_BP = student_BP - teacher_BP
-            paper = self._options.variant == "paper"
+            paper = self.options.variant == "paper"
             # torch's norm has the gradient 0 at 0, where the two are equal.
             total_B = total_B + (
                 0.5 * torch.linalg.vector_norm(difference_BP, dim=1) if paper else difference_BP.square().mean(1)

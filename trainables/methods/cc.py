@@ -48,13 +48,13 @@ class CC(Method):
     """Mean over pairs of samples of (φ(s_i, s_j) − φ(t_i, t_j))², φ a Gaussian kernel of their directions."""
 
     Options = CCOptions
+    options: CCOptions
     terms = ("correlation",)
     taps = ("pooled",)
     requires = Requirements(whole_batch=True)
 
     def __init__(self, options: CCOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         check_one_tap("cc", context)
         if options.variant == "repdistiller":
             sizes = [math.prod(model.shapes[0]) for model in (context.student, context.teacher) if model is not None]
@@ -62,7 +62,7 @@ class CC(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`correlation`, a scalar."""
-        if self._options.variant == "repdistiller":
+        if self.options.variant == "repdistiller":
             student_BD, teacher_BD = (outputs.features[0].flatten(1) for outputs in (student, teacher))
             difference_NE = batch.all_gather((self.embed_student(student_BD) - self.embed_teacher(teacher_BD)).abs())
             return {"correlation": (difference_NE[:-1] * difference_NE[1:]).sum() / max(len(difference_NE) - 1, 1)}
@@ -71,9 +71,9 @@ class CC(Method):
         return {"correlation": difference_NN.square().sum() / max(len(difference_NN), 1) ** 2}
 
     def _kernel(self, rows_ND: Tensor) -> Tensor:
-        directions_ND, double = unit(rows_ND), 2 * self._options.gamma
+        directions_ND, double = unit(rows_ND), 2 * self.options.gamma
         cosines_NN = directions_ND @ directions_ND.T
         kernel_NN = torch.zeros_like(cosines_NN)
-        for power in reversed(range(self._options.order + 1)):  # Horner's scheme
+        for power in reversed(range(self.options.order + 1)):  # Horner's scheme
             kernel_NN = kernel_NN * cosines_NN + double**power / math.factorial(power)
         return math.exp(-double) * kernel_NN

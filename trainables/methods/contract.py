@@ -1,11 +1,11 @@
 """The interface of a distillation method: what it declares, what it is built from, and what it computes in a step.
 
-A method is an `nn.Module`. Its parameters are auxiliary modules: trained with the student under the same DDP, saved in the
-checkpoint, and not part of the exported student. Its buffers are its memory: saved in the checkpoint, and equal on all ranks. Its
-`forward` turns the outputs of student and teacher into named loss terms.
+A method is an `nn.Module`, a subclass of `Method`. Its `forward` turns the outputs of student and teacher into named loss terms.
+Its parameters are trained with the student under the same DDP, saved in the checkpoint, and not part of the exported student. Its
+buffers are what it remembers between steps: saved in the checkpoint, and equal on all ranks.
 
 A term is either (B,), one loss per sample of this rank, or a scalar, the loss of the whole global batch, computed from
-`MethodBatch.all_gather` and equal on every rank. So N workers compute what one would.
+`MethodBatch.all_gather` and equal on every rank. So N workers compute what one would. docs/own-method.md has an example.
 
 Shapes: B samples of this rank (maybe none), N samples of the global batch in the order of ranks, C channels, H W pixels,
 K classes, M training samples.
@@ -47,6 +47,7 @@ class MethodBatch:
     epoch: float
     """Epochs since training began, with the fraction of the current one. Below 0: the init stage, see `Method.init_loss`."""
     gather: Gather
+    """What `all_gather` calls."""
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, (N, …), for this rank's (B, …). Gradients flow into this rank's rows."""
@@ -79,8 +80,8 @@ class Requirements:
     """It reads the teacher's logit of every class: refused with `teacher.cache_top_k` below the number of classes. False: the
     largest logits and the total of the others are enough."""
     teacher_model: bool = False
-    """It uses the teacher's network or a part of it: refused where only its logits are available (`teacher.cache`,
-    `teacher.service`). `teacher_gradient`, `reuses_classifier` and taps imply it."""
+    """It uses the teacher's network or a part of it: refused where only logits are available (`teacher.cache`, `teacher.service`,
+    `teacher.others`). `teacher_gradient`, `reuses_classifier` and taps imply it."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class BuildContext:
 class Method(nn.Module):
     """A distillation method. A subclass defines `terms` and `forward`, and overrides the other members where it needs to.
 
-    `forward` runs in float32 (float64 in a float64 job) outside autocast, on every rank in every step, also on a rank without
-    samples. It must not wait for the device: no `.item()`, no shape that depends on values. Buffers change in training mode only.
-    Batch norms of auxiliary modules are those of `trainables.distributed.batch_norm`.
+    `forward` runs on every rank in every step, also on a rank without samples, in float32 (float64 in a float64 job) outside
+    autocast. It must not wait for the device: no `.item()`, no shape that depends on values. Buffers change in training mode
+    only. Batch norms of the method's own are those of `trainables.distributed.batch_norm`.
     """
 
     Options: ClassVar[type[MethodOptions]] = MethodOptions
@@ -138,12 +139,14 @@ class Method(nn.Module):
     """The weight of the labels' cross-entropy, where the user sets none."""
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
-        """Build the auxiliary modules, on the CPU in float32. torch's generator is seeded for the method.
+        """Build the method's modules, on the CPU in float32. torch's generator is seeded for the method.
 
         Raises:
             ExperimentError: the models do not fit the method; one line.
         """
         super().__init__()
+        self.options = options
+        """The user's options. A subclass whose `Options` are its own declares their type: `options: MyOptions`."""
         self.init_epochs = int(getattr(options, "init_epochs", 0))
         """The length of the init stage, which comes before the first epoch. An option of methods that have one."""
         self.init_lr: float | None = getattr(options, "init_lr", None)
@@ -187,9 +190,6 @@ class Method(nn.Module):
     def requires_whole_batch(self) -> bool:
         """Whether the parts of an accumulated batch would give other values than the whole batch."""
         return self.requires.whole_batch or any(isinstance(module, GlobalBatchNorm) for module in self.modules())
-
-    def begin_epoch(self, epoch: int, student: nn.Module) -> None:
-        """Called on every rank before the first step of an epoch, with the bare student; not when a job resumes inside it."""
 
 
 def mean_per_sample(values: Tensor) -> Tensor:

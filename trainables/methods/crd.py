@@ -1,18 +1,18 @@
 """Contrastive representation distillation, CRD: Tian, Krishnan and Isola 2020 (ICLR), equations 10 to 19.
 
-Student and teacher embed their features as directions, v = unit(W·f + b), E = 128, both maps trained. A v is compared with what a
-memory of all M training samples has of the other model: with its own entry and with K of other classes. With P =
-exp(v·entry/τ)/Z and c = K/M,
+A trained linear map of each model turns its features into an embedding v = unit(W·f + b) of E = 128 numbers. Two memories hold
+one embedding of every training sample, the student's and the teacher's. A sample's v is compared with entries of the other
+model's memory: its own, and K of other classes, the negatives. With P = exp(v·entry/τ)/Z and c = K/M,
 
     L_i = −log(P_own/(P_own + c + ε)) − Σ_k log(c/(P_k + c + ε)),  ε = 1e-7,
 
-once with the student's v and the teacher's memory, once the other way round. Z is M times the mean of exp(v·entry/τ) over the
-first batch, and stays. Entries start uniform in ±√(3/E) and follow their samples: unit(½·entry + ½·v), after the batch is scored.
-So RepDistiller and mdistiller; published tables are of their mode `exact`, whose K are drawn without repeats where they suffice.
+for the student's v and for the teacher's. Z is M times the mean of exp(v·entry/τ) over the first batch, and stays. Entries start
+uniform in ±√(3/E); after a batch is scored, its entries become unit(½·entry + ½·v). All this is RepDistiller's and mdistiller's,
+in their mode `exact`, which draws the negatives without repeats.
 
-So that any number of workers and a resumed job draw the same, the K of a sample here are a function of (seed, epoch, sample): one
-from each of K equal parts of the others in an order that begins at a random one. Each of the others is as likely as in a draw
-without repeats, so the loss's expectation is the same; its spread is smaller. Of equal indices in a batch the last counts.
+Deviation: the negatives of a sample are a function of (seed, epoch, sample), so that any number of workers and a resumed job draw
+the same. The samples of other classes, in an order that begins at a random one, are cut into K equal parts, and one of each is
+drawn: each sample is as likely as in a draw without repeats. Of equal indices in a batch the last counts.
 
 Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
 """
@@ -51,6 +51,7 @@ class CRD(Method):
     """−log h(own entry) − Σ_k log(1 − h(entry k of another class)), h = P/(P + K/M), for student and teacher in turn."""
 
     Options = CRDOptions
+    options: CRDOptions
     terms = ("student", "teacher")
     taps = ("pooled",)
     requires = Requirements(hard_labels=True, whole_batch=True)
@@ -68,7 +69,7 @@ class CRD(Method):
             ExperimentError: several features are named, or there is one class, so that no sample has a negative.
         """
         super().__init__(options, context)
-        self._options, self._seed = options, context.seed
+        self._seed = context.seed
         check_one_tap("crd", context)
         assert context.teacher is not None
         counts_C = torch.bincount(context.labels_M, minlength=context.num_classes)
@@ -117,7 +118,7 @@ class CRD(Method):
 
         Without repeats where other classes have K samples or more; else each comes equally often, or once more than another.
         """
-        negatives = self._options.negatives
+        negatives = self.options.negatives
         random_BX = Draws(self._seed + _STREAM, epoch, indices_B).columns(0, negatives + 1)
         counts_B1 = self._counts_C[labels_B][:, None]
         others_B1 = len(self._order_M) - counts_B1
@@ -132,24 +133,24 @@ class CRD(Method):
 
     def _exponentials(self, v_BE: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> Tensor:
         """exp(v·entry/τ), (B, X). It computes all M products: less memory and time than copying the entries for each sample."""
-        return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self._options.temperature).exp()
+        return ((v_BE @ memory_ME.T).gather(1, entries_BX) / self.options.temperature).exp()
 
     def _normalizers(self, sums_N2: Tensor) -> Tensor:
         """Z of student and teacher, (2,): those of the first batch, which this one may be."""
-        first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self._options.negatives + 1), 1))
+        first_2 = sums_N2.sum(0) * (len(self._order_M) / max(len(sums_N2) * (self.options.negatives + 1), 1))
         return torch.where(self.normalizers_2 > 0, self.normalizers_2, first_2)
 
     def _contrast(self, p_BX: Tensor, memory_ME: Tensor, entries_BX: Tensor) -> tuple[Tensor, Tensor]:
         """L of each sample and its gradient with respect to v, computed here: the memory has changed when backward runs."""
-        c = self._options.negatives / len(memory_ME)
+        c = self.options.negatives / len(memory_ME)
         h_BX = p_BX / (p_BX + c + _EPSILON)
         loss_B = ((p_BX[:, 1:] + _EPSILON) / c).log1p().sum(1) - h_BX[:, 0].log()
-        slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self._options.temperature
+        slopes_BX = torch.cat([h_BX[:, :1] - 1, h_BX[:, 1:]], dim=1) / self.options.temperature
         slopes_BM = torch.zeros(len(p_BX), len(memory_ME), dtype=h_BX.dtype, device=h_BX.device)
         return loss_B, slopes_BM.scatter_add_(1, entries_BX, slopes_BX) @ memory_ME
 
     def _update(self, memory_ME: Tensor, v_NE: Tensor, indices_N: Tensor) -> None:
         positions_N = torch.arange(len(indices_N), device=indices_N.device)
         last_M = indices_N.new_zeros(len(memory_ME)).scatter_reduce_(0, indices_N, positions_N, "amax")
-        momentum = self._options.momentum
+        momentum = self.options.momentum
         memory_ME[indices_N] = unit(momentum * memory_ME[indices_N] + (1 - momentum) * v_NE[last_M[indices_N]])

@@ -2,12 +2,11 @@
 
 With y = softmax(z/τ) and Pearson's correlation ρ(a, b) = cos(a − mean(a), b − mean(b)):
 
-- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), what the teacher thinks of a sample's classes among each other;
-- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how it orders the batch's samples in one class.
+- L_inter: the mean over samples i of 1 − ρ(y_s[i, :], y_t[i, :]), how a sample's classes relate;
+- L_intra: the mean over classes k of 1 − ρ(y_s[:, k], y_t[:, k]), how the batch's samples relate in a class.
 
-L = τ²·(β·L_inter + γ·L_intra). As in the authors' code 1e-8 is added to the product of the two norms, which shows where
-probabilities are small: with many classes, and for a class that the batch lacks. τ² is of their code for classification;
-their code for segmentation has no τ.
+L = τ²·(β·L_inter + γ·L_intra), τ² as in the authors' code for classification. As there, 1e-8 is added to the product of the two
+norms: it matters where probabilities are small, as with many classes, or for a class that the batch lacks.
 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """
@@ -19,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions
 
 
@@ -34,16 +33,13 @@ class DIST(Method):
     """τ²·(β·(1 − ρ of each sample's classes) + γ·(1 − ρ of each class's samples))."""
 
     Options = DISTOptions
+    options: DISTOptions
     terms = ("inter", "intra")
     requires = Requirements(whole_batch=True)
 
-    def __init__(self, options: DISTOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
-
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`inter` of each sample, (B,), and `intra`, a scalar, with their weights and τ² in them."""
-        options = self._options
+        options = self.options
         student_BK, teacher_BK = ((logits / options.temperature).softmax(1) for logits in options.logits(student, teacher))
         inter_B = 1 - correlations(student_BK, teacher_BK)
         student_NK, teacher_NK = batch.all_gather_many(student_BK, teacher_BK)

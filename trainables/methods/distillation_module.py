@@ -12,7 +12,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 from trainables.methods.tap_reader import TapReader, at_least_float32
@@ -51,7 +50,6 @@ class DistillationModule(nn.Module):
         self,
         student: nn.Module,
         methods: Mapping[str, Method] | None = None,
-        options: Mapping[str, MethodOptions] | None = None,
         *,
         reader: TapReader | None = None,
         task_weight: float = 1.0,
@@ -62,7 +60,6 @@ class DistillationModule(nn.Module):
         self.student = student
         self.methods = nn.ModuleDict(dict(methods or {}))
         self.task_weight = task_weight
-        self._options = dict(options or {})
         self._reader, self._epochs = reader, epochs
         self.init_lr = init_lr(self.methods_by_name)
 
@@ -102,9 +99,9 @@ class DistillationModule(nn.Module):
     def weights(self, epoch: float) -> dict[str, float]:
         """The weight of the task (`task`) and of each method. For those of an init stage see `Method.init_loss`."""
         if epoch >= 0:
-            methods = {key: options.weight_at(epoch, self._epochs) for key, options in self._options.items()}
+            methods = {key: m.options.weight_at(epoch, self._epochs) for key, m in self.methods_by_name.items()}
             return {"task": self.task_weight, **methods}
-        methods = {key: 1.0 if m.terms else self._options[key].weight for key, m in self.methods_by_name.items()}
+        methods = {key: 1.0 if m.terms else m.options.weight for key, m in self.methods_by_name.items()}
         return {"task": 0.0, **methods}
 
     def check_terms(self, terms: Mapping[str, Mapping[str, Tensor]], epoch: float) -> None:
@@ -164,11 +161,6 @@ class DistillationModule(nn.Module):
         """The student's modules that the init stage does not train."""
         keys = self._loss_functions(epoch) if epoch < 0 else {}
         return [module for key in keys for module in self.methods_by_name[key].init_stage_frozen(self.student)]
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Call `Method.begin_epoch` of every method."""
-        for method in self.methods_by_name.values():
-            method.begin_epoch(epoch, self.student)
 
     @property
     def term_names(self) -> tuple[str, ...]:

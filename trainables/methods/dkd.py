@@ -31,6 +31,7 @@ class DKD(Method):
     """T²·(α·TCKD + β·NCKD)."""
 
     Options = DKDOptions
+    options: DKDOptions
     terms = ("tckd", "nckd")
     requires = Requirements(hard_labels=True)
 
@@ -39,12 +40,11 @@ class DKD(Method):
         super().__init__(options, context)
         if context.num_classes < 2:
             raise ExperimentError("distill.method: dkd compares a sample's class with the others, and the data has only one")
-        self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`tckd` and `nckd` of each sample, (B,), with their weights and T² in them."""
-        student_BK, teacher_BK = self._options.logits(student, teacher)
-        options = self._options
+        student_BK, teacher_BK = self.options.logits(student, teacher)
+        options = self.options
         return dkd_terms(student_BK, teacher_BK, batch.labels_B, options.temperature, alpha=options.alpha, beta=options.beta)
 
 

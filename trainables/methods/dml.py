@@ -39,12 +39,12 @@ class DML(Method):
     """T²·KL(peer ‖ student) for the student; CE + T²·KL(student ‖ peer) for the peer, a network that begins as it does."""
 
     Options = DMLOptions
+    options: DMLOptions
     terms = ("student_kl", "peer_ce", "peer_kl")
     requires = Requirements(teacher=False, hard_labels=True)
 
     def __init__(self, options: DMLOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         name, size = options.peer or context.student.name, context.image_size
         try:
             peer = build_model(name, num_classes=context.num_classes, image_size=size, seed=context.seed + 1)
@@ -60,7 +60,7 @@ class DML(Method):
         if not rows:
             images_BCHW = images_BCHW.new_zeros((self._blanks, *images_BCHW.shape[1:]))
         peer_BK, aux = logits_and_aux(self.peer(images_BCHW))
-        peer_BK, temperature = peer_BK[:rows], self._options.temperature
+        peer_BK, temperature = peer_BK[:rows], self.options.temperature
         peer_ce_B = F.cross_entropy(peer_BK, batch.labels_B, reduction="none")
         for weight, aux_BK in aux:
             peer_ce_B = peer_ce_B + weight * F.cross_entropy(aux_BK[:rows], batch.labels_B, reduction="none")

@@ -32,12 +32,12 @@ class FitNet(Method):
     """mean(F_t − r(F_s))², or as in the paper ½·‖F_t − r(F_s)‖²; of several pairs of taps the sum."""
 
     Options = FitNetOptions
+    options: FitNetOptions
     terms = ("hint",)
     taps = ("stage2",)
 
     def __init__(self, options: FitNetOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         self.regressors = nn.ModuleList([ConvReg(*pair, context.group) for pair in paired_maps("fitnet", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -45,6 +45,6 @@ class FitNet(Method):
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for regressor, s_BCHW, t_BCHW in zip(self.regressors, student.features, teacher.features, strict=True):
             squares_BCHW = (t_BCHW - regressor(s_BCHW)).square()
-            paper = self._options.variant == "paper"
+            paper = self.options.variant == "paper"
             total_B = total_B + (0.5 * squares_BCHW.flatten(1).sum(1) if paper else mean_per_sample(squares_BCHW))
         return {"hint": total_B}

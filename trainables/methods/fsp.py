@@ -38,13 +38,13 @@ class FSP(Method):
     """Before training: Σ over consecutive maps of ‖G_t − G_s‖², G = F1·F2ᵀ/(h·w); in it: nothing."""
 
     Options = FSPOptions
+    options: FSPOptions
     terms = ()
     init_terms = ("flow",)
     taps = ("stem", "stages")
 
     def __init__(self, options: FSPOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         equal_channels("fsp", paired_maps("fsp", context, at_least=2))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class FSP(Method):
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`flow` of each sample, (B,)."""
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
-        paper = self._options.variant == "paper"
+        paper = self.options.variant == "paper"
         for student_pair, teacher_pair in zip(pairwise(student.features), pairwise(teacher.features), strict=True):
             squares_BIJ = (flow(*student_pair, maximum=paper) - flow(*teacher_pair, maximum=paper)).square()
             total_B = total_B + (squares_BIJ.sum((1, 2)) if paper else squares_BIJ.mean((1, 2)))

@@ -46,13 +46,13 @@ class FT(Method):
     """‖unit(F_t) − unit(F_s)‖₁ of the factors; RepDistiller's: the mean over positions of |Q_t − Q_s|, Q = unit(mean of F²)."""
 
     Options = FTOptions
+    options: FTOptions
     terms = ("factor",)
     init_terms = ("reconstruction",)
     taps = ("stage-1",)
 
     def __init__(self, options: FTOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         group = context.group if options.variant == "repdistiller" else None
         self.paraphrasers, self.builders, self.translators = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for (inputs, *_), (channels, *_) in paired_maps("ft", context):
@@ -71,7 +71,7 @@ class FT(Method):
             factors = pooled_alike(translator(s_BCHW), target_BCHW)
             student_BE, teacher_BE = (self._normed(factor_BCHW) for factor_BCHW in factors)
             difference_BE = (student_BE - teacher_BE).abs()
-            total_B = total_B + (difference_BE.sum(1) if self._options.variant == "paper" else difference_BE.mean(1))
+            total_B = total_B + (difference_BE.sum(1) if self.options.variant == "paper" else difference_BE.mean(1))
         return {"factor": total_B}
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class FT(Method):
         return [*self.paraphrasers.parameters(), *self.builders.parameters()]
 
     def _normed(self, factor_BCHW: Tensor) -> Tensor:
-        return attention(factor_BCHW) if self._options.variant == "repdistiller" else unit(factor_BCHW.flatten(1))
+        return attention(factor_BCHW) if self.options.variant == "repdistiller" else unit(factor_BCHW.flatten(1))
 
 
 def _stack(kind: type[nn.Conv2d] | type[nn.ConvTranspose2d], *channels: int, group: Group | None = None) -> nn.Sequential:

@@ -1,6 +1,7 @@
 """Instance relationship graph, IRG: Liu, Cao, Li, Yuan, Hu, Li and Duan 2019 (CVPR), equations 5 to 9.
 
-A batch is a graph: samples are vertices, their distances are edges, and a graph turns into that of the next layer.
+A batch is a graph: samples are vertices, their distances are edges. From layer to layer the graph is transformed. Three losses
+compare student and teacher:
 
 - vertex: the mean squared difference of the logits;
 - edge: of A, all pairs' squared distances divided by the largest of the batch, the mean over three features;
@@ -39,6 +40,7 @@ class IRG(Method):
     """0.1·(difference of logits)² + 5·(difference of pairs' distances)² + 5·(difference of distances from map to map)²."""
 
     Options = IRGOptions
+    options: IRGOptions
     terms = ("vertex", "edge", "transformation")
     taps = ("stage2", "stage3", "pooled")
     """An earlier map, a later one, and any features."""
@@ -46,7 +48,6 @@ class IRG(Method):
 
     def __init__(self, options: IRGOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         _check(context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -62,9 +63,9 @@ class IRG(Method):
             changes.append(_by_largest(change_N1[:, 0].clamp(min=1e-12)))
             edges.append(torch.stack([distances(feature) for feature in features]))
         return {
-            "vertex": self._options.vertex * mean_per_sample((student.logits_BK - teacher.logits_BK).square()),
-            "edge": self._options.edge * _mean((edges[0] - edges[1]).square()),
-            "transformation": self._options.transformation * _mean((changes[0] - changes[1]).square()),
+            "vertex": self.options.vertex * mean_per_sample((student.logits_BK - teacher.logits_BK).square()),
+            "edge": self.options.edge * _mean((edges[0] - edges[1]).square()),
+            "transformation": self.options.transformation * _mean((changes[0] - changes[1]).square()),
         }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trainables.config import NonNegative
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions, divergence, soften
 
 
@@ -23,18 +23,15 @@ class KD(Method):
     """T²·KL(softmax(teacher/T) ‖ softmax(student/T))."""
 
     Options = KDOptions
+    options: KDOptions
     terms = ("kl",)
     requires = Requirements(all_logits=False)
     task_weight = 0.1
 
-    def __init__(self, options: KDOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
-
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
-        student_BK, teacher_BK = self._options.logits(student, teacher)
-        return {"kl": soft_loss(student_BK, teacher_BK, self._options.temperature)}
+        student_BK, teacher_BK = self.options.logits(student, teacher)
+        return {"kl": soft_loss(student_BK, teacher_BK, self.options.temperature)}
 
 
 def soft_loss(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:

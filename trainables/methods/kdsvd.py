@@ -1,18 +1,16 @@
 """Distillation of singular vectors: Lee, Kim and Song 2018 (ECCV), "Self-supervised Knowledge Distillation Using Singular Value
 Decomposition", section 3.
 
-A map as a matrix X, positions by channels, is represented by its first k right singular vectors. Each of the teacher's is paired
-with the one of the student's first k + 3 that is most parallel to it, turned to its side; both are weighted by the teacher's
-singular values. The relation of a map's vectors a to the next map's b is exp(−(b_i − a_j)²/8) for each pair of channels i, j; the
-loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow code takes ½·√k of it.
+A map, as a matrix of positions by channels, is represented by its first k right singular vectors. Each of the teacher's vectors
+is paired with the most parallel one of the student's first k + 3, with the sign that makes their product positive; both are
+weighted by the teacher's singular values. The relation of a map's vectors a to the next map's b is exp(−(b_i − a_j)²/8) for each
+pair of channels i, j; the loss is the squared distance of the student's relations from the teacher's. The authors' TensorFlow
+code takes ½·√k of it.
 
-A small map of the teacher has fewer than k vectors. Then k is, also in that factor, the number that all of them have. The
-authors' code goes down to it from that map on, and to the student's; RepDistiller's cannot relate maps with different numbers
-of vectors.
-
-A singular vector's sign is arbitrary, and the loss depends on it, which published codes leave to the library. Here the teacher's
-is turned so that its largest component is positive. The gradient of a singular vector has the differences of squared singular
-values as denominators; these are bounded away from 0. mdistiller decomposes another matrix (channels and height by width).
+Differences: where a map of the teacher has fewer than k vectors, k is what all of its maps have (the authors' code lowers it from
+that map on; RepDistiller's fails). A singular vector's sign is arbitrary, but the loss depends on it: here the largest component
+of the teacher's is positive, where published codes leave it to the library. The gradient divides by differences of squared
+singular values, which are bounded away from 0. mdistiller decomposes another matrix (channels and height by width).
 
 `torch.linalg.eigh` makes a GPU's host wait.
 

@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.kd import soft_loss
 from trainables.methods.logits import StandardizeOptions
 
@@ -41,19 +41,16 @@ class MLKD(Method):
     """Σ_τ [τ²·KL(P_t ‖ P_s) + ‖P_s P_sᵀ − P_t P_tᵀ‖²/N + ‖P_sᵀ P_s − P_tᵀ P_t‖²/K]; one view, see the module."""
 
     Options = MLKDOptions
+    options: MLKDOptions
     terms = ("instance", "batch", "class")
     requires = Requirements(whole_batch=True)
     task_weight = 0.1
 
-    def __init__(self, options: MLKDOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
-
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`instance` of each sample, (B,); `batch` and `class`, scalars."""
         student_NK, teacher_NK = batch.all_gather_many(student.logits_BK, teacher.logits_BK)
-        student_BK, teacher_BK = self._options.logits(student, teacher)
-        temperatures = self._options.temperatures
+        student_BK, teacher_BK = self.options.logits(student, teacher)
+        temperatures = self.options.temperatures
         levels = [relations((student_NK / t).softmax(1), (teacher_NK / t).softmax(1)) for t in temperatures]
         return {
             "instance": torch.stack([soft_loss(student_BK, teacher_BK, t) for t in temperatures]).sum(0),

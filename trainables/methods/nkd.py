@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, Requirements
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs, Requirements
 from trainables.methods.logits import LogitOptions, without_target
 
 
@@ -32,16 +32,13 @@ class NKD(Method):
     """−T_t·log S_t − γλ²·Σ_{k≠t} N(T_k)·log N(S_k)."""
 
     Options = NKDOptions
+    options: NKDOptions
     terms = ("target", "others")
     requires = Requirements(hard_labels=True)
 
-    def __init__(self, options: NKDOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
-
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`target` and `others` of each sample, (B,), with γλ² in the second."""
-        options, labels_B1 = self._options, batch.labels_B.unsqueeze(1)
+        options, labels_B1 = self.options, batch.labels_B.unsqueeze(1)
         student_BK, teacher_BK = options.logits(student, teacher)
         target_B1 = -teacher_BK.softmax(1).gather(1, labels_B1) * student_BK.log_softmax(1).gather(1, labels_B1)
         student_BJ, teacher_BJ = (

@@ -1,18 +1,18 @@
 """A Comprehensive Overhaul of Feature Distillation: Heo, Kim, Yun, Park, Kwak and Choi 2019 (ICCV), sections 3.1 to 3.4.
 
-Features are compared before a stage's last ReLU. The teacher's t becomes max(t, m), with a margin m below 0 for each channel
-(equation 3): what the ReLU lets through is to be met exactly, of what it cuts off only that it is cut off. The partial distance
-(equation 4) leaves out where the student s is below the target and the target is not above 0:
+Features are compared before a stage's last ReLU. The teacher's value t becomes max(t, m), with a margin m below 0 for each
+channel (equation 3): where t is above 0 the student's value s should equal it; elsewhere the ReLU cuts t off, and s should be no
+higher than the margin. So the partial distance (equation 4) leaves out the values where s is below the target and t not above 0:
 
     d = Σ over C, H and W of (s − max(t, m))² · [s > max(t, m) or t > 0]
 
 m is the mean of the negative part of a normal distribution with the mean β and the deviation |γ| of the batch norm that made t,
 m = β − |γ|·φ(β/γ)/Φ(−β/|γ|), or −3|γ| where less than 0.001 of it is negative (the authors' code). Where γ is 0, both give
-min(β, 0). Behind a sum of branches it is the norm of the main one, as in the authors' code.
+min(β, 0). After a residual sum β and γ are those of the last batch norm of the block, not of its shortcut, as in their code.
 
 The student's map passes a 1×1 convolution and a batch norm. Stage i of n counts 2^(i − n), the last one 1. The teacher's map is
 averaged to the student's size. The authors' code never puts the teacher into eval mode, so that it normalises by each batch:
-`teacher_norm: batch`. By default it goes by its running statistics, as in any other method.
+`teacher_norm: batch`. The default is its running statistics, as for any other method.
 
 Shapes: B batch, C channels, H W positions.
 """
@@ -29,7 +29,7 @@ from trainables.distributed.batch_norm import GlobalBatchNorm2d
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
 from trainables.methods.features import TeacherNormOptions, average_pooled, paired_maps
-from trainables.models.norms import norms_before
+from trainables.models.tap_names import norms_before
 
 
 class OFDOptions(TeacherNormOptions):

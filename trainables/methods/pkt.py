@@ -36,19 +36,19 @@ class PKT(Method):
     """KL(p_t ‖ p_s) of each sample's neighbours, p from the features' cosines; the mean over pairs."""
 
     Options = PKTOptions
+    options: PKTOptions
     terms = ("kl",)
     taps = ("pooled",)
     requires = Requirements(whole_batch=True)
 
     def __init__(self, options: PKTOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         check_one_tap("pkt", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl`, a scalar."""
         rows = all_rows(student, teacher, batch)
-        if self._options.variant == "paper":
+        if self.options.variant == "paper":
             student_NN, teacher_NN = (neighbours(rows_ND, with_self=False) for rows_ND in rows)
             log_ratio_NN = teacher_NN.clamp(min=_EPSILON).log() - student_NN.clamp(min=_EPSILON).log()
             return {"kl": (teacher_NN * log_ratio_NN).sum()}

@@ -32,19 +32,20 @@ class PSKD(Method):
     """Cross-entropy with the target (1 − α_e)·one-hot + α_e·(the student's softmax of the last epoch), α_e = α·e/E."""
 
     Options = PSKDOptions
+    options: PSKDOptions
     terms = ("self_ce",)
     requires = Requirements(teacher=False, hard_labels=True, all_gather=True)
     task_weight = 0.0
 
     def __init__(self, options: PSKDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options, self._epochs = options, context.epochs
+        self._epochs = context.epochs
         self.register_buffer("last_MK", F.one_hot(context.labels_M, context.num_classes).float())
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`self_ce` of each sample, (B,). In training mode the samples' softmax is then stored, on all ranks."""
         last_MK = self.get_buffer("last_MK")
-        alpha = self._options.alpha * min((int(batch.epoch) + 1) / self._epochs, 1.0)
+        alpha = self.options.alpha * min((int(batch.epoch) + 1) / self._epochs, 1.0)
         log_BK = student.logits_BK.log_softmax(1)
         one_hot_BK = F.one_hot(batch.labels_B, log_BK.shape[1]).to(log_BK.dtype)
         target_BK = (1 - alpha) * one_hot_BK + alpha * last_MK[batch.indices_B]

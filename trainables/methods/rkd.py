@@ -44,26 +44,26 @@ class RKD(Method):
     """25·huber of the pairs' distances by their mean + 50·huber of the triples' angles."""
 
     Options = RKDOptions
+    options: RKDOptions
     terms = ("distance", "angle")
     taps = ("pooled",)
     requires = Requirements(whole_batch=True)
 
     def __init__(self, options: RKDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         check_one_tap("rkd", context)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`distance` and `angle`, scalars, with their weights in them."""
         student_ND, teacher_ND = all_rows(student, teacher, batch)
         rows = len(student_ND)
-        pairs, triples, distinct = rows**2, rows**3, self._options.variant == "paper"
+        pairs, triples, distinct = rows**2, rows**3, self.options.variant == "paper"
         if distinct:
             pairs, triples = rows * (rows - 1), rows * (rows - 1) * (rows - 2)
         distances = functional.smooth_l1_loss(distances_by_mean(student_ND), distances_by_mean(teacher_ND), reduction="sum")
         return {
-            "distance": self._options.distance * distances / max(pairs, 1),
-            "angle": self._options.angle * angle_differences(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
+            "distance": self.options.distance * distances / max(pairs, 1),
+            "angle": self.options.angle * angle_differences(student_ND, teacher_ND, distinct=distinct) / max(triples, 1),
         }
 
 

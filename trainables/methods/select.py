@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
-from trainables.errors import ExperimentError
+from trainables.errors import DistillError, ExperimentError
 from trainables.methods import load, option_key
-from trainables.methods.contract import Method
+from trainables.methods.contract import BuildContext, Method
+from trainables.models.forward import seeded
 from trainables.models.names import REUSE_SEPARATOR
 
 
@@ -27,6 +28,35 @@ class SelectedMethod(NamedTuple):
     @property
     def teacher_taps(self) -> tuple[str, ...]:
         return self.method_class.taps if self.options.teacher_taps is None else self.options.teacher_taps
+
+    @property
+    def beyond_logits(self) -> str | None:
+        """What the method needs of a teacher besides its logits; None: nothing."""
+        requires = self.method_class.requires
+        if not requires.teacher:
+            return None
+        if self.teacher_taps:
+            return "features"
+        if requires.teacher_gradient:
+            return "gradients"
+        return "network" if requires.teacher_model or requires.reuses_classifier else None
+
+    def build(self, context: BuildContext) -> Method:
+        """The method, on the CPU in float32. Its initial parameters depend on its name and the seed only.
+
+        Raises:
+            DistillError: it does not fit the models; one line.
+        """
+        with seeded(f"method/{self.key}:{context.seed}"):
+            try:
+                return self.method_class(self.options, context)
+            except DistillError:
+                raise
+            except (Exception, SystemExit) as error:  # a user's method may fail in any way
+                reason = next(iter(str(error).strip().splitlines()), "")
+                raise ExperimentError(
+                    f"distill.method: {self.key} cannot be built for these models ({type(error).__name__}: {reason})"
+                ) from error
 
 
 def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
@@ -74,17 +104,26 @@ def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig
     if option is None:
         return
     for method in selected:
-        requires = method.method_class.requires
-        more_than_logits = {
-            "features": bool(method.teacher_taps),
-            "gradients": requires.teacher_gradient,
-            "network": requires.teacher_model or requires.reuses_classifier,
-        }
-        required = [name for name, is_required in more_than_logits.items() if is_required]
-        if requires.teacher and required:
+        if method.beyond_logits is not None:
             raise ExperimentError(
-                f"{option}: it gives a teacher's logits, and {method.key} needs its {required[0]}: set {option} to null, or"
-                " distill.method to methods on logits, such as kd"
+                f"{option}: it gives a teacher's logits, and {method.key} needs its {method.beyond_logits}: set {option} to null,"
+                " or distill.method to methods on logits, such as kd"
+            )
+
+
+def check_ensemble(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -> None:
+    """Refuse methods that need more than a teacher's logits, where there are several teachers.
+
+    Raises:
+        ExperimentError: one line.
+    """
+    for method in selected if teacher.others else ():
+        if method.beyond_logits is not None:
+            taps = f" ({', '.join(method.teacher_taps)})" if method.teacher_taps else ""
+            raise ExperimentError(
+                f"distill.method: {method.key} reads the {method.beyond_logits}{taps} of a teacher, and of"
+                f" {1 + len(teacher.others)} teachers there is only a mean of probabilities: leave out teacher.others, or take a"
+                " method on logits, such as kd"
             )
 
 

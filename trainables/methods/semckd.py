@@ -44,6 +44,7 @@ class SemCKD(Method):
     """Mean over samples and student layers of Σ over teacher layers of α·mean (r(student) − teacher)²."""
 
     Options = SemCKDOptions
+    options: SemCKDOptions
     terms = ("calibrated",)
     taps = ("stages",)
     requires = Requirements(whole_batch=True)
@@ -51,7 +52,7 @@ class SemCKD(Method):
     def __init__(self, options: SemCKDOptions, context: BuildContext) -> None:
         """Raises ExperimentError where a tap is no map."""
         super().__init__(options, context)
-        self._options, self._rows = options, context.global_batch_size
+        self._rows = context.global_batch_size
         assert context.teacher is not None
         students, teachers = context.student.shapes, context.teacher.shapes
         for model, shapes in (("student", students), ("teacher", teachers)):
@@ -70,7 +71,7 @@ class SemCKD(Method):
         flat_ND = batch.all_gather_many(*(map_BCHW.flatten(1) for map_BCHW in (*student.features, *teacher.features)))
         queries_NSE = self._embedded(self._queries, flat_ND[: len(self._queries)])
         keys_NTE = self._embedded(self._keys, flat_ND[len(self._queries) :])
-        attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self._options.temperature, 2)
+        attention_NST = torch.softmax(queries_NSE @ keys_NTE.transpose(1, 2) / self.options.temperature, 2)
         distances_NST = batch.all_gather(self._distances(student.features, teacher.features))
         shares_NS = (attention_NST * distances_NST).sum(2)
         return {"calibrated": shares_NS.sum() / max(shares_NS.numel(), 1)}

@@ -42,12 +42,12 @@ class SRRL(Method):
     """mean (h_t − h_s)² + mean (z_t − W·h_s − b)², h_s a connector's, W and b the teacher's."""
 
     Options = SRRLOptions
+    options: SRRLOptions
     terms = ("feature", "regression")
 
     def __init__(self, options: SRRLOptions, context: BuildContext) -> None:
         """Raises ExperimentError or ModelError where the teacher has no linear classifier on what is tapped."""
         super().__init__(options, context)
-        self._options = options
         assert context.teacher is not None
         self._classifier = (classifier(context.teacher.model),)  # in a tuple: it is no part of the method
         width = self._classifier[0].in_features
@@ -76,6 +76,6 @@ class SRRL(Method):
         weight_KD, bias_K = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
         logits_BK = functional.linear(feature_BD, weight_KD, bias_K)
         return {
-            "feature": self._options.feature_weight * mean_per_sample((feature_BD - target_BD).square()),
-            "regression": self._options.regression_weight * mean_per_sample((logits_BK - teacher.logits_BK).square()),
+            "feature": self.options.feature_weight * mean_per_sample((feature_BD - target_BD).square()),
+            "regression": self.options.regression_weight * mean_per_sample((logits_BK - teacher.logits_BK).square()),
         }

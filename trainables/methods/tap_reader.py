@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainables.methods.contract import ModelOutputs
+from trainables.methods.contract import ModelOutputs, ModelSpec
 from trainables.models.taps import Taps
 
 
@@ -19,15 +19,18 @@ class TapReader:
     """The taps of several methods on one model."""
 
     def __init__(self, model: nn.Module, taps: Mapping[str, Sequence[str]], *, name: str, image_size: int):
-        """`taps`: method → its taps on this model. `name`: the model's, for messages.
+        """`taps`: method → its taps on this model. `name`: the model's.
 
         Raises:
             ModelError: the model has no such tap.
         """
-        self.name = name
+        self._model, self._name = model, name
         self._taps = {key: Taps(model, names, name=name, image_size=image_size) for key, names in taps.items() if names}
-        self.shapes = {key: self._taps[key].shapes if key in self._taps else () for key in taps}
-        """Method → the shapes of its features, without the batch dimension."""
+        self._keys = tuple(taps)
+
+    def spec(self, key: str) -> ModelSpec:
+        """The model as one method sees it."""
+        return ModelSpec(self._model, self._taps[key].shapes if key in self._taps else (), self._name)
 
     def capture(self) -> contextlib.ExitStack:
         """A context whose forward passes are captured, see `Taps.capture`."""
@@ -43,7 +46,7 @@ class TapReader:
         """
         logits_BK = _first_rows(logits_BK, num_rows)
         features = {key: tuple(_first_rows(tensor, num_rows) for tensor in taps.pop()) for key, taps in self._taps.items()}
-        return {key: ModelOutputs(logits_BK, features.get(key, ())) for key in self.shapes}
+        return {key: ModelOutputs(logits_BK, features.get(key, ())) for key in self._keys}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

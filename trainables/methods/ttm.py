@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from trainables.config import NonNegative, Positive
-from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs
+from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 from trainables.methods.logits import LogitOptions, divergence
 
 
@@ -41,15 +41,12 @@ class TTM(Method):
     """U·KL(softmax(teacher/T) ‖ softmax(student)), with U = 1 unless `weighted`."""
 
     Options = TTMOptions
+    options: TTMOptions
     terms = ("kl",)
-
-    def __init__(self, options: TTMOptions, context: BuildContext) -> None:
-        super().__init__(options, context)
-        self._options = options
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         """`kl` of each sample, (B,)."""
-        options = self._options
+        options = self.options
         student_BK, teacher_BK = options.logits(student, teacher)
         softened_BK = teacher_BK / options.temperature
         kl_B = divergence(student_BK, softened_BK)

@@ -41,12 +41,12 @@ class VID(Method):
     """Σ over stages of mean((F_t − μ(F_s))²/(2σ²) + ½·log σ²); in the paper's variant the sum over a map's values."""
 
     Options = VIDOptions
+    options: VIDOptions
     terms = ("information",)
     taps = ("stages",)
 
     def __init__(self, options: VIDOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._options = options
         self.normals = nn.ModuleList([_Normal(*pair, options.initial_variance) for pair in paired_maps("vid", context)])
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class VID(Method):
         total_B = student.logits_BK.new_zeros(len(batch.labels_B))
         for normal, *pair in zip(self.normals, student.features, teacher.features, strict=True):
             values_BCHW = normal(*pooled_alike(*pair))
-            paper = self._options.variant == "paper"
+            paper = self.options.variant == "paper"
             total_B = total_B + (values_BCHW.flatten(1).sum(1) if paper else mean_per_sample(values_BCHW))
         return {"information": total_B}
 

@@ -36,10 +36,8 @@ class HookPoint:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one sample, as a tap returns it."""
-        value = self.events[0].value
-        assert value is not None
-        shape = tuple(value.shape[1:])
-        return (shape[2], *shape[:2]) if self.channels_last else shape
+        _, *shape = self.events[0].shape
+        return (shape[2], *shape[:2]) if self.channels_last else tuple(shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,15 +56,13 @@ def stage_hook_points(model: nn.Module, trace: Trace) -> dict[str, HookPoint]:
     if not ends:
         return {}
     # One layout in the whole model: a map with as many channels as pixels a side does not show which layout it has.
-    channels_last = any(_is_channels_last(event.value.shape) for event in ends if event.value is not None)
+    channels_last = any(_is_channels_last(event) for event in ends)
     found: dict[str, HookPoint | None] = {}
-    if stem is not None and stem.version is not None and stem.version != trace.image:
+    if stem is not None and stem.version != trace.image:
         found["stem"] = _hook_point(trace, stem.version, channels_last)
     for number, end in enumerate(ends, start=1):
-        assert end.version is not None
         found[f"stage{number}"] = _hook_point(trace, end.version, channels_last)
     for number, end in enumerate(ends, start=1):
-        assert end.version is not None
         preact = _hook_point(trace, _preactivation(trace, modules, end.version), channels_last)
         if preact is not None and not preact.events[0].overwritten:
             found[f"stage{number}.preact"] = preact
@@ -75,41 +71,31 @@ def stage_hook_points(model: nn.Module, trace: Trace) -> dict[str, HookPoint]:
 
 def last_map(trace: Trace, pooled: TraceEvent) -> HookPoint | None:
     """The last map before `pooled` (B, D) that has D channels, if possible one of several positions; None: there is none."""
-    assert pooled.value is not None
-    maps = [
-        event
-        for event in trace.events[: trace.events.index(pooled)]
-        if event.path and _is_map(event) and pooled.value.shape[1] == _num_channels(event)
-    ]
+    before = trace.events[: trace.events.index(pooled)]
+    maps = [event for event in before if event.path and _is_map(event) and pooled.shape[1] == _num_channels(event)]
     if not maps:
         return None
     found = next((event for event in reversed(maps) if _pixels_per_side(event) > 1), maps[-1])
-    assert found.value is not None
-    assert found.version is not None
-    return _hook_point(trace, found.version, _is_channels_last(found.value.shape))
-
-
-def _num_channels(event: TraceEvent) -> int:
-    assert event.value is not None
-    return event.value.shape[3 if _is_channels_last(event.value.shape) else 1]
+    return _hook_point(trace, found.version, _is_channels_last(found))
 
 
 def _is_map(event: TraceEvent) -> bool:
     """Whether the value is a square 4-D tensor of the whole batch; the windows of an attention are 4-D too."""
-    if event.value is None or event.value.ndim != 4:
-        return False
-    shape = event.value.shape
-    return shape[0] == BATCH and (shape[2] == shape[3] or shape[1] == shape[2])
+    shape = event.shape
+    return len(shape) == 4 and shape[0] == BATCH and (shape[2] == shape[3] or shape[1] == shape[2])
 
 
-def _is_channels_last(shape: Sequence[int]) -> bool:
-    return shape[1] == shape[2] != shape[3]
+def _is_channels_last(event: TraceEvent) -> bool:
+    """Whether a map is (B, H, W, C)."""
+    return event.shape[1] == event.shape[2] != event.shape[3]
+
+
+def _num_channels(event: TraceEvent) -> int:
+    return event.shape[3 if _is_channels_last(event) else 1]
 
 
 def _pixels_per_side(event: TraceEvent) -> int:
-    assert event.value is not None
-    shape = event.value.shape
-    return shape[1] if _is_channels_last(shape) else shape[3]
+    return event.shape[1 if _is_channels_last(event) else 3]
 
 
 def _declared_stages(trace: Trace, model: nn.Module) -> tuple[list[TraceEvent], TraceEvent | None] | None:

@@ -51,6 +51,7 @@ RESHAPES = {
 }
 MERGES = {"add", "iadd", "sub", "cat", "concat", "concatenate"}
 """Functions that merge branches: residual sums and concatenations."""
+_RECORDED = ACTIVATIONS | RESHAPES | MERGES | {"batch_norm"}
 
 Direction = Literal["in", "out"]
 
@@ -62,8 +63,9 @@ class TensorVersion(NamedTuple):
     version: int
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorVersion:
-        return TensorVersion(id(tensor), tensor._version)
+    def of(value: Any) -> TensorVersion:
+        """Of a tensor; of anything else its identity alone."""
+        return TensorVersion(id(value), value._version if isinstance(value, Tensor) else 0)
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,18 @@ class TraceEvent:
     direction: Direction
     call: int
     """1 for the module's first call."""
-    value: Tensor | None
-    """None where it is no tensor."""
-    version: TensorVersion | None
-    type_name: str
-    """The value's type."""
+    value: Any
+    version: TensorVersion
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Empty where the value is no tensor."""
+        return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
 
     @property
     def overwritten(self) -> bool:
         """Whether the tensor was changed in place afterwards."""
-        return self.value is not None and self.version is not None and self.value._version != self.version.version
+        return TensorVersion.of(self.value) != self.version
 
     @property
     def tap_name(self) -> str:
@@ -100,12 +104,16 @@ class Trace:
     """In the order of time: `in` before and `out` after everything inside the call."""
     produced_by: dict[TensorVersion, tuple[TensorVersion, str]] = field(default_factory=dict)
     """The result of an activation or a reshape → its input and the name of the function."""
+    norms: dict[TensorVersion, nn.Module] = field(default_factory=dict)
+    """The result of a batch normalisation → the module that computed it."""
+    sums: dict[TensorVersion, tuple[TensorVersion, ...]] = field(default_factory=dict)
+    """The result of a sum → its summands."""
     merging_classes: set[type[nn.Module]] = field(default_factory=set)
     """Classes of modules whose own forward merges branches."""
     image: TensorVersion | None = None
     """The model's input."""
-    tensors: list[Tensor] = field(default_factory=list)
-    """The tensors of `produced_by`."""
+    values: list[Any] = field(default_factory=list)
+    """The arguments and results of functions."""
 
     def last(self, path: str, direction: Direction) -> TraceEvent | None:
         """The event of the module's last call, which is what a hook has in the end. None: the module did not run."""
@@ -130,14 +138,20 @@ class _FunctionRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").strip("_")
-        source = TensorVersion.of(args[0]) if args and isinstance(args[0], Tensor) else None
+        sources = tuple(TensorVersion.of(arg) for arg in args if isinstance(arg, Tensor))
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            if source is not None and (name in ACTIVATIONS or name in RESHAPES) and TensorVersion.of(result) != source:
-                self._trace.tensors += [args[0], result]
-                self._trace.produced_by[TensorVersion.of(result)] = (source, name)
-            elif name in MERGES and len(self._running) > 1 and _merges_branches(args):
-                self._trace.merging_classes.add(type(self._running[-1]))
+        if isinstance(result, Tensor) and name in _RECORDED:
+            trace, version = self._trace, TensorVersion.of(result)
+            trace.values += [args, result]
+            if name == "batch_norm":
+                trace.norms[version] = self._running[-1]
+            elif name in MERGES:
+                if name in ("add", "iadd"):
+                    trace.sums[version] = sources
+                if len(self._running) > 1 and _merges_branches(args):
+                    trace.merging_classes.add(type(self._running[-1]))
+            elif sources and version != sources[0]:
+                trace.produced_by[version] = (sources[0], name)
         return result
 
 
@@ -173,9 +187,7 @@ class _ModuleRecorder:
         return record
 
     def _record(self, path: str, direction: Direction, value: Any) -> None:
-        tensor = value if isinstance(value, Tensor) else None
-        version = TensorVersion.of(tensor) if tensor is not None else None
-        self._trace.events.append(TraceEvent(path, direction, self._calls[path], tensor, version, type(value).__name__))
+        self._trace.events.append(TraceEvent(path, direction, self._calls[path], value, TensorVersion.of(value)))
 
 
 def trace_forward(model: nn.Module, image_size: int, *, training: bool) -> Trace:

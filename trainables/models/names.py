@@ -30,15 +30,15 @@ MODELS: dict[str, str] = {
     "wrn_40_2": "trainables.models.cifar.wrn:wrn_40_2",
     # Papers on distillation call these vgg8, vgg13, ResNet50, MobileNetV2…: in torchvision and timm, such names mean models for
     # images of 224 pixels. Those keep their names; `_cifar` says which ones are meant.
-    "resnet50_cifar": "trainables.models.cifar.resnet50:resnet50_cifar",
+    "resnet50_cifar": "trainables.models.cifar.resnet:CifarResNet50",
     "vgg8_cifar": "trainables.models.cifar.vgg:vgg8_cifar",
     "vgg11_cifar": "trainables.models.cifar.vgg:vgg11_cifar",
     "vgg13_cifar": "trainables.models.cifar.vgg:vgg13_cifar",
     "vgg16_cifar": "trainables.models.cifar.vgg:vgg16_cifar",
     "vgg19_cifar": "trainables.models.cifar.vgg:vgg19_cifar",
     "mobilenetv2_half_cifar": "trainables.models.cifar.mobilenetv2:mobilenetv2_half_cifar",
-    "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:shufflenetv1_cifar",
-    "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:shufflenetv2_cifar",
+    "shufflenetv1_cifar": "trainables.models.cifar.shufflenet:CifarShuffleNetV1",
+    "shufflenetv2_cifar": "trainables.models.cifar.shufflenet:CifarShuffleNetV2",
 }
 """Ours: name → `module:builder`, a callable (num_classes, image_size) → nn.Module. A hyphen may stand for an underscore."""
 

@@ -6,20 +6,22 @@ Shapes: B batch, C channels, H W pixels, K classes.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
 
+from trainables.models.cifar.layers import init_convolutions
+
 
 class ConvNet(nn.Module):
     """Stages of 3×3 convolution, BatchNorm and ReLU; the map is halved between stages, then averaged.
 
-    The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side. Convolutions are drawn as in He et al. 2015,
-    "Delving Deep into Rectifiers".
+    The averaged map makes it fit any image of at least 2^(stages - 1) pixels a side.
     """
 
-    def __init__(self, num_classes: int, *, widths: tuple[int, ...], convs_per_stage: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 8, *, widths: tuple[int, ...], convs_per_stage: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
@@ -32,9 +34,7 @@ class ConvNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(channels, num_classes)
-        for module in self.features:
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
@@ -45,7 +45,7 @@ class ConvNet(nn.Module):
 class MLP(nn.Module):
     """Flattened pixels through hidden ReLU layers. No batch statistics: a sample's gradient does not depend on its batch."""
 
-    def __init__(self, num_classes: int, *, image_size: int, hidden: tuple[int, ...]) -> None:
+    def __init__(self, num_classes: int, image_size: int = 8, *, hidden: tuple[int, ...]) -> None:
         super().__init__()
         sizes = (3 * image_size**2, *hidden)
         self.hidden = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
@@ -64,21 +64,7 @@ class MLP(nn.Module):
         return logits_BK
 
 
-def convnet_small(num_classes: int, image_size: int = 8) -> ConvNet:
-    """Three stages of one convolution, 8, 16 and 32 wide; takes any `image_size` from 4."""
-    return ConvNet(num_classes, widths=(8, 16, 32), convs_per_stage=1)
-
-
-def convnet_large(num_classes: int, image_size: int = 8) -> ConvNet:
-    """Three stages of two convolutions, 32, 64 and 128 wide; takes any `image_size` from 4."""
-    return ConvNet(num_classes, widths=(32, 64, 128), convs_per_stage=2)
-
-
-def mlp_small(num_classes: int, image_size: int = 8) -> MLP:
-    """One hidden layer of 32."""
-    return MLP(num_classes, image_size=image_size, hidden=(32,))
-
-
-def mlp_large(num_classes: int, image_size: int = 8) -> MLP:
-    """Two hidden layers of 256."""
-    return MLP(num_classes, image_size=image_size, hidden=(256, 256))
+convnet_small = partial(ConvNet, widths=(8, 16, 32), convs_per_stage=1)
+convnet_large = partial(ConvNet, widths=(32, 64, 128), convs_per_stage=2)
+mlp_small = partial(MLP, hidden=(32,))
+mlp_large = partial(MLP, hidden=(256, 256))

@@ -11,9 +11,12 @@ Shapes: B batch, D features.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainables.errors import ModelError, near
 from trainables.models.feature_stages import HookPoint, last_map, stage_hook_points
@@ -57,8 +60,8 @@ def _module_outputs(trace: Trace) -> list[TapInfo]:
     found = []
     for path in paths:
         event = trace.last(path, "out")
-        if event is not None and event.value is not None and _has_rows(event.value) and not event.overwritten:
-            found.append(TapInfo(path, (), tuple(event.value.shape[1:])))
+        if event is not None and _has_rows(event) and not event.overwritten:
+            found.append(TapInfo(path, (), event.shape[1:]))
     return found
 
 
@@ -105,7 +108,7 @@ class TapSurvey:
             return {}
         path = next(path for path, module in self._modules.items() if module is last)
         event = self.trace.last(path, "in")
-        if event is None or event.value is None or event.value.ndim != 2:
+        if event is None or len(event.shape) != 2:
             return {}
         return {"pooled": HookPoint((event,))}
 
@@ -146,15 +149,13 @@ class TapSurvey:
         event = self.trace.last(path, "in" if direction else "out")
         if event is None:
             raise ModelError(f"model {self.name}: {tap} is not called in eval mode; {self._known()}")
-        if event.value is None:
+        if not isinstance(event.value, Tensor):
+            kind = type(event.value).__name__
+            raise ModelError(f"model {self.name}: {tap} is a {kind}, not a tensor; choose a module inside or outside of it")
+        if not _has_rows(event):
             raise ModelError(
-                f"model {self.name}: {tap} is a {event.type_name}, not a tensor; choose a module inside or outside of it"
-            )
-        if not _has_rows(event.value):
-            shape = tuple(event.value.shape)
-            raise ModelError(
-                f"model {self.name}: {tap} has shape {shape} for {BATCH} images, so its rows are no samples; choose a module"
-                " outside of it"
+                f"model {self.name}: {tap} has shape {event.shape} for {BATCH} images, so its rows are no samples; choose a"
+                " module outside of it"
             )
         return HookPoint((event,))
 
@@ -184,12 +185,30 @@ def modules_before(model: nn.Module, tap: str, *, name: str, image_size: int) ->
         ModelError: no such tap.
     """
     survey = TapSurvey(model, image_size, name=name)
-    (expand_home,) = survey.expand(tap)
-    found = survey.find(expand_home).events[0]
+    (path,) = survey.expand(tap)
+    found = survey.find(path).events[0]
     index = next(index for index, event in enumerate(survey.trace.events) if event is found)
     return {event.path for event in survey.trace.events[: index + 1] if event.direction == "in"}
 
 
-def _has_rows(value: Tensor) -> bool:
-    """Whether a tensor has a row for each sample."""
-    return value.ndim > 1 and value.shape[0] == BATCH
+def norms_before(model: nn.Module, names: Sequence[str], *, name: str, image_size: int) -> list[_BatchNorm | None]:
+    """For each tap the batch norm whose output it reads, or whose output is the first summand of what it reads.
+
+    In a residual block that is the last norm on its path, not the shortcut's. None where there is no such norm, or where it has
+    no scale and shift. `name` is the model's, for messages.
+
+    Raises:
+        ModelError: the model has no such tap.
+    """
+    survey = TapSurvey(model, image_size, name=name)
+    found = []
+    for tap in chain.from_iterable(map(survey.expand, names)):
+        version = survey.find(tap).events[0].version
+        norms = (survey.trace.norms.get(value) for value in (version, *survey.trace.sums.get(version, ())))
+        found.append(next((norm for norm in norms if isinstance(norm, _BatchNorm) and norm.affine), None))
+    return found
+
+
+def _has_rows(event: TraceEvent) -> bool:
+    """Whether the value is a tensor with a row for each sample."""
+    return len(event.shape) > 1 and event.shape[0] == BATCH

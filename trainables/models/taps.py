@@ -9,9 +9,10 @@ Shapes: B batch, C channels, H W pixels, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,16 @@ class _Slot:
     channels_last: bool
     capturing: bool = False
     tensor: Tensor | None = None
+
+    def store_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The forward pre-hook of a module whose input is tapped."""
+        if self.capturing:
+            self.tensor = args[0]
+
+    def store_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """The forward hook of a module whose output is tapped."""
+        if self.capturing:
+            self.tensor = output
 
 
 class Taps:
@@ -58,7 +69,7 @@ class Taps:
         if not names:
             return
         survey = TapSurvey(model, image_size, name=name)
-        self.names = tuple(expand_home for tap in names for expand_home in survey.expand(tap))
+        self.names = tuple(chain.from_iterable(map(survey.expand, names)))
         found = [survey.find(tap) for tap in self.names]
         self.shapes = tuple(hook_point.shape for hook_point in found)
         events = {tap: hook_point.events[0] for tap, hook_point in zip(self.names, found, strict=True)}
@@ -67,9 +78,9 @@ class Taps:
             slot, event = _Slot(hook_point.channels_last), hook_point.events[0]
             module = model.get_submodule(event.path)
             if event.direction == "out":
-                self._handles.append(module.register_forward_hook(_output_hook(slot)))
+                self._handles.append(module.register_forward_hook(slot.store_output))
             else:
-                self._handles.append(module.register_forward_pre_hook(_input_hook(slot)))
+                self._handles.append(module.register_forward_pre_hook(slot.store_input))
             self._slots.append(slot)
 
     @contextmanager
@@ -110,22 +121,6 @@ class Taps:
         self.names, self.shapes = (), ()
 
 
-def _output_hook(slot: _Slot) -> Callable[..., None]:
-    def store(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if slot.capturing:
-            slot.tensor = output
-
-    return store
-
-
-def _input_hook(slot: _Slot) -> Callable[..., None]:
-    def store(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if slot.capturing:
-            slot.tensor = args[0]
-
-    return store
-
-
 def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], name: str) -> None:
     """Switch modules that would overwrite a tapped tensor, in training or eval mode, to work out of place.
 
@@ -153,7 +148,7 @@ def _protect(model: nn.Module, image_size: int, taps: dict[str, TraceEvent], nam
 def _overwriting(trace: Trace, modules: dict[str, nn.Module], tap: str, tapped: TraceEvent, name: str) -> list[nn.Module]:
     """The in-place modules that may overwrite the value of a tap after it is read; empty: it is not overwritten."""
     read = trace.last(tapped.path, tapped.direction)
-    if read is None or read.value is None:
+    if read is None or not read.shape:
         raise ModelError(f"model {name}: {tap} is not called in training; choose another")
     if not read.overwritten:
         return []
@@ -162,7 +157,7 @@ def _overwriting(trace: Trace, modules: dict[str, nn.Module], tap: str, tapped: 
     readers = [
         modules[event.path]
         for event in trace.events[begin:]
-        if event.direction == "in" and event.value is not None and event.value.untyped_storage()._cdata == storage
+        if event.direction == "in" and event.shape and event.value.untyped_storage()._cdata == storage
     ]
     inplace = [module for module in readers if getattr(module, "inplace", None) is True]
     if not inplace:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainables.data.index import file_sha256
-from trainables.errors import CheckpointError, ModelError, near
+from trainables.errors import CheckpointError
 from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
 from trainables.models.names import ModelName, check_model_name
-from trainables.models.registry import check_forward, construct, first_line, library_options
+from trainables.models.published import published_model
+from trainables.models.registry import check_forward, construct, first_line
 from trainables.models.unpickle import SAVE_AGAIN, load_torch_file
 
 WRAPPERS = ("state_dict", "model")
@@ -48,7 +49,7 @@ def load_teacher(
     path = locate_checkpoint(weights)
     if path is None:
         with torch.random.fork_rng(devices=[]):  # a library initialises parameters before it overwrites them
-            model = _published(found, name, weights, num_classes, image_size)
+            model = published_model(found, weights, num_classes, image_size)
         state: Mapping[str, Tensor] = model.state_dict()
         rescales = bool(getattr(model, "transform_input", False))
     else:
@@ -73,8 +74,7 @@ def teacher_sha256(name: str, weights: str, *, num_classes: int, image_size: int
     """
     path = locate_checkpoint(weights)
     if path is None:
-        options: dict[str, Any] = {"num_classes": num_classes, "image_size": image_size, "classes": classes, "seed": seed}
-        model = load_teacher(name, weights, **options)
+        model = load_teacher(name, weights, num_classes=num_classes, image_size=image_size, classes=classes, seed=seed)
         return _digest(model.state_dict(), rescales=bool(getattr(model, "transform_input", False)))
     state = _read_state(path, name, num_classes, classes)
     return _digest(state, rescales=_rescales(check_model_name(name), path))
@@ -100,84 +100,6 @@ def _rescales(found: ModelName, path: Path) -> bool:
 
     published = torchvision.models.get_model_weights(found.name)
     return any(weights.url.endswith(f"-{file_sha256(path)[:8]}.pth") for weights in published)
-
-
-def _published(found: ModelName, name: str, weights: str, num_classes: int, image_size: int) -> nn.Module:
-    if found.library == "torchvision":
-        return _torchvision(found, weights, num_classes, image_size)
-    if found.library == "timm":
-        return _timm(found, weights, num_classes, image_size)
-    raise ModelError(
-        f"there are no published weights {weights!r} of {name}, a model of ours: give the path of a checkpoint of it"
-    )
-
-
-def _torchvision(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
-    import torchvision
-
-    known = torchvision.models.get_model_weights(found.name).__members__
-    if weights not in known:
-        raise _no_such_weights(found.name, weights, list(known))
-    published = known[weights]
-    _check_published_classes(found.name, weights, len(published.meta["categories"]), num_classes)
-    # torchvision builds it, since some of its models rename old parameters or scale their input for these weights.
-    try:
-        model: nn.Module = torchvision.models.get_model(
-            found.name, weights=published, progress=False, **library_options(found, image_size)
-        )
-    except ValueError as error:
-        raise ModelError(
-            f"weights {weights} of {found.name} do not take images of {image_size}×{image_size} ({first_line(error)}):"
-            f" set data.image_size to {published.meta['min_size'][0]}"
-        ) from None
-    except Exception as error:  # any way in which the network, a proxy or the disk can fail
-        cache = Path(torch.hub.get_dir()) / "checkpoints"
-        raise ModelError(
-            f"weights {weights} of {found.name} could not be loaded from {published.url} ({first_line(error)}):"
-            f" put that file into {cache}"
-        ) from None
-    return model
-
-
-def _timm(found: ModelName, weights: str, num_classes: int, image_size: int) -> nn.Module:
-    import timm
-
-    tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{found.name}.*")]
-    if weights != "DEFAULT" and weights not in tags:
-        raise _no_such_weights(f"timm/{found.name}", weights, tags)
-    full_name = found.name if weights == "DEFAULT" else f"{found.name}.{weights}"
-    config = timm.get_pretrained_cfg(full_name)
-    if config is None or not tags:
-        raise _no_such_weights(f"timm/{found.name}", weights, tags)
-    _check_published_classes(f"timm/{found.name}", weights, config.num_classes, num_classes)
-    try:
-        model: nn.Module = timm.create_model(
-            full_name, pretrained=True, num_classes=num_classes, **library_options(found, image_size)
-        )
-    except Exception as error:  # any way in which the network, the hub's client or the disk can fail
-        source = config.hf_hub_id or config.url
-        raise ModelError(
-            f"weights {weights} of timm/{found.name} could not be loaded from {source} ({first_line(error)}):"
-            " fetch them where there is a network and give the file's path as the weights"
-        ) from None
-    return model
-
-
-def _no_such_weights(name: str, weights: str, known: list[str]) -> ModelError:
-    similar = near(weights, known)
-    published = ", ".join(known) if known else "none"
-    return ModelError(
-        f"{name} has no weights {weights!r}; "
-        + (f"did you mean {similar[0]}?" if similar else f"there are: {published}; or give a file's path")
-    )
-
-
-def _check_published_classes(name: str, weights: str, of_weights: int, of_data: int) -> None:
-    if of_weights != of_data:
-        raise ModelError(
-            f"weights {weights} of {name} have {of_weights} classes and the data has {of_data}:"
-            " set teacher.weights to null, so that the teacher is trained first, or give a checkpoint trained on this data"
-        )
 
 
 def _read_state(path: Path, name: str, num_classes: int, classes: Sequence[str]) -> dict[str, Tensor]:
@@ -251,9 +173,8 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path, name:
     unexpected = [key for key in loaded if key not in expected]
     misshapen = [key for key in expected if key in loaded and expected[key].shape != loaded[key].shape]
     if misshapen and not missing and not unexpected and all(_is_head(expected[k], loaded[k], num_classes) for k in misshapen):
-        trained_classes = len(loaded[misshapen[0]])
         raise CheckpointError(
-            f"{path} has {trained_classes} classes and the data has {num_classes}: give weights trained on this data"
+            f"{path} has {len(loaded[misshapen[0]])} classes and the data has {num_classes}: give weights trained on this data"
         )
     if missing or unexpected or misshapen:
         shapes = [f"{key} {tuple(loaded[key].shape)} for {tuple(expected[key].shape)}" for key in misshapen]

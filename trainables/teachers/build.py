@@ -10,15 +10,14 @@ from torch import nn
 from trainables.config import TeacherConfig, TrainConfig
 from trainables.data.loader import Loader
 from trainables.device.model_input import tensor_format
-from trainables.distributed.group import Group, gather_objects
-from trainables.errors import DistillError
-from trainables.methods.select import SelectedMethod
+from trainables.distributed.group import Group
+from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, from_main, key_parts
 from trainables.teachers.cache.open_store import open_store, writes_cache
-from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble, check_ensemble
+from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork
 from trainables.teachers.service.client import ServiceTeacher
 from trainables.teachers.service.protocol import TeacherConnection
@@ -53,8 +52,9 @@ def teacher_reader(teacher: TeacherConfig, model: nn.Module, methods: Sequence[S
     if not teacher.others:
         taps = {method.key: method.teacher_taps for method in methods}
         return TapReader(model, taps, name=teacher.model, image_size=image_size)
-    check_ensemble(teacher, methods)
-    return EnsembleReader(teacher.shares, {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods})
+    check_ensemble(methods, teacher)
+    temperatures = {method.key: float(getattr(method.options, "temperature", 1.0)) for method in methods}
+    return EnsembleReader(model, teacher.shares, temperatures)
 
 
 def to_device(network: nn.Module, config: TrainConfig, group: Group) -> None:
@@ -112,10 +112,7 @@ def service_teacher(
         DistillError: the teacher or the data cannot be read, or the workers read different images.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.service")
-    found = gather_objects(_service_key(config, images, classes) if group.is_main else None, group)[0]
-    if isinstance(found, DistillError):
-        raise found
-    key, sha256 = found
+    key, sha256 = from_main(lambda: _service_key(config, images, classes), group)
     dtype, _ = tensor_format(config)
     return ServiceTeacher(
         connections,
@@ -129,14 +126,11 @@ def service_teacher(
     )
 
 
-def _service_key(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str] | DistillError:
-    """On rank 0: the key of the logits, and the hash of the teacher's tensors.
+def _service_key(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str]:
+    """The key of the logits, and the hash of the teacher's tensors.
 
     A timing run shares no logits with other jobs, since it measures what its own teacher costs.
     """
-    try:
-        parts = key_parts(config, images, classes, None)
-    except DistillError as error:
-        return error
+    parts = key_parts(config, images, classes, None)
     suffix = "" if config.train.max_steps is None else f"-{config.labels.get('trial', config.stage)}"
     return cache_key(parts) + suffix, parts["teacher"]["sha256"]

@@ -16,10 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from trainables.config import TeacherConfig
-from trainables.errors import ExperimentError
 from trainables.methods.contract import ModelOutputs
-from trainables.methods.select import SelectedMethod
 from trainables.methods.tap_reader import TapReader, at_least_float32
 from trainables.models.forward import logits_and_aux
 
@@ -39,9 +36,9 @@ class TeacherEnsemble(nn.Module):
 class EnsembleReader(TapReader):
     """Reads an ensemble's mean as the logits of one teacher; an ensemble has no taps."""
 
-    def __init__(self, shares: Sequence[float], temperatures: Mapping[str, float]):
+    def __init__(self, model: nn.Module, shares: Sequence[float], temperatures: Mapping[str, float]):
         """`shares`: the teachers' weights, which add up to 1; `temperatures`: method key → the T of its softmax."""
-        super().__init__(nn.Identity(), dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
+        super().__init__(model, dict.fromkeys(temperatures, ()), name="teachers", image_size=1)
         self._shares, self._temperatures = tuple(shares), dict(temperatures)
 
     def pop(self, logits_BK: Tensor, num_rows: int) -> dict[str, ModelOutputs]:
@@ -56,21 +53,3 @@ def mean_logits(logits_BEK: Tensor, shares: Sequence[float], temperature: float)
     log_probabilities = (logits_BEK / temperature).log_softmax(2).unbind(1)
     weighted = [log_BK + math.log(share) for log_BK, share in zip(log_probabilities, shares, strict=True)]
     return temperature * torch.stack(weighted, dim=1).logsumexp(1)
-
-
-def check_ensemble(teacher: TeacherConfig | None, methods: Sequence[SelectedMethod]) -> None:
-    """Refuse methods that need more than a teacher's logits, where there are several teachers.
-
-    Raises:
-        ExperimentError: one line.
-    """
-    if teacher is None or not teacher.others:
-        return
-    for method in methods:
-        requires = method.method_class.requires
-        if requires.teacher and (method.teacher_taps or requires.reuses_classifier or requires.teacher_gradient):
-            what = f"features ({', '.join(method.teacher_taps)})" if method.teacher_taps else "layers"
-            raise ExperimentError(
-                f"distill.method: {method.key} reads the {what} of a teacher, and of {1 + len(teacher.others)} teachers there"
-                " is only a mean of probabilities: leave out teacher.others, or take a method on logits, such as kd"
-            )

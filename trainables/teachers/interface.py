@@ -5,8 +5,9 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,9 +24,10 @@ class TeacherRequest(NamedTuple):
     """The epoch by which the images are augmented."""
 
 
-class TeacherInterface(Protocol):
-    """A teacher of a training step."""
+class TeacherInterface(ABC):
+    """A teacher of a training step. By default it requests nothing ahead, runs for every image and has nothing to release."""
 
+    @abstractmethod
     def __call__(self, images_BCHW: Tensor, num_rows: int, request: TeacherRequest | None = None) -> dict[str, ModelOutputs]:
         """Method key → outputs for the first `num_rows` images; does not wait for the device.
 
@@ -37,12 +39,14 @@ class TeacherInterface(Protocol):
 
         `epoch`: the one by which the images are augmented. Closing the result closes `batches`.
         """
+        return batches
 
     def end_epoch(self) -> int | None:
         """Number of images for which a network ran since the last call; None where it runs for every image.
 
         What a cache stores of them is on disk when this returns.
         """
+        return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release files and threads; the teacher is not called again."""

@@ -5,21 +5,18 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import torch
 from torch import Tensor, nn
 
-from trainables.data.loader import Batch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.methods.contract import ModelOutputs
 from trainables.methods.tap_reader import TapReader
 from trainables.models.forward import logits_and_aux
-from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
 
-class TeacherNetwork:
-    """A frozen model in eval mode, but for batch norms that use the statistics of the batch; see `TeacherInterface`."""
+class TeacherNetwork(TeacherInterface):
+    """A frozen model in eval mode, but for batch norms that use the statistics of the batch."""
 
     def __init__(self, model: nn.Module, reader: TapReader, *, gradient: bool = False):
         """`gradient`: the outputs keep their graph, for a method that differentiates the teacher."""
@@ -39,13 +36,3 @@ class TeacherNetwork:
         with torch.set_grad_enabled(self._gradient), self._reader.capture():
             logits_BK = logits_and_aux(self.model(images_BCHW))[0]
             return self._reader.pop(logits_BK, num_rows)
-
-    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `TeacherInterface`: nothing is requested ahead."""
-        return batches
-
-    def end_epoch(self) -> None:
-        """See `TeacherInterface`: the network runs for every image."""
-
-    def close(self) -> None:
-        """See `TeacherInterface`: there is nothing to release."""

@@ -12,10 +12,10 @@ from service.runs.preflight import check_train
 from service.sweeps.infeasible import mark_unbuildable
 from service.sweeps.preflight import check_sweep
 from service.sweeps.trials import plan_trials
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from trainables.errors import ExperimentError
 
-MINE = Path(mine.__file__)
+OWN = Path(own_methods.__file__)
 SMALL = ("data.image_size=16", "student.model=resnet8", "teacher.model=resnet14")
 
 
@@ -33,7 +33,7 @@ def small(*overrides: str) -> Resolved:
         (["distill.method=simkd", "teacher.model=mlp_small"], "model mlp_small has no unpooled"),
         (["distill.method=fitnet", "optim.accumulate=2"], "fitnet looks at all samples of a batch, which optim.accumulate 2"),
         (["scale.sync_batch_norm=true", "data.last_batch=drop", "optim.accumulate=2"], "scale.sync_batch_norm looks at all"),
-        ([f"distill.method={MINE}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
+        ([f"distill.method={OWN}:Slopes", "precision=bf16"], "precision: Slopes differentiates the teacher, which bf16 cuts"),
         (
             ["distill.method=ab", "optim.losses={task: {lr: 0.1}}"],
             "ab has an init stage, which has one optimizer: leave out ab, or optim.losses",
@@ -45,8 +45,8 @@ def small(*overrides: str) -> Resolved:
         (["optim.losses={task: {momentum: 0}}"], "optim.losses.task.nesterov needs optim.losses.task.momentum above 0"),
         (["optim.losses={kd: {warmup_epochs: 100}}"], "optim.losses.kd.warmup_epochs 100 leaves no epoch of optim.epochs 12"),
         (
-            [f"distill.method={MINE}:PooledRivals", "optim.name=dot", "optim.nesterov=false"],
-            "optim.name: PooledRivals brings optimizers",
+            [f"distill.method={OWN}:PooledAdversaries", "optim.name=dot", "optim.nesterov=false"],
+            "optim.name: PooledAdversaries brings optimizers",
         ),
         (
             ["teacher.cache=kept", "teacher.cache_top_k=3", "distill.method=dkd"],

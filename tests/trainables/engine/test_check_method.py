@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainables.jobs import Recorded, no_telemetry
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -26,11 +26,11 @@ from trainables.methods import METHODS
 
 def problems(ranks: RankPool, name: str) -> dict[str, str]:
     """Title → problem of what the method does not do."""
-    name = name if name in METHODS else f"{mine.__file__}:{name}"
+    name = name if name in METHODS else f"{own_methods.__file__}:{name}"
     return {title: problem for title, problem in check(Case(name, {}), ranks.run) if problem is not None}
 
 
-@pytest.mark.parametrize("name", ["Alike", "Prepared", "PooledRivals"])
+@pytest.mark.parametrize("name", ["GlobalGram", "InitStage", "PooledAdversaries"])
 def test_a_method_that_keeps_the_contract_has_no_problems(ranks: RankPool, name: str) -> None:
     assert problems(ranks, name) == {}
 
@@ -38,8 +38,8 @@ def test_a_method_that_keeps_the_contract_has_no_problems(ranks: RankPool, name:
 def test_the_method_that_the_documentation_shows_keeps_the_contract(ranks: RankPool, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "own-method.md").read_text()
     (code,) = [block for block in page.split("```python\n")[1:] if "class Margin(Method)" in block]
-    (tmp_path / "mine.py").write_text(code.partition("```")[0])
-    assert [finding for finding in check(Case(f"{tmp_path}/mine.py:Margin", {}), ranks.run) if finding.problem] == []
+    (tmp_path / "own.py").write_text(code.partition("```")[0])
+    assert [finding for finding in check(Case(f"{tmp_path}/own.py:Margin", {}), ranks.run) if finding.problem] == []
 
 
 @pytest.mark.slow
@@ -51,19 +51,19 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "place", "says"),
     [
-        ("Unprepared", 0, "in the init stage it returns zzz and declares kept"),
-        ("Unprepared", 1, "in the init stage its terms do not move what it trains"),
-        ("Gathering", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
-        ("HalfPrepared", 1, "in the init stage no loss reaches methods.HalfPrepared.encoder.bias, methods.HalfPrepared.dec"),
-        ("HalfPrepared", 5, "in the init stage the gradient is not finite of methods.HalfPrepared.encoder.weight"),
-        ("Endless", 0, "it declares init_terms, and its Options have no init_epochs: its init stage has no length"),
+        ("WrongInitStage", 0, "in the init stage it returns zzz and declares reconstruction"),
+        ("WrongInitStage", 1, "in the init stage its terms do not move what it trains"),
+        ("InitGather", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
+        ("HalfTrained", 1, "in the init stage no loss reaches methods.HalfTrained.encoder.bias, methods.HalfTrained.dec"),
+        ("HalfTrained", 5, "in the init stage the gradient is not finite of methods.HalfTrained.encoder.weight"),
+        ("EndlessInitStage", 0, "it declares init_terms, and its Options have no init_epochs: its init stage has no length"),
     ],
 )
 def test_mistakes_in_an_init_stage_are_found_out(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(without_training(name, monkeypatch)[place].problem).startswith(says)
 
 
-@pytest.mark.parametrize("name", ["Prepared", "ab", "fsp", "ft"])
+@pytest.mark.parametrize("name", ["InitStage", "ab", "fsp", "ft"])
 def test_an_init_stage_that_keeps_the_contract_has_no_problems(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
 
@@ -72,15 +72,15 @@ def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding
     """What is found of a method in single batches on this process alone."""
     for whole in ("_workers", "_resumed", "_finite"):
         monkeypatch.setattr(check_method, whole, lambda *_: None)
-    name = name if name in METHODS else f"{mine.__file__}:{name}"
+    name = name if name in METHODS else f"{own_methods.__file__}:{name}"
     return list(check(Case(name, {}), lambda _, function, *args: [function(Group(), *args)]))
 
 
 @pytest.mark.slow
 def test_a_forgotten_layer_and_a_forgotten_term_are_found_out(ranks: RankPool) -> None:
-    found = list(problems(ranks, "Forgetful").values())
-    assert found[0] == "it returns kept and declares kept, lost"
-    assert found[1].startswith("no loss reaches methods.Forgetful.unused.weight, methods.Forgetful.unused.bias")
+    found = list(problems(ranks, "MissingTerm").values())
+    assert found[0] == "it returns distance and declares distance, absent"
+    assert found[1].startswith("no loss reaches methods.MissingTerm.unused.weight, methods.MissingTerm.unused.bias")
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_method_may_differentiate_the_teacher_without_autocast(ranks: RankPool
 
 
 def test_rows_of_all_workers_without_a_word_are_found_out(ranks: RankPool) -> None:
-    first = next(check(Case(f"{mine.__file__}:Unsaid", {}), ranks.run))
+    first = next(check(Case(f"{own_methods.__file__}:UndeclaredGather", {}), ranks.run))
     assert first.title == "its terms are those that it declares, of samples or of the batch"
     assert "declare requires = Requirements(whole_batch=True)" in str(first.problem)
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from service.config.experiment import load
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -133,14 +133,14 @@ def test_the_target_is_the_students_alone(tmp_path: Path) -> None:
 
 def test_a_term_is_on_record_in_the_stage_that_computes_it_and_in_no_other(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {"Prepared": {"init_epochs": 1}}}
+    distill = {"method": [f"{own_methods.__file__}:InitStage", "kd"], "options": {"InitStage": {"init_epochs": 1}}}
     settings = config(tmp_path / "job", teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
     calls = ranks.run(1, train, settings)[0]["calls"]
-    terms = {"Prepared/kept", "Prepared/code", "kd/kl", "distill_loss"}
+    terms = {"InitStage/reconstruction", "InitStage/code", "kd/kl", "distill_loss"}
     for kind, prefix in (("step", "train/"), ("epoch", "epoch/train/")):
         said = [{name.removeprefix(prefix) for name in metrics} & terms for each, _, metrics in calls if each == kind]
         stages = [names for names, _ in itertools.groupby(said)]
-        assert stages == [{"Prepared/kept", "distill_loss"}, {"Prepared/code", "kd/kl", "distill_loss"}]
+        assert stages == [{"InitStage/reconstruction", "distill_loss"}, {"InitStage/code", "kd/kl", "distill_loss"}]
     assert [metrics["epoch/training_epoch"] for kind, _, metrics in calls if kind == "epoch"] == [0.0, 1.0]
 
 

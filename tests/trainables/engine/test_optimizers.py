@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.trainables.jobs import Recorded, config, no_telemetry, relative_difference, train, write_teacher
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from tests.trainables.methods.calls import make
 from tests.trainables.methods.references.basic import Array
 from tests.trainables.methods.references.training import DotState, dot_update
@@ -30,7 +30,7 @@ from trainables.engine.step import train_step
 from trainables.engine.updates import PerLossUpdate, UpdateSettings
 from trainables.errors import ExperimentError
 
-SECOND = f"{mine.__file__}:SecondHead"
+SECOND = f"{own_methods.__file__}:SecondHead"
 HEADS = {"method": [SECOND], "task_weight": 0.7, "options": {"SecondHead": {"weight": 0.4}}}
 
 
@@ -82,7 +82,7 @@ def by_hand(settings: TrainConfig, optimizers: dict[str, Heavy]) -> dict[str, Te
                         logits = hidden.relu() @ leaves["student.head.weight"].T + leaves["student.head.bias"]
                         loss = 0.7 * F.cross_entropy(logits, labels)
                     else:
-                        head = "methods.SecondHead.head" if key == "next" else "methods.Rivals.head"
+                        head = "methods.SecondHead.head" if key == "next" else "methods.Adversaries.head"
                         logits = hidden @ leaves[f"{head}.weight"].T + leaves[f"{head}.bias"]
                         loss = 0.4 * F.cross_entropy(logits, (labels + (2 if key == "deceive" else 1)) % 10)
                     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -117,7 +117,7 @@ def test_each_loss_has_its_own_optimizer_and_neither_leaks_into_the_other(ranks:
     ("own", "deceive"),
     [
         ({}, (0.02, 0.3, 1e-3)),
-        ({"Rivals/deceive": {"lr": 0.1, "weight_decay": 0.02}, "task": {"momentum": 0.8}}, (0.1, 0.3, 0.02)),
+        ({"Adversaries/deceive": {"lr": 0.1, "weight_decay": 0.02}, "task": {"momentum": 0.8}}, (0.1, 0.3, 0.02)),
     ],
 )
 def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_changes(
@@ -137,13 +137,13 @@ def test_a_methods_terms_have_the_optimizers_that_it_declares_and_the_user_chang
 
 
 def rivals(output: Path, **optim: Any) -> TrainConfig:
-    distill = {"method": [f"{mine.__file__}:Rivals"], "options": {"Rivals": {"weight": 0.4}}}
+    distill = {"method": [f"{own_methods.__file__}:Adversaries"], "options": {"Adversaries": {"weight": 0.4}}}
     return two_heads(output, **optim).model_copy(update={"distill": DistillConfig(task_weight=0.7, **distill)})
 
 
 def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> list[tuple[set[str], float]]:
     """Each optimizer's losses and learning rate for a method of two terms, `m`, and another, `kd`."""
-    method = make(f"{mine.__file__}:{kind}", student_shapes=((4,),))
+    method = make(f"{own_methods.__file__}:{kind}", student_shapes=((4,),))
     if declared:
         method.optimizers = declared  # type: ignore[misc]
     optimizers = build_optimizers(nn.Linear(2, 2), {"m": method, "kd": make("kd")}, optim)
@@ -152,15 +152,15 @@ def losses_of(kind: str, optim: OptimConfig, **declared: LossOptimConfig) -> lis
 
 def test_what_has_no_optimizer_of_its_own_shares_one() -> None:
     optim = OptimConfig(lr=0.5, losses={"kd": LossOptimConfig(lr=0.25)})
-    assert losses_of("Rivals", optim) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.2), ({"m/deceive"}, 0.02), ({"task"}, 0.5)]
+    assert losses_of("Adversaries", optim) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.2), ({"m/deceive"}, 0.02), ({"task"}, 0.5)]
     judge = {"judge": LossOptimConfig(lr=0.125)}
-    assert losses_of("Rivals", optim, **judge) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.125), ({"task", "m/deceive"}, 0.5)]
+    assert losses_of("Adversaries", optim, **judge) == [({"kd/kl"}, 0.25), ({"m/judge"}, 0.125), ({"task", "m/deceive"}, 0.5)]
     optim = OptimConfig(lr=0.5, losses={"m": LossOptimConfig(lr=0.25)})
-    assert losses_of("Rivals", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
+    assert losses_of("Adversaries", optim, **judge) == [({"m/deceive"}, 0.25), ({"m/judge"}, 0.125), ({"task", "kd/kl"}, 0.5)]
 
 
 def test_a_term_changes_what_it_says_beside_the_task_too() -> None:
-    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method, student = make(f"{own_methods.__file__}:Adversaries", student_shapes=((4,),)), nn.Linear(2, 2)
     method.optimizers = {"judge": LossOptimConfig()}  # type: ignore[misc]
     judge, rest = build_optimizers(student, {"m": method}, OptimConfig())
     assert judge.losses == {"m/judge"}
@@ -172,14 +172,14 @@ def test_a_term_changes_what_it_says_beside_the_task_too() -> None:
 @pytest.mark.parametrize("declared", [(), ("deceive",)])
 @pytest.mark.parametrize("name", ["sgd", "dot"])
 def test_a_term_that_would_change_more_than_it_says_is_refused(declared: tuple[str, ...], name: Literal["sgd", "dot"]) -> None:
-    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method, student = make(f"{own_methods.__file__}:Adversaries", student_shapes=((4,),)), nn.Linear(2, 2)
     method.optimizers = {} if name == "dot" else {term: LossOptimConfig() for term in declared}  # type: ignore[misc]
     with pytest.raises(ExperimentError, match=r"m's judge changes less than .* own, optim.losses: \{m/judge: \{\}\}"):
         build_optimizers(student, {"m": method}, OptimConfig(name=name))
 
 
 def test_what_is_frozen_is_nothing_that_a_term_would_change() -> None:
-    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method, student = make(f"{own_methods.__file__}:Adversaries", student_shapes=((4,),)), nn.Linear(2, 2)
     student.bias.requires_grad_(False)
     method.optimizers = {}  # type: ignore[misc]
     method.term_parameters = lambda term, student: [*method.parameters(), student.weight]  # type: ignore[method-assign]
@@ -236,15 +236,17 @@ def test_a_method_of_an_init_stage_only_is_trained_in_it(name: str) -> None:
 )
 def test_optimizers_that_do_not_fit_are_refused(optim: dict[str, Any], declared: dict[str, Any], says: str) -> None:
     with pytest.raises(ExperimentError) as caught:
-        losses_of("Rivals", OptimConfig.model_validate(optim), **declared)
+        losses_of("Adversaries", OptimConfig.model_validate(optim), **declared)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
 
 def test_optimizers_that_a_method_brings_do_not_go_with_an_init_stage(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    distill = {"method": [f"{mine.__file__}:{name}" for name in ("Prepared", "Rivals")], "options": {}}
-    with pytest.raises(ExperimentError, match=r"which has one optimizer: leave out Prepared, or Rivals, which brings its own$"):
+    distill = {"method": [f"{own_methods.__file__}:{name}" for name in ("InitStage", "Adversaries")], "options": {}}
+    with pytest.raises(
+        ExperimentError, match=r"which has one optimizer: leave out InitStage, or Adversaries, which brings its own$"
+    ):
         ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
 
 
@@ -420,7 +422,7 @@ def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
 
 @pytest.mark.parametrize(
     ("optim", "num_optimizers"),
-    [({"losses": {"SecondHead": {"lr": 0.2}}}, 2), ({"name": "dot"}, 2), ({"losses": {"Rivals/deceive": {"lr": 0.1}}}, 3)],
+    [({"losses": {"SecondHead": {"lr": 0.2}}}, 2), ({"name": "dot"}, 2), ({"losses": {"Adversaries/deceive": {"lr": 0.1}}}, 3)],
     ids=str,
 )
 def test_one_forward_of_the_student_gives_the_losses_of_all_optimizers(
@@ -446,7 +448,7 @@ def test_accumulated_micro_batches_give_each_optimizer_the_gradient_of_the_whole
 
 
 def test_a_job_with_several_optimizers_resumes_exactly(ranks: RankPool, tmp_path: Path) -> None:
-    own = {"task": {"momentum": 0.5}, "Rivals/judge": {"name": "adamw", "lr": 0.01}}
+    own = {"task": {"momentum": 0.5}, "Adversaries/judge": {"name": "adamw", "lr": 0.01}}
     whole = ranks.run(2, train, rivals(tmp_path / "whole", losses=own))[0]
     settings = rivals(tmp_path / "cut", losses=own)
     assert ranks.run(2, train, settings, 6)[0]["died"]
@@ -462,14 +464,14 @@ def test_an_optimizer_for_a_loss_that_there_is_not_is_refused(ranks: RankPool, t
 
 def test_an_init_stage_trains_its_own_part_and_leaves_the_rest_alone(ranks: RankPool, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    distill = {"method": [f"{mine.__file__}:Prepared", "kd"], "options": {}}
+    distill = {"method": [f"{own_methods.__file__}:InitStage", "kd"], "options": {}}
     states = {}
     for n in (1, 2):
         settings = config(tmp_path / str(n), teacher={"weights": weights}, distill=distill, optim={"epochs": 1, "lr": 0.02})
         states[n] = ranks.run(n, stages, settings)[0]
     before, warm, after = states[1]
     moved = {name for name in before if not torch.equal(before[name], warm[name])}
-    assert moved == {f"methods.Prepared.{part}.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")}
+    assert moved == {f"methods.InitStage.{part}.{kind}" for part in ("encoder", "decoder") for kind in ("weight", "bias")}
     moved = {name for name in before if not torch.equal(warm[name], after[name])}
     assert moved == {name for name in before if "encoder" not in name and "decoder" not in name}
     assert relative_difference(after, states[2][2]) < 1e-9

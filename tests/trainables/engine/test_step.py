@@ -10,7 +10,7 @@ import torch
 
 from tests.trainables.device.test_augment import ALL
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, train, write_teacher
-from tests.trainables.methods import mine
+from tests.trainables.methods import own_methods
 from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
@@ -175,13 +175,13 @@ def test_a_batch_that_batch_norm_cannot_normalise_is_said_in_one_line(ranks: Ran
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Forgetful", "returns kept and declares kept, lost: give what forward returns the names in terms"),
-        ("Unprepared", "returns zzz and declares kept: give what init_loss returns the names in init_terms"),
+        ("MissingTerm", "returns distance and declares distance, absent: give what forward returns the names in terms"),
+        ("WrongInitStage", "returns zzz and declares reconstruction: give what init_loss returns the names in init_terms"),
     ],
 )
 def test_terms_that_a_method_does_not_declare_are_refused(ranks: RankPool, tmp_path: Path, name: str, says: str) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    distill = {"method": [f"{mine.__file__}:{name}"], "options": {}}
+    distill = {"method": [f"{own_methods.__file__}:{name}"], "options": {}}
     with pytest.raises(ExperimentError) as caught:
         ranks.run(1, train, config(tmp_path / "job", teacher={"weights": weights}, distill=distill))
     assert str(caught.value) == f"distill.method: {name} {says}"

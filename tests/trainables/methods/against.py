@@ -1,4 +1,4 @@
-"""A method beside its independent reference: both are given the same, and must say the same, with the same gradients."""
+"""A method compared with its independent reference: the same inputs must give the same losses and gradients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LABELS = torch.tensor([0, 4, 2, 4, 1])
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a reference is told: logits and features of both models in float64, and the method's parameters by name."""
+class Inputs:
+    """The inputs of a reference: logits and features of both models in float64, and the method's parameters by name."""
 
     labels_B: Ints
     student_BK: Array
@@ -35,27 +35,27 @@ class Given:
     student: list[Array]
     teacher: list[Array]
     parameters: dict[str, Array]
-    before: Given | None = None
+    before: Inputs | None = None
 
     @property
-    def constant(self) -> Given:
+    def constant(self) -> Inputs:
         """The same before a derivative moved it: what the method takes as a constant."""
         return self.before or self
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A method with its options, and what the reference says of each of its terms, per sample or as their mean."""
+class Comparison:
+    """A method with its options, and a reference for its terms, per sample or as their mean."""
 
     name: str
-    reference: Callable[[Given], Terms]
+    reference: Callable[[Inputs], Terms]
     options: dict[str, Any] = field(default_factory=dict)
     student_shapes: Shapes = ()
     teacher_shapes: Shapes = ()
     teacher: Callable[[], nn.Module] = nn.Identity
     rows: int = len(LABELS)
     batch: Callable[[list[Tensor]], dict[str, Any]] = lambda teacher: {}
-    """What a batch holds beside labels, of the teacher's answers: images may stand in a feature's place."""
+    """What a batch has besides labels, from the teacher's outputs: images may replace a feature."""
     memory: dict[str, Array] = field(default_factory=dict)
     """What the method remembers at first, by the buffer's name."""
 
@@ -81,7 +81,7 @@ class Beside:
                 method.get_buffer(name).copy_(torch.from_numpy(remembered))
         return method.to(dtype)
 
-    def of_equal_models(self) -> Beside:
+    def of_equal_models(self) -> Comparison:
         """The same where the student's features are as the teacher's."""
         return dataclasses.replace(self, student_shapes=self.teacher_shapes)
 
@@ -124,20 +124,22 @@ EDGES: dict[str, tuple[Change, Change]] = {
 }
 
 
-def at_edge(beside: Beside, edge: str) -> tuple[Beside, list[Array], list[Array]]:
+def at_edge(case: Comparison, edge: str) -> tuple[Comparison, list[Array], list[Array]]:
     """What is compared, and the answers of student and teacher, the same ones for "equal models"."""
     if edge == "equal models":
-        beside = beside.of_equal_models()
-        _, teacher = beside.answers()
-        return beside, [x.copy() for x in teacher], teacher
-    student, teacher = beside.answers()
+        case = case.of_equal_models()
+        _, teacher = case.answers()
+        return case, [x.copy() for x in teacher], teacher
+    student, teacher = case.answers()
     of_student, of_teacher = EDGES[edge]
-    return beside, [of_student(x) for x in student], [of_teacher(x) for x in teacher]
+    return case, [of_student(x) for x in student], [of_teacher(x) for x in teacher]
 
 
-def ask(beside: Beside, method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor) -> dict[str, Tensor]:
+def all_terms(
+    case: Comparison, method: Method, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor
+) -> dict[str, Tensor]:
     """All its terms, those of the init stage too."""
-    batch = beside.batch(teacher)
+    batch = case.batch(teacher)
     seen = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
@@ -148,50 +150,53 @@ def ask(beside: Beside, method: Method, student: list[Tensor], teacher: list[Ten
     return found
 
 
-def assert_as_the_reference(beside: Beside, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
+def assert_as_the_reference(case: Comparison, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
     """The terms to 1e-9 in float64; losses and gradients finite."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
-    method = beside.make()
-    found = ask(beside, method, _tensors(student), _tensors(teacher), labels_B)
-    expected = beside.reference(_given(method, student, teacher, labels_B))
+    method = case.make()
+    found = all_terms(case, method, _tensors(student), _tensors(teacher), labels_B)
+    expected = case.reference(_inputs(method, student, teacher, labels_B))
     assert set(found) == set(expected)
     for name, value in found.items():
         value = value if np.ndim(expected[name]) else value.mean()
         np.testing.assert_allclose(value.detach().numpy(), expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
-    assert_finite(beside, student, teacher, labels_B)
+    assert_finite(case, student, teacher, labels_B)
 
 
-def assert_finite(beside: Beside, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
+def assert_finite(case: Comparison, student: list[Array], teacher: list[Array], labels_B: Tensor | None = None) -> None:
     """Losses and gradients in float64 and float32; no gradient is far beyond the inputs' size."""
     labels_B = LABELS[: len(student[0])] if labels_B is None else labels_B
     for dtype in (torch.float64, torch.float32):
-        for tensor in loss_and_gradients(beside, dtype, _tensors(student, dtype), _tensors(teacher, dtype), labels_B):
+        for tensor in loss_and_gradients(case, dtype, _tensors(student, dtype), _tensors(teacher, dtype), labels_B):
             assert tensor.dtype == dtype
             assert (tensor.abs() < 1e7).all()
 
 
 def loss_and_gradients(
-    beside: Beside, dtype: torch.dtype, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor
+    case: Comparison, dtype: torch.dtype, student: list[Tensor], teacher: list[Tensor], labels_B: Tensor
 ) -> list[Tensor]:
     """The terms' means, then the gradients of their sum that there are: of the student's answers and of the parameters."""
-    method, leaves = beside.make(dtype), [x.clone().requires_grad_() for x in student]
-    means = [term.mean() if term.ndim else term for term in ask(beside, method, leaves, teacher, labels_B).values()]
+    method, leaves = case.make(dtype), [x.clone().requires_grad_() for x in student]
+    means = [term.mean() if term.ndim else term for term in all_terms(case, method, leaves, teacher, labels_B).values()]
     gradients = torch.autograd.grad(torch.stack(means).sum(), [*leaves, *method.parameters()], allow_unused=True)
     assert any(gradient is not None for gradient in gradients)
     return [*(mean.detach() for mean in means), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> None:
+def assert_gradients_are_the_references(case: Comparison, directions: int = 3) -> None:
     """Of the student's answers and of what each stage trains, along random directions in each tensor, to 1e-5."""
-    method, (student, teacher), labels_B = beside.make(), beside.answers(), LABELS[: beside.rows]
-    given, settled = _given(method, student, teacher, labels_B), {id(parameter) for parameter in method.init_only_parameters()}
+    method, (student, teacher), labels_B = case.make(), case.answers(), LABELS[: case.rows]
+    inputs, settled = (
+        _inputs(method, student, teacher, labels_B),
+        {id(parameter) for parameter in method.init_only_parameters()},
+    )
     numbers = np.random.default_rng(1)
     for names, warming in ((method.init_terms, True), (method.terms, False)):
         if not names:
             continue
         trained = {name: parameter for name, parameter in method.named_parameters() if (id(parameter) in settled) == warming}
         leaves = [*(x.requires_grad_() for x in _tensors(student)), *trained.values()]
-        found = ask(beside, method, leaves[: len(student)], _tensors(teacher), labels_B)
+        found = all_terms(case, method, leaves[: len(student)], _tensors(teacher), labels_B)
         loss = torch.stack([found[name].mean() for name in names]).sum()
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         arrays = [leaf.detach().numpy().copy() for leaf in leaves]
@@ -201,10 +206,14 @@ def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> 
             def moved(steps: Array, place: int = place, ways: Array = ways) -> float:
                 now = [x + np.tensordot(steps, ways, 1) if at == place else x for at, x in enumerate(arrays)]  # noqa: B023
                 own = dict(zip(trained, now[len(student) :], strict=True))  # noqa: B023
-                told = dataclasses.replace(
-                    given, student_BK=now[0], student=now[1 : len(student)], parameters={**given.parameters, **own}, before=given
+                shifted = dataclasses.replace(
+                    inputs,
+                    student_BK=now[0],
+                    student=now[1 : len(student)],
+                    parameters={**inputs.parameters, **own},
+                    before=inputs,
                 )
-                terms = beside.reference(told)
+                terms = case.reference(shifted)
                 return float(sum(np.mean(terms[name]) for name in names))  # noqa: B023
 
             numeric = derivative(moved, np.zeros(directions))
@@ -213,18 +222,18 @@ def assert_gradients_are_the_references(beside: Beside, directions: int = 3) -> 
             np.testing.assert_allclose(analytic, numeric, rtol=1e-5, atol=1e-8 * size, err_msg=f"{names} by leaf {place}")
 
 
-def assert_half_precision_is_near(beside: Beside) -> None:
+def assert_half_precision_is_near(case: Comparison) -> None:
     """In float32 gradients are within 2 % of float64's; answers rounded to bf16 and fp16 change no term by more than 2 %.
 
     All stays finite at the greatest sizes that fp16 holds.
     """
-    student, teacher = beside.answers()
-    method, labels_B = beside.make(), LABELS[: beside.rows]
+    student, teacher = case.answers()
+    method, labels_B = case.make(), LABELS[: case.rows]
     terms = len(method.init_terms + method.terms)
 
     def found(dtype: torch.dtype, scale: float = 1.0, wide: torch.dtype = torch.float32) -> list[Tensor]:
         sides = ([(scale * torch.as_tensor(x)).to(dtype).to(wide) for x in side] for side in (student, teacher))
-        return loss_and_gradients(beside, wide, *sides, labels_B)
+        return loss_and_gradients(case, wide, *sides, labels_B)
 
     exact, single = found(torch.float64, wide=torch.float64), found(torch.float32)
     largest = max(float(gradient.norm()) for gradient in exact[terms:])
@@ -237,11 +246,11 @@ def assert_half_precision_is_near(beside: Beside) -> None:
         assert all(tensor.isfinite().all() for tensor in (*near, *found(dtype, scale=1e4)))
 
 
-def assert_a_batch_may_be_empty(beside: Beside) -> None:
+def assert_a_batch_may_be_empty(case: Comparison) -> None:
     """As it is on a rank that has no rows of a last batch: finite terms, and no gradients but 0."""
-    student, teacher = ([torch.as_tensor(x[:0]) for x in side] for side in beside.answers())
-    leaves, method = [x.requires_grad_() for x in student], beside.make()
-    terms = ask(beside, method, leaves, teacher, LABELS[:0])
+    student, teacher = ([torch.as_tensor(x[:0]) for x in side] for side in case.answers())
+    leaves, method = [x.requires_grad_() for x in student], case.make()
+    terms = all_terms(case, method, leaves, teacher, LABELS[:0])
     assert all(term.isfinite().all() for term in terms.values())
     torch.stack([term.sum() for term in terms.values()]).sum().backward()
     assert all(not x.grad.count_nonzero() for x in (*leaves, *method.parameters()) if x.grad is not None)
@@ -263,6 +272,6 @@ def _tensors(arrays: list[Array], dtype: torch.dtype = torch.float64) -> list[Te
     return [torch.as_tensor(array).to(dtype, copy=True) for array in arrays]
 
 
-def _given(method: Method, student: list[Array], teacher: list[Array], labels_B: Tensor) -> Given:
+def _inputs(method: Method, student: list[Array], teacher: list[Array], labels_B: Tensor) -> Inputs:
     parameters = {name: parameter.detach().numpy().copy() for name, parameter in method.named_parameters()}
-    return Given(labels_B.numpy(), student[0], teacher[0], student[1:], teacher[1:], parameters)
+    return Inputs(labels_B.numpy(), student[0], teacher[0], student[1:], teacher[1:], parameters)

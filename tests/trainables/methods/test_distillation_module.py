@@ -10,8 +10,6 @@ from torch import nn
 from tests.trainables.methods.calls import make
 from trainables.config import DistillConfig, MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import load
-from trainables.methods.contract import Method
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.select import select_methods
 
@@ -20,12 +18,8 @@ MAPS = ((4, 8, 8), (8, 4, 4))
 
 def distillation_module(**options: dict[str, Any]) -> DistillationModule:
     """Methods with these options, for two maps on either side."""
-    methods: dict[str, Method] = {}
-    told: dict[str, MethodOptions] = {}
-    for key, own in options.items():
-        methods[key] = make(key, student_shapes=MAPS, teacher_shapes=MAPS, **own)
-        told[key] = load(key).Options.model_validate(own)
-    return DistillationModule(nn.Identity(), methods, told, task_weight=0.5, epochs=10)
+    methods = {key: make(key, student_shapes=MAPS, teacher_shapes=MAPS, **own) for key, own in options.items()}
+    return DistillationModule(nn.Identity(), methods, task_weight=0.5, epochs=10)
 
 
 def test_the_weight_of_a_method_with_a_init_stage_only_is_that_of_the_stage() -> None:

@@ -45,7 +45,7 @@ def seen(features: Maps) -> ModelOutputs:
     return ModelOutputs(features[0].new_zeros(len(features[0]), 5), features)
 
 
-def ask(method: Method, student: Maps, teacher: Maps, group: Group | None = None) -> dict[str, Tensor]:
+def all_terms(method: Method, student: Maps, teacher: Maps, group: Group | None = None) -> dict[str, Tensor]:
     """Its terms, in training and in the stage before."""
     rows = torch.zeros(len(student[0]), dtype=torch.int64)
     found: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ def built(name: str, **options: Any) -> Method:
 def learned(method: Method, student: Maps, teacher: Maps) -> tuple[Tensor, list[Tensor]]:
     """The sum of all terms, and its gradients, of the student's maps and of all parameters."""
     leaves = [feature.clone().requires_grad_() for feature in student]
-    total = torch.stack([term.sum() for term in ask(method, tuple(leaves), teacher).values()]).sum()
+    total = torch.stack([term.sum() for term in all_terms(method, tuple(leaves), teacher).values()]).sum()
     wanted = [*leaves, *method.parameters()]
     found = torch.autograd.grad(total, wanted, allow_unused=True)
     return total.detach(), [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
@@ -82,7 +82,7 @@ def on_a_rank(group: Group, name: str, sizes: tuple[int, ...]) -> tuple[dict[str
     student, teacher = maps(STUDENT, sum(sizes), 0), maps(TEACHER[name], sum(sizes), 1)
     method = make(name, student_shapes=STUDENT, teacher_shapes=TEACHER[name], group=group)
     leaves = tuple(feature[rows].clone().requires_grad_() for feature in student)
-    terms = ask(method, leaves, tuple(feature[rows] for feature in teacher), group)
+    terms = all_terms(method, leaves, tuple(feature[rows] for feature in teacher), group)
     total = torch.stack([term.sum() for term in terms.values()]).sum() / sum(sizes)
     own = list(method.parameters())
     found = torch.autograd.grad(total, [*leaves, *own], allow_unused=True)
@@ -108,7 +108,7 @@ def test_three_workers_with_uneven_rows_equal_one(ranks: RankPool, name: str) ->
 
 
 def only(method: Method, student: Maps, teacher: Maps) -> list[float]:
-    (term,) = ask(method, student, teacher).values()
+    (term,) = all_terms(method, student, teacher).values()
     found: list[float] = term.tolist()
     return found
 
@@ -147,7 +147,7 @@ def test_singular_vectors_are_those_of_both_gram_matrices_and_no_more_than_there
 
 def test_features_that_are_not_finite_raise_nothing_in_kdsvd() -> None:
     student = tuple(torch.full_like(x, torch.nan) for x in maps(STUDENT, 2, 0))
-    ask(built("kdsvd"), student, maps(TEACHER["kdsvd"], 2, 1))
+    all_terms(built("kdsvd"), student, maps(TEACHER["kdsvd"], 2, 1))
 
 
 # What they need.

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.trainables.methods.against import (
     EDGES,
-    Beside,
-    Given,
+    Comparison,
+    Inputs,
     Terms,
     assert_a_batch_may_be_empty,
     assert_as_the_reference,
@@ -27,53 +27,53 @@ from tests.trainables.methods.references import features as reference
 from tests.trainables.methods.references.basic import Array
 
 
-def layer(given: Given, convolution: str, norm: str | None = None) -> reference.Layer:
+def layer(inputs: Inputs, convolution: str, norm: str | None = None) -> reference.Layer:
     """The convolution of this name among the method's parameters, with the batch norm of that name behind it."""
-    known = given.parameters
+    known = inputs.parameters
     behind = None if norm is None else (known[f"{norm}.weight"], known[f"{norm}.bias"])
     return reference.Layer(known[f"{convolution}.weight"], known.get(f"{convolution}.bias"), behind)
 
 
-def maps(given: Given) -> tuple[list[Array], list[Array]]:
-    return given.student, given.teacher
+def maps(inputs: Inputs) -> tuple[list[Array], list[Array]]:
+    return inputs.student, inputs.teacher
 
 
-def fitnet(given: Given, variant: str = "repdistiller") -> Terms:
-    pairs = enumerate(zip(*maps(given), strict=True))
+def fitnet(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+    pairs = enumerate(zip(*maps(inputs), strict=True))
     hints = [
-        reference.fitnet(s, t, layer(given, f"regressors.{at}.conv", f"regressors.{at}.norm"), variant) for at, (s, t) in pairs
+        reference.fitnet(s, t, layer(inputs, f"regressors.{at}.conv", f"regressors.{at}.norm"), variant) for at, (s, t) in pairs
     ]
     return {"hint": np.sum(hints, axis=0)}
 
 
-def at(given: Given, variant: str = "repdistiller", power: float = 2.0) -> Terms:
-    return {"attention": reference.at(*maps(given), power, variant)}
+def at(inputs: Inputs, variant: str = "repdistiller", power: float = 2.0) -> Terms:
+    return {"attention": reference.at(*maps(inputs), power, variant)}
 
 
-def ab(given: Given, variant: str = "repdistiller", margin: float = 1.0) -> Terms:
+def ab(inputs: Inputs, variant: str = "repdistiller", margin: float = 1.0) -> Terms:
     connectors = [
-        None if s.shape == t.shape else layer(given, f"connectors.{at}.conv", f"connectors.{at}.norm")
-        for at, (s, t) in enumerate(zip(*maps(given), strict=True))
+        None if s.shape == t.shape else layer(inputs, f"connectors.{at}.conv", f"connectors.{at}.norm")
+        for at, (s, t) in enumerate(zip(*maps(inputs), strict=True))
     ]
-    return {"boundary": reference.ab(*maps(given), connectors, margin, variant)}
+    return {"boundary": reference.ab(*maps(inputs), connectors, margin, variant)}
 
 
-def ft(given: Given, variant: str = "repdistiller") -> Terms:
-    encoder, decoder = ([layer(given, f"{part}.0.{place}") for place in (0, 2, 4)] for part in ("paraphrasers", "builders"))
+def ft(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+    encoder, decoder = ([layer(inputs, f"{part}.0.{place}") for place in (0, 2, 4)] for part in ("paraphrasers", "builders"))
     if variant == "repdistiller":
-        translator = [layer(given, f"translators.0.{3 * place}", f"translators.0.{3 * place + 1}") for place in range(3)]
+        translator = [layer(inputs, f"translators.0.{3 * place}", f"translators.0.{3 * place + 1}") for place in range(3)]
     else:
-        translator = [layer(given, f"translators.0.{2 * place}") for place in range(3)]
-    (student,), (teacher,) = maps(given)
+        translator = [layer(inputs, f"translators.0.{2 * place}") for place in range(3)]
+    (student,), (teacher,) = maps(inputs)
     factors = reference.ft_encode(student, translator), reference.ft_encode(teacher, encoder)
     return {"reconstruction": reference.ft_reconstruction(teacher, encoder, decoder), "factor": reference.ft(*factors, variant)}
 
 
-def fsp(given: Given) -> Terms:
-    return {"flow": reference.fsp(*maps(given))}
+def fsp(inputs: Inputs) -> Terms:
+    return {"flow": reference.fsp(*maps(inputs))}
 
 
-def fsp_paper(given: Given) -> Terms:
+def fsp_paper(inputs: Inputs) -> Terms:
     """The paper pools by the maximum, which is done here; what is left of two maps has one size."""
 
     def shrunk(map_BCHW: Array, height: int) -> Array:
@@ -84,78 +84,78 @@ def fsp_paper(given: Given) -> Terms:
         height = min(earlier.shape[2], later.shape[2])
         return [shrunk(earlier, height), shrunk(later, height)]
 
-    pairs = zip(pairwise(given.student), pairwise(given.teacher), strict=True)
+    pairs = zip(pairwise(inputs.student), pairwise(inputs.teacher), strict=True)
     return {"flow": np.sum([reference.fsp(alike(*s), alike(*t), "paper") for s, t in pairs], axis=0)}
 
 
-def nst(given: Given) -> Terms:
-    return {"mmd": reference.nst(*maps(given))}
+def nst(inputs: Inputs) -> Terms:
+    return {"mmd": reference.nst(*maps(inputs))}
 
 
-def vid(given: Given, variant: str = "repdistiller") -> Terms:
-    stages, known = range(len(given.student)), given.parameters
+def vid(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+    stages, known = range(len(inputs.student)), inputs.parameters
     weights = [tuple(known[f"normals.{at}.mean.{place}.weight"] for place in (0, 2, 4)) for at in stages]
     raw = [known[f"normals.{at}.raw_variance_C"] for at in stages]
-    return {"information": reference.vid(*maps(given), weights, raw, variant=variant)}  # type: ignore[arg-type]
+    return {"information": reference.vid(*maps(inputs), weights, raw, variant=variant)}  # type: ignore[arg-type]
 
 
-def kdsvd(given: Given, variant: str = "repdistiller", vectors: int = 1) -> Terms:
-    return {"relation": reference.kdsvd(*maps(given), vectors, variant)}
+def kdsvd(inputs: Inputs, variant: str = "repdistiller", vectors: int = 1) -> Terms:
+    return {"relation": reference.kdsvd(*maps(inputs), vectors, variant)}
 
 
-def ofd(given: Given) -> Terms:
+def ofd(inputs: Inputs) -> Terms:
     norms = [module for module in teacher_model().modules() if isinstance(module, nn.BatchNorm2d)]
     margins = [reference.ofd_margin(norm.weight.numpy(), norm.bias.numpy()) for norm in norms]
-    connectors = [layer(given, f"_connectors.{at}.0", f"_connectors.{at}.1") for at in range(len(norms))]
-    return {"partial": reference.ofd(*maps(given), connectors, margins)}
+    connectors = [layer(inputs, f"_connectors.{at}.0", f"_connectors.{at}.1") for at in range(len(norms))]
+    return {"partial": reference.ofd(*maps(inputs), connectors, margins)}
 
 
-def reviewkd(given: Given) -> Terms:
+def reviewkd(inputs: Inputs) -> Terms:
     fusions = []
-    for at in range(len(given.student)):
+    for at in range(len(inputs.student)):
         name = f"_fusions.{at}"
-        attention = (given.parameters.get(f"{name}.attention.{which}") for which in ("weight", "bias"))
-        narrow, widen = (layer(given, f"{name}.{part}.0", f"{name}.{part}.1") for part in ("narrow", "widen"))
+        attention = (inputs.parameters.get(f"{name}.attention.{which}") for which in ("weight", "bias"))
+        narrow, widen = (layer(inputs, f"{name}.{part}.0", f"{name}.{part}.1") for part in ("narrow", "widen"))
         fusions.append(reference.Fusion(narrow, widen, *attention))
-    levels = ([x if x.ndim == 4 else x[:, :, None, None] for x in side] for side in maps(given))
+    levels = ([x if x.ndim == 4 else x[:, :, None, None] for x in side] for side in maps(inputs))
     return {"review": reference.reviewkd(*levels, fusions)}
 
 
-def simkd(given: Given) -> Terms:
+def simkd(inputs: Inputs) -> Terms:
     """Of what the projector, which is the student's, has made already."""
-    nothing = np.zeros((1, given.teacher[0].shape[1])), np.zeros(1)
-    return {"feature": reference.simkd(given.student[0], given.teacher[0], [], nothing)[0]}
+    nothing = np.zeros((1, inputs.teacher[0].shape[1])), np.zeros(1)
+    return {"feature": reference.simkd(inputs.student[0], inputs.teacher[0], [], nothing)[0]}
 
 
-def srrl(given: Given) -> Terms:
+def srrl(inputs: Inputs) -> Terms:
     head: Any = teacher_model().head
     classifier = head.weight.numpy(), head.bias.numpy()
-    variant = "official" if given.student[0].ndim == 4 else "simkd"
-    told = given.student[0], given.teacher[0], given.teacher_BK, layer(given, "_connector.0", "_connector.1"), classifier
-    matching, regression = reference.srrl(*told, variant)
+    variant = "official" if inputs.student[0].ndim == 4 else "simkd"
+    shifted = inputs.student[0], inputs.teacher[0], inputs.teacher_BK, layer(inputs, "_connector.0", "_connector.1"), classifier
+    matching, regression = reference.srrl(*shifted, variant)
     return {"feature": matching, "regression": regression}
 
 
-def semckd(given: Given, temperature: float = 1.0) -> Terms:
+def semckd(inputs: Inputs, temperature: float = 1.0) -> Terms:
     def embeds(part: str, stages: int) -> list[reference.Embed]:
         names = ("0.weight", "0.bias", "2.weight", "2.bias")
-        return [reference.Embed(*(given.parameters[f"{part}.{at}.{name}"] for name in names)) for at in range(stages)]
+        return [reference.Embed(*(inputs.parameters[f"{part}.{at}.{name}"] for name in names)) for at in range(stages)]
 
-    students, teachers = (len(side) for side in maps(given))
+    students, teachers = (len(side) for side in maps(inputs))
     projections = []
     for s in range(students):
         rows = [f"_regressors.{s}.{t}" for t in range(teachers)]
         projections.append(
-            [[layer(given, f"{r}.0", f"{r}.1"), layer(given, f"{r}.3", f"{r}.4"), layer(given, f"{r}.6")] for r in rows]
+            [[layer(inputs, f"{r}.0", f"{r}.1"), layer(inputs, f"{r}.3", f"{r}.4"), layer(inputs, f"{r}.6")] for r in rows]
         )
     attended = embeds("_queries", students), embeds("_keys", teachers)
-    return {"calibrated": float(reference.semckd(*maps(given), *attended, projections, temperature).mean())}
+    return {"calibrated": float(reference.semckd(*maps(inputs), *attended, projections, temperature).mean())}
 
 
-def beside(name: str, expected: Any, student: Sequence[Any], teacher: Sequence[Any], **options: Any) -> Beside:
+def case(name: str, expected: Any, student: Sequence[Any], teacher: Sequence[Any], **options: Any) -> Comparison:
     needs_model = {"teacher": teacher_model} if name in ("ofd", "srrl") else {}
-    found = lambda given: expected(given, **options)  # noqa: E731
-    return Beside(name, found, options, tuple(student), tuple(teacher), rows=3, **needs_model)
+    found = lambda inputs: expected(inputs, **options)  # noqa: E731
+    return Comparison(name, found, options, tuple(student), tuple(teacher), rows=3, **needs_model)
 
 
 # Sizes that are equal, that differ either way by a whole factor and not by one, and that are not square.
@@ -166,54 +166,54 @@ POOLED_BY_2 = ((2, 4, 4), (3, 2, 2), (4, 2, 2)), ((2, 2, 2), (3, 4, 4), (4, 2, 2
 OF_THE_MODEL = (8, 8, 8), (16, 4, 4), (32, 2, 2)
 
 METHODS = [
-    *(beside("fitnet", fitnet, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
-    *(beside("at", at, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
-    beside("at", at, *ANY, power=3.0),
-    *(beside("ab", ab, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
-    beside("ab", ab, *REGRESSED, margin=0.5),
-    *(beside("ft", ft, [(2, 4, 4)], [(4, 3, 3)], variant=variant) for variant in ("repdistiller", "official", "paper")),
-    beside("fsp", fsp, *SAME_CHANNELS),
-    Beside("fsp", fsp_paper, {"variant": "paper"}, *POOLED_BY_2, rows=3),
-    beside("nst", nst, *ANY),
-    beside("nst", nst, [(9, 2, 2)], [(2, 2, 2)]),
-    *(beside("vid", vid, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
-    *(beside("kdsvd", kdsvd, *SAME_CHANNELS, variant=variant, vectors=k) for variant, k in (("repdistiller", 1), ("paper", 3))),
-    beside("ofd", ofd, [(2, 8, 8), (3, 4, 4), (2, 1, 1)], OF_THE_MODEL),
-    beside("reviewkd", reviewkd, [(2, 5, 5), (3, 3, 3), (4, 2, 2), (3,)], [(3, 6, 6), (2, 3, 3), (3, 1, 1), (5,)]),
-    beside("simkd", simkd, [(4, 3, 3)], [(4, 2, 2)]),
-    beside("srrl", srrl, [(3, 3, 2)], [(32,)]),
-    beside("srrl", srrl, [(6,)], [(32,)]),
-    beside("semckd", semckd, [(2, 4, 4), (3, 2, 2)], [(3, 2, 2), (2, 3, 3)]),
+    *(case("fitnet", fitnet, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
+    *(case("at", at, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
+    case("at", at, *ANY, power=3.0),
+    *(case("ab", ab, *REGRESSED, variant=variant) for variant in ("repdistiller", "paper")),
+    case("ab", ab, *REGRESSED, margin=0.5),
+    *(case("ft", ft, [(2, 4, 4)], [(4, 3, 3)], variant=variant) for variant in ("repdistiller", "official", "paper")),
+    case("fsp", fsp, *SAME_CHANNELS),
+    Comparison("fsp", fsp_paper, {"variant": "paper"}, *POOLED_BY_2, rows=3),
+    case("nst", nst, *ANY),
+    case("nst", nst, [(9, 2, 2)], [(2, 2, 2)]),
+    *(case("vid", vid, *ANY, variant=variant) for variant in ("repdistiller", "paper")),
+    *(case("kdsvd", kdsvd, *SAME_CHANNELS, variant=variant, vectors=k) for variant, k in (("repdistiller", 1), ("paper", 3))),
+    case("ofd", ofd, [(2, 8, 8), (3, 4, 4), (2, 1, 1)], OF_THE_MODEL),
+    case("reviewkd", reviewkd, [(2, 5, 5), (3, 3, 3), (4, 2, 2), (3,)], [(3, 6, 6), (2, 3, 3), (3, 1, 1), (5,)]),
+    case("simkd", simkd, [(4, 3, 3)], [(4, 2, 2)]),
+    case("srrl", srrl, [(3, 3, 2)], [(32,)]),
+    case("srrl", srrl, [(6,)], [(32,)]),
+    case("semckd", semckd, [(2, 4, 4), (3, 2, 2)], [(3, 2, 2), (2, 3, 3)]),
 ]
-every_method = pytest.mark.parametrize("beside", METHODS, ids=str)
+every_method = pytest.mark.parametrize("case", METHODS, ids=str)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 @every_method
-def test_values_are_the_references_and_gradients_are_finite(beside: Beside, edge: str) -> None:
-    if beside.name == "kdsvd" and edge in ("a student of zeros", "a zero among the student's"):
-        assert_finite(*at_edge(beside, edge))  # any vector is a singular one of a map of zeros
+def test_values_are_the_references_and_gradients_are_finite(case: Comparison, edge: str) -> None:
+    if case.name == "kdsvd" and edge in ("a student of zeros", "a zero among the student's"):
+        assert_finite(*at_edge(case, edge))  # any vector is a singular one of a map of zeros
     else:
-        assert_as_the_reference(*at_edge(beside, edge))
+        assert_as_the_reference(*at_edge(case, edge))
 
 
 @every_method
-def test_gradients_are_those_of_the_reference(beside: Beside) -> None:
-    assert_gradients_are_the_references(beside, directions=1)
+def test_gradients_are_those_of_the_reference(case: Comparison) -> None:
+    assert_gradients_are_the_references(case, directions=1)
 
 
 @every_method
-def test_features_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(beside: Beside) -> None:
-    assert_half_precision_is_near(beside)
+def test_features_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(case: Comparison) -> None:
+    assert_half_precision_is_near(case)
 
 
 @every_method
-def test_a_batch_may_be_empty(beside: Beside) -> None:
-    assert_a_batch_may_be_empty(beside)
+def test_a_batch_may_be_empty(case: Comparison) -> None:
+    assert_a_batch_may_be_empty(case)
 
 
 @every_method
-def test_maps_of_one_value_and_opposite_models_give_finite_gradients(beside: Beside) -> None:
-    student, teacher = beside.answers()
-    assert_finite(beside, [x * 0 + 1 for x in student], [x * 0 + 1 for x in teacher])
-    assert_finite(beside.of_equal_models(), [-x for x in teacher], teacher)
+def test_maps_of_one_value_and_opposite_models_give_finite_gradients(case: Comparison) -> None:
+    student, teacher = case.answers()
+    assert_finite(case, [x * 0 + 1 for x in student], [x * 0 + 1 for x in teacher])
+    assert_finite(case.of_equal_models(), [-x for x in teacher], teacher)

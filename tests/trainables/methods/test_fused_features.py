@@ -20,9 +20,9 @@ from trainables.errors import ExperimentError
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.ofd import margins, partial_distance
 from trainables.methods.reviewkd import hierarchical_context_loss
-from trainables.models.norms import norms_before
 from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
+from trainables.models.tap_names import norms_before
 
 STUDENT = ((3, 8, 8), (4, 4, 4), (6, 2, 2))
 TEACHER = ((8, 8, 8), (16, 4, 4), (32, 2, 2))

@@ -8,8 +8,8 @@ import torch
 from tests.trainables.methods.against import (
     EDGES,
     LABELS,
-    Beside,
-    Given,
+    Comparison,
+    Inputs,
     Terms,
     assert_a_batch_may_be_empty,
     assert_as_the_reference,
@@ -21,44 +21,44 @@ from tests.trainables.methods.references import logits as reference
 from tests.trainables.methods.references.basic import Array
 
 
-def kd(given: Given, temperature: float = 4.0) -> Terms:
-    return {"kl": reference.kd(given.student_BK, given.teacher_BK, temperature)}
+def kd(inputs: Inputs, temperature: float = 4.0) -> Terms:
+    return {"kl": reference.kd(inputs.student_BK, inputs.teacher_BK, temperature)}
 
 
-def dkd(given: Given, alpha: float = 1.0, beta: float = 8.0, temperature: float = 4.0) -> Terms:
-    target, others = reference.dkd_parts(given.student_BK, given.teacher_BK, given.labels_B, temperature)
+def dkd(inputs: Inputs, alpha: float = 1.0, beta: float = 8.0, temperature: float = 4.0) -> Terms:
+    target, others = reference.dkd_parts(inputs.student_BK, inputs.teacher_BK, inputs.labels_B, temperature)
     return {"tckd": alpha * target, "nckd": beta * others}
 
 
-def dist(given: Given, beta: float = 2.0, gamma: float = 2.0, temperature: float = 4.0) -> Terms:
-    both = given.student_BK, given.teacher_BK
+def dist(inputs: Inputs, beta: float = 2.0, gamma: float = 2.0, temperature: float = 4.0) -> Terms:
+    both = inputs.student_BK, inputs.teacher_BK
     return {"inter": beta * reference.dist_inter(*both, temperature), "intra": gamma * reference.dist_intra(*both, temperature)}
 
 
-def nkd(given: Given, gamma: float = 1.5, temperature: float = 1.0) -> Terms:
-    told = given.student_BK, given.teacher_BK, given.labels_B
-    target = reference.nkd(*told, gamma=0.0)
-    return {"target": target, "others": reference.nkd(*told, gamma, temperature) - target}
+def nkd(inputs: Inputs, gamma: float = 1.5, temperature: float = 1.0) -> Terms:
+    shifted = inputs.student_BK, inputs.teacher_BK, inputs.labels_B
+    target = reference.nkd(*shifted, gamma=0.0)
+    return {"target": target, "others": reference.nkd(*shifted, gamma, temperature) - target}
 
 
-def ttm(given: Given, temperature: float = 10.0, weighted: bool = False) -> Terms:
+def ttm(inputs: Inputs, temperature: float = 10.0, weighted: bool = False) -> Terms:
     loss = reference.wttm if weighted else reference.ttm
-    return {"kl": loss(given.student_BK, given.teacher_BK, 1 / temperature)}
+    return {"kl": loss(inputs.student_BK, inputs.teacher_BK, 1 / temperature)}
 
 
-def mlkd(given: Given, temperatures: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0)) -> Terms:
-    instance, batch, category = reference.mlkd(given.student_BK, given.teacher_BK, temperatures)
+def mlkd(inputs: Inputs, temperatures: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0)) -> Terms:
+    instance, batch, category = reference.mlkd(inputs.student_BK, inputs.teacher_BK, temperatures)
     return {"instance": instance, "batch": batch, "class": category}
 
 
-def standardised(given: Given) -> tuple[Array, Array]:
-    return reference.standardise(given.student_BK), reference.standardise(given.teacher_BK)
+def standardised(inputs: Inputs) -> tuple[Array, Array]:
+    return reference.standardise(inputs.student_BK), reference.standardise(inputs.teacher_BK)
 
 
-def mlkd_standardised(given: Given) -> Terms:
+def mlkd_standardised(inputs: Inputs) -> Terms:
     """The authors of the standardisation put it before the instances' level alone."""
     temperatures = (2.0, 3.0, 4.0, 5.0, 6.0)
-    return {**mlkd(given), "instance": reference.mlkd(*standardised(given), temperatures)[0]}
+    return {**mlkd(inputs), "instance": reference.mlkd(*standardised(inputs), temperatures)[0]}
 
 
 LOSSES = {"kd": kd, "dkd": dkd, "dist": dist, "nkd": nkd, "ttm": ttm, "mlkd": mlkd}
@@ -74,31 +74,31 @@ OPTIONS = [
 ]
 
 
-def plain(name: str, options: dict[str, object]) -> Beside:
-    return Beside(name, lambda given: LOSSES[name](given, **options), options)
+def plain(name: str, options: dict[str, object]) -> Comparison:
+    return Comparison(name, lambda inputs: LOSSES[name](inputs, **options), options)
 
 
-def standardising(name: str) -> Beside:
-    def expected(given: Given) -> Terms:
-        student, teacher = standardised(given)
-        return LOSSES[name](Given(given.labels_B, student, teacher, [], [], {}))
+def standardising(name: str) -> Comparison:
+    def expected(inputs: Inputs) -> Terms:
+        student, teacher = standardised(inputs)
+        return LOSSES[name](Inputs(inputs.labels_B, student, teacher, [], [], {}))
 
-    return Beside(name, mlkd_standardised if name == "mlkd" else expected, {"standardize": True})
+    return Comparison(name, mlkd_standardised if name == "mlkd" else expected, {"standardize": True})
 
 
 METHODS = [*(plain(name, dict(options)) for name, options in OPTIONS), *map(standardising, LOSSES)]
-every_method = pytest.mark.parametrize("beside", METHODS, ids=str)
+every_method = pytest.mark.parametrize("case", METHODS, ids=str)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 @every_method
-def test_values_are_the_references_and_gradients_are_finite(beside: Beside, edge: str) -> None:
-    assert_as_the_reference(*at_edge(beside, edge))
+def test_values_are_the_references_and_gradients_are_finite(case: Comparison, edge: str) -> None:
+    assert_as_the_reference(*at_edge(case, edge))
 
 
 @every_method
-def test_so_they_are_with_one_class_present_or_two_at_all_and_for_models_that_are_sure(beside: Beside) -> None:
-    student, teacher = ([side[0]] for side in beside.answers())
+def test_so_they_are_with_one_class_present_or_two_at_all_and_for_models_that_are_sure(case: Comparison) -> None:
+    student, teacher = ([side[0]] for side in case.answers())
     of_one_class = LABELS * 0
     two_classes = [student[0][:, :2]], [teacher[0][:, :2]], LABELS % 2
     sure = torch.eye(5)[LABELS].double().numpy()
@@ -109,19 +109,19 @@ def test_so_they_are_with_one_class_present_or_two_at_all_and_for_models_that_ar
         (student, [60 * sure], LABELS),
         ([-60 * sure], [60 * sure], LABELS),
     ):
-        assert_as_the_reference(beside, *about)
+        assert_as_the_reference(case, *about)
 
 
 @every_method
-def test_gradients_are_those_of_the_reference(beside: Beside) -> None:
-    assert_gradients_are_the_references(beside)
+def test_gradients_are_those_of_the_reference(case: Comparison) -> None:
+    assert_gradients_are_the_references(case)
 
 
 @every_method
-def test_logits_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(beside: Beside) -> None:
-    assert_half_precision_is_near(beside)
+def test_logits_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(case: Comparison) -> None:
+    assert_half_precision_is_near(case)
 
 
 @every_method
-def test_a_batch_may_be_empty(beside: Beside) -> None:
-    assert_a_batch_may_be_empty(beside)
+def test_a_batch_may_be_empty(case: Comparison) -> None:
+    assert_a_batch_may_be_empty(case)

@@ -10,8 +10,8 @@ import torch
 
 from tests.trainables.methods.against import (
     EDGES,
-    Beside,
-    Given,
+    Comparison,
+    Inputs,
     Terms,
     assert_a_batch_may_be_empty,
     assert_as_the_reference,
@@ -29,89 +29,91 @@ from trainables.methods.crd import CRD
 VECTORS: dict[str, Any] = {"student_shapes": ((4,),), "teacher_shapes": ((7,),)}
 
 
-def sp(given: Given) -> Terms:
-    return {"similarity": reference.sp(given.student[0], given.teacher[0])}
+def sp(inputs: Inputs) -> Terms:
+    return {"similarity": reference.sp(inputs.student[0], inputs.teacher[0])}
 
 
-def cc(given: Given) -> Terms:
-    return {"correlation": reference.cc(given.student[0], given.teacher[0])}
+def cc(inputs: Inputs) -> Terms:
+    return {"correlation": reference.cc(inputs.student[0], inputs.teacher[0])}
 
 
-def cc_of_degree_4(given: Given) -> Terms:
-    return {"correlation": reference.cc(given.student[0], given.teacher[0], gamma=1.5, order=4)}
+def cc_of_degree_4(inputs: Inputs) -> Terms:
+    return {"correlation": reference.cc(inputs.student[0], inputs.teacher[0], gamma=1.5, order=4)}
 
 
-def cc_repdistiller(given: Given) -> Terms:
-    maps = [(given.parameters[f"embed_{side}.weight"], given.parameters[f"embed_{side}.bias"]) for side in ("student", "teacher")]
-    return {"correlation": reference.cc_repdistiller(given.student[0], given.teacher[0], *maps)}
+def cc_repdistiller(inputs: Inputs) -> Terms:
+    maps = [
+        (inputs.parameters[f"embed_{side}.weight"], inputs.parameters[f"embed_{side}.bias"]) for side in ("student", "teacher")
+    ]
+    return {"correlation": reference.cc_repdistiller(inputs.student[0], inputs.teacher[0], *maps)}
 
 
-def rkd(given: Given, variant: str = "repdistiller") -> Terms:
-    both = given.student[0], given.teacher[0], variant
+def rkd(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+    both = inputs.student[0], inputs.teacher[0], variant
     return {"distance": 25 * reference.rkd_distance(*both), "angle": 50 * reference.rkd_angle(*both)}
 
 
-def pkt(given: Given, variant: str = "repdistiller") -> Terms:
-    return {"kl": reference.pkt(given.student[0], given.teacher[0], variant)}
+def pkt(inputs: Inputs, variant: str = "repdistiller") -> Terms:
+    return {"kl": reference.pkt(inputs.student[0], inputs.teacher[0], variant)}
 
 
-def irg(given: Given) -> Terms:
-    logits, features = (given.student_BK, given.teacher_BK), (given.student, given.teacher)
+def irg(inputs: Inputs) -> Terms:
+    logits, features = (inputs.student_BK, inputs.teacher_BK), (inputs.student, inputs.teacher)
     vertices, edges, changes = reference.irg(*logits, *features, *((maps[0], maps[1]) for maps in features))
     return {"vertex": 0.1 * vertices, "edge": 5 * edges, "transformation": 5 * changes}
 
 
 METHODS = [
-    Beside("sp", sp, {}, ((2, 3, 3),), ((3, 2, 2),)),
-    Beside("sp", sp, {}, ((2, 2, 2),), ((1, 5, 4),)),
-    Beside("cc", cc, {}, **VECTORS),
-    Beside("cc", cc_of_degree_4, {"gamma": 1.5, "order": 4}, **VECTORS),
-    Beside("cc", cc_repdistiller, {"variant": "repdistiller", "embedding": 6}, **VECTORS),
-    Beside("rkd", rkd, {}, **VECTORS),
-    Beside("rkd", lambda given: rkd(given, "paper"), {"variant": "paper"}, **VECTORS),
-    Beside("pkt", pkt, {}, **VECTORS),
-    Beside("pkt", lambda given: pkt(given, "paper"), {"variant": "paper"}, **VECTORS),
-    Beside("irg", irg, {}, ((2, 4, 4), (4, 2, 2), (4,)), ((3, 5, 5), (3, 2, 2), (3,))),
+    Comparison("sp", sp, {}, ((2, 3, 3),), ((3, 2, 2),)),
+    Comparison("sp", sp, {}, ((2, 2, 2),), ((1, 5, 4),)),
+    Comparison("cc", cc, {}, **VECTORS),
+    Comparison("cc", cc_of_degree_4, {"gamma": 1.5, "order": 4}, **VECTORS),
+    Comparison("cc", cc_repdistiller, {"variant": "repdistiller", "embedding": 6}, **VECTORS),
+    Comparison("rkd", rkd, {}, **VECTORS),
+    Comparison("rkd", lambda inputs: rkd(inputs, "paper"), {"variant": "paper"}, **VECTORS),
+    Comparison("pkt", pkt, {}, **VECTORS),
+    Comparison("pkt", lambda inputs: pkt(inputs, "paper"), {"variant": "paper"}, **VECTORS),
+    Comparison("irg", irg, {}, ((2, 4, 4), (4, 2, 2), (4,)), ((3, 5, 5), (3, 2, 2), (3,))),
 ]
-every_method = pytest.mark.parametrize("beside", METHODS, ids=str)
+every_method = pytest.mark.parametrize("case", METHODS, ids=str)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 @every_method
-def test_values_are_the_references_and_gradients_are_finite(beside: Beside, edge: str) -> None:
-    assert_as_the_reference(*at_edge(beside, edge))
+def test_values_are_the_references_and_gradients_are_finite(case: Comparison, edge: str) -> None:
+    assert_as_the_reference(*at_edge(case, edge))
 
 
 @every_method
-def test_gradients_are_those_of_the_reference(beside: Beside) -> None:
-    assert_gradients_are_the_references(beside)
+def test_gradients_are_those_of_the_reference(case: Comparison) -> None:
+    assert_gradients_are_the_references(case)
 
 
 @every_method
-def test_features_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(beside: Beside) -> None:
-    assert_half_precision_is_near(beside)
+def test_features_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(case: Comparison) -> None:
+    assert_half_precision_is_near(case)
 
 
 @every_method
-def test_a_batch_may_be_empty(beside: Beside) -> None:
-    assert_a_batch_may_be_empty(beside)
+def test_a_batch_may_be_empty(case: Comparison) -> None:
+    assert_a_batch_may_be_empty(case)
 
 
 @every_method
-def test_opposite_samples_and_zeros_beside_them_give_finite_gradients(beside: Beside) -> None:
-    student, teacher = beside.answers()
-    assert_finite(beside, [np.concatenate([x[:1], -x[:1], x[2:] * 0]) for x in student], teacher)
+def test_opposite_samples_and_zeros_beside_them_give_finite_gradients(case: Comparison) -> None:
+    student, teacher = case.answers()
+    assert_finite(case, [np.concatenate([x[:1], -x[:1], x[2:] * 0]) for x in student], teacher)
 
 
 # CRD, whose loss depends on what it remembers.
 
 
-def nothing_expected(given: Given) -> Terms:
+def nothing_expected(inputs: Inputs) -> Terms:
     raise AssertionError("crd's reference is asked with its memory")
 
 
-def contrasted(negatives: int) -> Beside:
-    return Beside("crd", nothing_expected, {"negatives": negatives, "embedding": 8}, **VECTORS)
+def contrasted(negatives: int) -> Comparison:
+    return Comparison("crd", nothing_expected, {"negatives": negatives, "embedding": 8}, **VECTORS)
 
 
 class Remembering:
@@ -139,30 +141,30 @@ def test_crds_losses_and_memory_are_those_of_the_reference_over_three_steps(nega
     about, *odd = at_edge(contrasted(negatives), edge)
     rows = len(odd[0][0])
     method = cast(CRD, about.make())
-    beside = Remembering(method)
+    case = Remembering(method)
     for step in range(3):
         student, teacher = odd if step == 1 else [[x[:rows] for x in side] for side in about.answers(seed=step)]
         indices = (5 * torch.arange(5) if step == 1 else INDICES)[:rows].clone()
         if step == 2:
             indices[-1] = indices[0]
         contrast = method.entries(indices, indices % 5, step)
-        expected = beside.step(student[1], teacher[1], contrast.numpy())
+        expected = case.step(student[1], teacher[1], contrast.numpy())
         seen = [ModelOutputs(torch.as_tensor(side[0]), (torch.as_tensor(side[1]),)) for side in (student, teacher)]
         found = method(*seen, samples(indices % 5, indices_B=indices, epoch=float(step)))
         np.testing.assert_allclose((found["student"] + found["teacher"]).detach().numpy(), expected, rtol=1e-9)
-        beside.memory = beside.after
-        np.testing.assert_allclose(method.memory_student.numpy(), beside.memory.student_ND, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(method.memory_teacher.numpy(), beside.memory.teacher_ND, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(method.normalizers_2.numpy(), [beside.memory.student_z, beside.memory.teacher_z], rtol=1e-9)
+        case.memory = case.after
+        np.testing.assert_allclose(method.memory_student.numpy(), case.memory.student_ND, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(method.memory_teacher.numpy(), case.memory.teacher_ND, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(method.normalizers_2.numpy(), [case.memory.student_z, case.memory.teacher_z], rtol=1e-9)
 
 
 def test_crds_gradients_are_those_of_the_reference() -> None:
     """In the second step: in the first one the normaliser is made, which has no gradient."""
-    beside = contrasted(6)
-    method = cast(CRD, beside.make())
+    case = contrasted(6)
+    method = cast(CRD, case.make())
     remembering = Remembering(method)
     for step in range(2):
-        student, teacher = beside.answers(seed=step)
+        student, teacher = case.answers(seed=step)
         contrast = method.entries(INDICES, INDICES % 5, step).numpy()
         leaf = torch.as_tensor(student[1]).requires_grad_()
         before = [parameter.detach().numpy().copy() for parameter in method.parameters()]

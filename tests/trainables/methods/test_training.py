@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.trainables.methods.against import (
     EDGES,
-    Beside,
-    Given,
+    Comparison,
+    Inputs,
     Terms,
     assert_a_batch_may_be_empty,
     assert_as_the_reference,
@@ -40,55 +40,55 @@ def draw(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
 # Both beside their references, also at the edges of what they may be given
 
 
-def mutually(given: Given, temperature: float = 1.0) -> Terms:
+def mutually(inputs: Inputs, temperature: float = 1.0) -> Terms:
     """The peer is a network of one hidden layer, and the images stand in the place of a teacher's feature."""
 
-    def peer_BK(told: Given) -> Array:
-        weights = [told.parameters[f"peer.{layer}.{kind}"] for layer in ("hidden.0", "head") for kind in ("weight", "bias")]
-        return linear(relu(linear(flat(told.teacher[0]), *weights[:2])), *weights[2:])
+    def peer_BK(shifted: Inputs) -> Array:
+        weights = [shifted.parameters[f"peer.{layer}.{kind}"] for layer in ("hidden.0", "head") for kind in ("weight", "bias")]
+        return linear(relu(linear(flat(shifted.teacher[0]), *weights[:2])), *weights[2:])
 
-    own, _ = mutual([given.student_BK, peer_BK(given.constant)], temperature)
-    _, others = mutual([given.constant.student_BK, peer_BK(given)], temperature)
-    return {"student_kl": own, "peer_ce": cross_entropy(peer_BK(given), given.labels_B), "peer_kl": others}
+    own, _ = mutual([inputs.student_BK, peer_BK(inputs.constant)], temperature)
+    _, others = mutual([inputs.constant.student_BK, peer_BK(inputs)], temperature)
+    return {"student_kl": own, "peer_ce": cross_entropy(peer_BK(inputs), inputs.labels_B), "peer_kl": others}
 
 
-def by_itself(given: Given, alpha: float = 0.8) -> Terms:
+def by_itself(inputs: Inputs, alpha: float = 0.8) -> Terms:
     """In the fourth of ten epochs."""
-    before_BK = REMEMBERED_MK[: len(given.labels_B)]
-    return {"self_ce": ps_kd(given.student_BK, before_BK, given.labels_B, ps_kd_alpha(4, 10, alpha))}
+    before_BK = REMEMBERED_MK[: len(inputs.labels_B)]
+    return {"self_ce": ps_kd(inputs.student_BK, before_BK, inputs.labels_B, ps_kd_alpha(4, 10, alpha))}
 
 
 REMEMBERED_MK = np.random.default_rng(3).dirichlet(np.ones(5), size=40)
 IMAGES: dict[str, Any] = {"teacher_shapes": ((3, 8, 8),), "batch": lambda teacher: {"images_BCHW": teacher[1]}}
 LATER: dict[str, Any] = {"memory": {"last_MK": REMEMBERED_MK}, "batch": lambda teacher: {"epoch": 3.5}}
 METHODS = [
-    Beside("dml", mutually, {"peer": "mlp_small"}, **IMAGES),
-    Beside("dml", partial(mutually, temperature=3.0), {"peer": "mlp_small", "temperature": 3.0}, **IMAGES),
-    Beside("pskd", by_itself, **LATER),
-    Beside("pskd", partial(by_itself, alpha=1.0), {"alpha": 1.0}, **LATER),
+    Comparison("dml", mutually, {"peer": "mlp_small"}, **IMAGES),
+    Comparison("dml", partial(mutually, temperature=3.0), {"peer": "mlp_small", "temperature": 3.0}, **IMAGES),
+    Comparison("pskd", by_itself, **LATER),
+    Comparison("pskd", partial(by_itself, alpha=1.0), {"alpha": 1.0}, **LATER),
 ]
-every_method = pytest.mark.parametrize("beside", METHODS, ids=str)
+every_method = pytest.mark.parametrize("case", METHODS, ids=str)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 @every_method
-def test_values_are_the_references_and_gradients_are_finite(beside: Beside, edge: str) -> None:
-    assert_as_the_reference(*at_edge(beside, edge))
+def test_values_are_the_references_and_gradients_are_finite(case: Comparison, edge: str) -> None:
+    assert_as_the_reference(*at_edge(case, edge))
 
 
 @every_method
-def test_gradients_are_those_of_the_reference(beside: Beside) -> None:
-    assert_gradients_are_the_references(beside)
+def test_gradients_are_those_of_the_reference(case: Comparison) -> None:
+    assert_gradients_are_the_references(case)
 
 
 @every_method
-def test_answers_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(beside: Beside) -> None:
-    assert_half_precision_is_near(beside)
+def test_answers_in_half_precision_give_nearly_the_same_and_huge_ones_stay_finite(case: Comparison) -> None:
+    assert_half_precision_is_near(case)
 
 
 @every_method
-def test_a_batch_may_be_empty(beside: Beside) -> None:
-    assert_a_batch_may_be_empty(beside)
+def test_a_batch_may_be_empty(case: Comparison) -> None:
+    assert_a_batch_may_be_empty(case)
 
 
 # Mutual learning
@@ -231,8 +231,8 @@ def remembered_on(group: Group) -> tuple[Tensor, Tensor]:
     losses = []
     for epoch in range(2):
         seen = ModelOutputs(logits_NK[part] * (1 + epoch))
-        given = samples(LABELS_M[part], indices_B=part, epoch=float(epoch), group=group)
-        losses.append(method(seen, seen, given)["self_ce"])
+        inputs = samples(LABELS_M[part], indices_B=part, epoch=float(epoch), group=group)
+        losses.append(method(seen, seen, inputs)["self_ce"])
     return method.get_buffer("last_MK").clone(), losses[1]
 
 

@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.trainables.jobs import config, relative_difference, train, write_teacher
 from tests.trainables.methods.calls import make, terms
 from tests.trainables.methods.references.training import several_teachers
-from trainables.config import DistillConfig, TeacherConfig, TrainConfig
+from trainables.config import DistillConfig, MethodOptions, TeacherConfig, TrainConfig
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import CheckpointError, ExperimentError
-from trainables.methods.select import select_methods
+from trainables.methods.contract import Method, Requirements
+from trainables.methods.select import SelectedMethod, check_ensemble, select_methods
 from trainables.models.weights import load_teacher
 from trainables.teachers.build import load_network, teacher_reader
-from trainables.teachers.ensemble import EnsembleReader, check_ensemble, mean_logits
+from trainables.teachers.ensemble import EnsembleReader, mean_logits
 from trainables.teachers.network import TeacherNetwork
 
 CLASSES = [str(label) for label in range(10)]
@@ -54,10 +55,10 @@ def test_equal_teachers_are_as_one_and_huge_logits_stay_finite() -> None:
 
 def test_each_method_reads_the_mean_at_its_own_temperature() -> None:
     logits_BEK = draw(4, 2, 5)
-    seen = EnsembleReader((0.5, 0.5), {"kd": 4.0, "mine": 1.0}).pop(logits_BEK, 3)
-    for key, at in (("kd", 4.0), ("mine", 1.0)):
+    outputs = EnsembleReader(nn.Identity(), (0.5, 0.5), {"kd": 4.0, "own": 1.0}).pop(logits_BEK, 3)
+    for key, at in (("kd", 4.0), ("own", 1.0)):
         expected = (logits_BEK[:3] / at).softmax(2).mean(1)
-        torch.testing.assert_close((seen[key].logits_BK / at).softmax(1), expected)
+        torch.testing.assert_close((outputs[key].logits_BK / at).softmax(1), expected)
 
 
 def given(folder: Path, *shares: float) -> TeacherConfig:
@@ -100,12 +101,21 @@ def test_a_method_that_reads_features_is_refused_in_one_line(tmp_path: Path) -> 
     teachers = given(tmp_path, 1.0, 1.0)
     reads = select_methods(DistillConfig.model_validate({"options": {"kd": {"teacher_taps": ["pooled"]}}}))
     with pytest.raises(ExperimentError) as caught:
-        check_ensemble(teachers, reads)
+        check_ensemble(reads, teachers)
     assert str(caught.value) == (
         "distill.method: kd reads the features (pooled) of a teacher, and of 2 teachers there is only a mean of probabilities:"
         " leave out teacher.others, or take a method on logits, such as kd"
     )
-    check_ensemble(teachers.model_copy(update={"others": ()}), reads)
+    check_ensemble(reads, teachers.model_copy(update={"others": ()}))
+
+
+def test_a_method_that_uses_the_teachers_network_is_refused(tmp_path: Path) -> None:
+    class Inspects(Method):
+        terms = ("own",)
+        requires = Requirements(teacher_model=True)
+
+    with pytest.raises(ExperimentError, match="own reads the network of a teacher, and of 2 teachers there is only a mean"):
+        check_ensemble([SelectedMethod("own", Inspects, MethodOptions())], given(tmp_path, 1.0, 1.0))
 
 
 def job(folder: Path, name: str) -> TrainConfig:

@@ -12,10 +12,13 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
+
+from trainables.models.cifar.layers import init_convolutions, stage
 
 
 class InvertedResidual(nn.Module):
@@ -58,20 +61,20 @@ class CifarMobileNetV2(nn.Module):
     }
     """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
-    def __init__(self, num_classes: int, *, width: float) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32, *, width: float) -> None:
         super().__init__()
         stem, *rows = (int(channels * width) for channels in (32, 16, 24, 32, 64, 96, 160, 320))
         self.stem = nn.Sequential(nn.Conv2d(3, stem, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(stem), nn.ReLU())
-        self.layer1 = nn.Sequential(_row(stem, rows[0], 1, stride=1, expansion=1), _row(rows[0], rows[1], 2, stride=1))
-        self.layer2 = nn.Sequential(_row(rows[1], rows[2], 3, stride=2))
-        self.layer3 = nn.Sequential(_row(rows[2], rows[3], 4, stride=2), _row(rows[3], rows[4], 3, stride=1))
-        self.layer4 = nn.Sequential(_row(rows[4], rows[5], 3, stride=2), _row(rows[5], rows[6], 1, stride=1))
+        row = partial(stage, partial(InvertedResidual, expansion=6))
+        first = stage(partial(InvertedResidual, expansion=1), stem, rows[0], 1, stride=1)
+        self.layer1 = nn.Sequential(first, row(rows[0], rows[1], 2, stride=1))
+        self.layer2 = nn.Sequential(row(rows[1], rows[2], 3, stride=2))
+        self.layer3 = nn.Sequential(row(rows[2], rows[3], 4, stride=2), row(rows[3], rows[4], 3, stride=1))
+        self.layer4 = nn.Sequential(row(rows[4], rows[5], 3, stride=2), row(rows[5], rows[6], 1, stride=1))
         self.head = nn.Sequential(nn.Conv2d(rows[6], 1280, 1, bias=False), nn.BatchNorm2d(1280), nn.ReLU())
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(1280, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
         nn.init.normal_(self.classifier.weight, std=0.01)
         nn.init.zeros_(self.classifier.bias)
 
@@ -83,12 +86,4 @@ class CifarMobileNetV2(nn.Module):
         return logits_BK
 
 
-def _row(channels_in: int, channels_out: int, num_blocks: int, *, stride: int, expansion: int = 6) -> nn.Sequential:
-    """A row of the paper's table: the first of its blocks has the stride."""
-    first = InvertedResidual(channels_in, channels_out, stride, expansion)
-    return nn.Sequential(first, *(InvertedResidual(channels_out, channels_out, 1, expansion) for _ in range(num_blocks - 1)))
-
-
-def mobilenetv2_half_cifar(num_classes: int, image_size: int = 32) -> CifarMobileNetV2:
-    """Takes any `image_size`: the last map is averaged."""
-    return CifarMobileNetV2(num_classes, width=0.5)
+mobilenetv2_half_cifar = partial(CifarMobileNetV2, width=0.5)

@@ -6,6 +6,10 @@ runs pad with zeros, option A, which has 2,752 parameters less. B is what RepDis
 distillation papers compare: parameter names and shapes are the same as there. The `x4` models are RepDistiller's too: a stem of
 32 and stages four times as wide.
 
+`CifarResNet50` is what RepDistiller calls `ResNet50`: table 1 of the paper with a 3×3 stem without stride and without the
+max-pool, so that maps have 32, 16, 8 and 4 pixels. The stride stands in the 3×3 convolution, as in torchvision's ResNet-50; the
+paper has it in the first 1×1.
+
 Every activation is a module of its own and none is in place, so that what goes into it can be read as well.
 
 Shapes: B batch, C channels, H W pixels, K classes.
@@ -13,8 +17,12 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+
+from trainables.models.cifar.layers import init_convolutions, stage
 
 NARROW = (16, 16, 32, 64)
 WIDE_X4 = (32, 64, 128, 256)
@@ -46,7 +54,7 @@ class BasicBlock(nn.Module):
 class CifarResNet(nn.Module):
     """`depth` weighted layers on the path; `widths`: channels of the stem and of the three stages."""
 
-    def __init__(self, num_classes: int, *, depth: int, widths: tuple[int, int, int, int] = NARROW) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32, *, depth: int, widths: tuple[int, int, int, int] = NARROW) -> None:
         super().__init__()
         blocks_per_stage, rest = divmod(depth - 2, 6)
         if rest or blocks_per_stage < 1:
@@ -54,14 +62,12 @@ class CifarResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU()
-        self.layer1 = _stage(widths[0], widths[1], blocks_per_stage, stride=1)
-        self.layer2 = _stage(widths[1], widths[2], blocks_per_stage, stride=2)
-        self.layer3 = _stage(widths[2], widths[3], blocks_per_stage, stride=2)
+        self.layer1 = stage(BasicBlock, widths[0], widths[1], blocks_per_stage, stride=1)
+        self.layer2 = stage(BasicBlock, widths[1], widths[2], blocks_per_stage, stride=2)
+        self.layer3 = stage(BasicBlock, widths[2], widths[3], blocks_per_stage, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(widths[3], num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
@@ -71,43 +77,64 @@ class CifarResNet(nn.Module):
         return logits_BK
 
 
-def _stage(channels_in: int, channels_out: int, num_blocks: int, *, stride: int) -> nn.Sequential:
-    first = BasicBlock(channels_in, channels_out, stride)
-    return nn.Sequential(first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(num_blocks - 1)))
+class Bottleneck(nn.Module):
+    """relu(conv1x1(conv3x3(conv1x1(x))) + shortcut(x)), inside a quarter as wide; BatchNorm after each convolution."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        hidden = channels_out // 4
+        self.conv1 = nn.Conv2d(channels_in, hidden, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(hidden)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(hidden, hidden, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(hidden)
+        self.relu2 = nn.ReLU()
+        self.conv3 = nn.Conv2d(hidden, channels_out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels_out)
+        self.relu3 = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        out_BCHW = self.relu1(self.bn1(self.conv1(x_BCHW)))
+        out_BCHW = self.relu2(self.bn2(self.conv2(out_BCHW)))
+        out_BCHW = self.bn3(self.conv3(out_BCHW))
+        activated_BCHW: torch.Tensor = self.relu3(out_BCHW + self.shortcut(x_BCHW))
+        return activated_BCHW
 
 
-def resnet8(num_classes: int, image_size: int = 32) -> CifarResNet:
-    """Every builder here takes any `image_size`: the last map is averaged."""
-    return CifarResNet(num_classes, depth=8)
+class CifarResNet50(nn.Module):
+    """Stem of 64 channels, stages of 3, 4, 6 and 3 bottlenecks with 256, 512, 1024 and 2048 channels."""
+
+    def __init__(self, num_classes: int, image_size: int = 32) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU()
+        self.layer1 = stage(Bottleneck, 64, 256, 3, stride=1)
+        self.layer2 = stage(Bottleneck, 256, 512, 4, stride=2)
+        self.layer3 = stage(Bottleneck, 512, 1024, 6, stride=2)
+        self.layer4 = stage(Bottleneck, 1024, 2048, 3, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.linear = nn.Linear(2048, num_classes)
+        init_convolutions(self)
+
+    def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Logits (B, K)."""
+        x_BCHW = self.relu(self.bn1(self.conv1(images_BCHW)))
+        x_BCHW = self.layer4(self.layer3(self.layer2(self.layer1(x_BCHW))))
+        logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
+        return logits_BK
 
 
-def resnet14(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=14)
-
-
-def resnet20(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=20)
-
-
-def resnet32(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=32)
-
-
-def resnet44(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=44)
-
-
-def resnet56(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=56)
-
-
-def resnet110(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=110)
-
-
-def resnet8x4(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=8, widths=WIDE_X4)
-
-
-def resnet32x4(num_classes: int, image_size: int = 32) -> CifarResNet:
-    return CifarResNet(num_classes, depth=32, widths=WIDE_X4)
+resnet8 = partial(CifarResNet, depth=8)
+resnet14 = partial(CifarResNet, depth=14)
+resnet20 = partial(CifarResNet, depth=20)
+resnet32 = partial(CifarResNet, depth=32)
+resnet44 = partial(CifarResNet, depth=44)
+resnet56 = partial(CifarResNet, depth=56)
+resnet110 = partial(CifarResNet, depth=110)
+resnet8x4 = partial(CifarResNet, depth=8, widths=WIDE_X4)
+resnet32x4 = partial(CifarResNet, depth=32, widths=WIDE_X4)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainables.models.cifar.layers import stage
+
 STEM = 24
 
 
@@ -113,23 +115,18 @@ class UnitV2(nn.Module):
 
 
 class CifarShuffleNetV1(nn.Module):
-    """Stages of 4, 8 and 4 units with 240, 480 and 960 channels."""
+    """Stages of 4, 8 and 4 units with 240, 480 and 960 channels. Initial parameters are torch's own, as in RepDistiller."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()
         self.conv1 = _pointwise(3, STEM)
         self.bn1 = nn.BatchNorm2d(STEM)
         self.relu = nn.ReLU()
-        self.layer1 = self._stage(STEM, 240, 4)
-        self.layer2 = self._stage(240, 480, 8)
-        self.layer3 = self._stage(480, 960, 4)
+        self.layer1 = stage(UnitV1, STEM, 240, 4, stride=2)
+        self.layer2 = stage(UnitV1, 240, 480, 8, stride=2)
+        self.layer3 = stage(UnitV1, 480, 960, 4, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.linear = nn.Linear(960, num_classes)
-
-    @staticmethod
-    def _stage(channels_in: int, channels_out: int, num_units: int) -> nn.Sequential:
-        first = UnitV1(channels_in, channels_out, stride=2)
-        return nn.Sequential(first, *(UnitV1(channels_out, channels_out, stride=1) for _ in range(num_units - 1)))
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         """Logits (B, K)."""
@@ -142,7 +139,7 @@ class CifarShuffleNetV1(nn.Module):
 class CifarShuffleNetV2(nn.Module):
     """Stages of 4, 8 and 4 units with 116, 232 and 464 channels, and a 1×1 convolution to 1024."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32) -> None:
         super().__init__()
         self.conv1 = _pointwise(3, STEM)
         self.bn1 = nn.BatchNorm2d(STEM)
@@ -167,12 +164,3 @@ class CifarShuffleNetV2(nn.Module):
         x_BCHW = self.relu2(self.bn2(self.conv2(x_BCHW)))
         logits_BK: torch.Tensor = self.linear(self.avgpool(x_BCHW).flatten(1))
         return logits_BK
-
-
-def shufflenetv1_cifar(num_classes: int, image_size: int = 32) -> CifarShuffleNetV1:
-    """Both builders take any `image_size`: the last map is averaged. Initial parameters are torch's own, as in RepDistiller."""
-    return CifarShuffleNetV1(num_classes)
-
-
-def shufflenetv2_cifar(num_classes: int, image_size: int = 32) -> CifarShuffleNetV2:
-    return CifarShuffleNetV2(num_classes)

@@ -10,10 +10,13 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
+
+from trainables.models.cifar.layers import init_convolutions
 
 WIDTHS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -28,7 +31,7 @@ class CifarVgg(nn.Module):
     PUBLISHED_NAMES: ClassVar[dict[str, str]] = {"block": "layer"}
     """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
-    def __init__(self, num_classes: int, *, depth: int, image_size: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32, *, depth: int) -> None:
         super().__init__()
         groups = CONVOLUTIONS[depth]
         self.layer0 = _group(3, WIDTHS[0], groups[0])
@@ -42,11 +45,7 @@ class CifarVgg(nn.Module):
         self.layer4 = _group(WIDTHS[3], WIDTHS[4], groups[4])
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(WIDTHS[4], num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                assert module.bias is not None
-                nn.init.zeros_(module.bias)
+        init_convolutions(self)
         nn.init.normal_(self.classifier.weight, std=0.01)
         nn.init.zeros_(self.classifier.bias)
 
@@ -69,21 +68,8 @@ def _group(channels_in: int, channels_out: int, num_convolutions: int) -> nn.Seq
     return nn.Sequential(*layers)
 
 
-def vgg8_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
-    return CifarVgg(num_classes, depth=8, image_size=image_size)
-
-
-def vgg11_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
-    return CifarVgg(num_classes, depth=11, image_size=image_size)
-
-
-def vgg13_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
-    return CifarVgg(num_classes, depth=13, image_size=image_size)
-
-
-def vgg16_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
-    return CifarVgg(num_classes, depth=16, image_size=image_size)
-
-
-def vgg19_cifar(num_classes: int, image_size: int = 32) -> CifarVgg:
-    return CifarVgg(num_classes, depth=19, image_size=image_size)
+vgg8_cifar = partial(CifarVgg, depth=8)
+vgg11_cifar = partial(CifarVgg, depth=11)
+vgg13_cifar = partial(CifarVgg, depth=13)
+vgg16_cifar = partial(CifarVgg, depth=16)
+vgg19_cifar = partial(CifarVgg, depth=19)

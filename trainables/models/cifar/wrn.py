@@ -15,10 +15,13 @@ Shapes: B batch, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
+
+from trainables.models.cifar.layers import init_convolutions, stage
 
 
 class PreActivationBlock(nn.Module):
@@ -52,22 +55,20 @@ class CifarWideResNet(nn.Module):
     }
     """Parts of parameter names: of RepDistiller and mdistiller → of this model."""
 
-    def __init__(self, num_classes: int, *, depth: int, widen: int) -> None:
+    def __init__(self, num_classes: int, image_size: int = 32, *, depth: int, widen: int) -> None:
         super().__init__()
         blocks_per_stage, rest = divmod(depth - 4, 6)
         if rest or blocks_per_stage < 1:
             raise ValueError(f"depth {depth} is not 6n + 4 with n ≥ 1")
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.layer1 = _stage(16, 16 * widen, blocks_per_stage, stride=1)
-        self.layer2 = _stage(16 * widen, 32 * widen, blocks_per_stage, stride=2)
-        self.layer3 = _stage(32 * widen, 64 * widen, blocks_per_stage, stride=2)
+        self.layer1 = stage(PreActivationBlock, 16, 16 * widen, blocks_per_stage, stride=1)
+        self.layer2 = stage(PreActivationBlock, 16 * widen, 32 * widen, blocks_per_stage, stride=2)
+        self.layer3 = stage(PreActivationBlock, 32 * widen, 64 * widen, blocks_per_stage, stride=2)
         self.bn1 = nn.BatchNorm2d(64 * widen)
         self.relu = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(64 * widen, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        init_convolutions(self)
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, images_BCHW: torch.Tensor) -> torch.Tensor:
@@ -78,23 +79,7 @@ class CifarWideResNet(nn.Module):
         return logits_BK
 
 
-def _stage(channels_in: int, channels_out: int, num_blocks: int, *, stride: int) -> nn.Sequential:
-    first = PreActivationBlock(channels_in, channels_out, stride)
-    return nn.Sequential(first, *(PreActivationBlock(channels_out, channels_out, 1) for _ in range(num_blocks - 1)))
-
-
-def wrn_16_1(num_classes: int, image_size: int = 32) -> CifarWideResNet:
-    """Every builder here takes any `image_size`: the last map is averaged."""
-    return CifarWideResNet(num_classes, depth=16, widen=1)
-
-
-def wrn_16_2(num_classes: int, image_size: int = 32) -> CifarWideResNet:
-    return CifarWideResNet(num_classes, depth=16, widen=2)
-
-
-def wrn_40_1(num_classes: int, image_size: int = 32) -> CifarWideResNet:
-    return CifarWideResNet(num_classes, depth=40, widen=1)
-
-
-def wrn_40_2(num_classes: int, image_size: int = 32) -> CifarWideResNet:
-    return CifarWideResNet(num_classes, depth=40, widen=2)
+wrn_16_1 = partial(CifarWideResNet, depth=16, widen=1)
+wrn_16_2 = partial(CifarWideResNet, depth=16, widen=2)
+wrn_40_1 = partial(CifarWideResNet, depth=40, widen=1)
+wrn_40_2 = partial(CifarWideResNet, depth=40, widen=2)

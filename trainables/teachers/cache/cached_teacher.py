@@ -7,21 +7,20 @@ Shapes: B samples of this rank, C channels, H W pixels, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from trainables.data.loader import Batch
 from trainables.methods.contract import ModelOutputs
 from trainables.teachers.cache.store import EpochLogits, LogitsStore
 from trainables.teachers.cache.writer import CacheWriter
-from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.network import TeacherNetwork
 
 
-class CachedTeacher:
-    """Logits from disk, see `TeacherInterface`. Where a sample of a batch is missing, the network runs for the whole batch."""
+class CachedTeacher(TeacherInterface):
+    """Logits from disk. Where a sample of a batch is missing, the network runs for the whole batch."""
 
     def __init__(
         self,
@@ -62,10 +61,6 @@ class CachedTeacher:
         if self._writer is not None:
             self._writer.add(request.epoch, indices_B, columns, missing_B)
         return self._outputs(self.store.format.decode(columns, self._dtype))
-
-    def prefetch(self, batches: Generator[Batch, None, None], epoch: int) -> Generator[Batch, None, None]:
-        """See `TeacherInterface`: nothing is requested ahead."""
-        return batches
 
     def end_epoch(self) -> int:
         """See `TeacherInterface`. The next epoch finds what all workers have written so far."""

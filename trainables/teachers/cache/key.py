@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.distributed.group import Group, gather_objects
 from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.models.weights import teacher_sha256
+
+T = TypeVar("T")
 
 FORMAT = 1
 """Raised whenever the same key would mean other numbers: pixels, augmentation, format of the logits."""
@@ -41,7 +43,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     Raises:
         DataError, ExperimentError: one line, on every rank.
     """
-    local = _fingerprint(loader) if group.local_rank == 0 else None
+    local = _caught(lambda: (loader.num_samples, loader.fingerprint())) if group.local_rank == 0 else None
     ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)
     nodes = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
     for _, _, images in nodes:
@@ -66,9 +68,17 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     return ImageSet(num_samples, fingerprint, decoders[0])
 
 
-def _fingerprint(loader: Loader) -> tuple[int, str] | DistillError:
+def from_main(compute: Callable[[], T], group: Group) -> T:
+    """What rank 0 computes, on every rank. Its DistillError is raised on every rank."""
+    result = gather_objects(_caught(compute) if group.is_main else None, group)[0]
+    if isinstance(result, DistillError):
+        raise result
+    return cast(T, result)
+
+
+def _caught(compute: Callable[[], T]) -> T | DistillError:
     try:
-        return loader.num_samples, loader.fingerprint()
+        return compute()
     except DistillError as error:
         return error
 

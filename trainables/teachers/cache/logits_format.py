@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROUNDING = 2.0**-11
-"""The relative error of a number in half precision."""
 _HALF_MIN = -65504.0
 _INT16_CLASSES = 2**15
 
@@ -29,15 +27,7 @@ class LogitsFormat:
     With `top_k` the k largest are stored, and `rest`: the others get the one logit that has their sum,
     logsumexp(rest) - log(K - k). At T = 1 they so keep their probability together, which is spread evenly among them.
 
-    **How far T²·KL(teacher ‖ student) may be off.** Let r be the largest difference of two logits of the student, p =
-    softmax(z/T), d_j = max z - z_j, and h(x) = -x·log x - (1 - x)·log(1 - x).
-
-    - Rounding, to first order: T·2⁻¹¹·Σ_j p_j·d_j·|g_j - Σ_i p_i·g_i|, where g = log p - log softmax(student/T).
-    - The largest k alone: T²·(δ·log(K - 1) + h(δ) + δ·r/T), with δ ≤ 1 - 1/K. Where T ≥ 1, δ is what the rest, as it is stored,
-      weighs at T: x^(1/T) is concave, so that it weighs less as it was (Jensen). Where T < 1, δ = R/(R + Σ_stored e^(z_j/T)) with
-      R = e^(z_k·(1/T - 1))·Σ_rest e^(z_j), since no logit of the rest is above z_k. No set of classes gains more than δ (total
-      variation); the first two terms bound what that does to the entropy (Zhang 2007, "Estimating mutual information via
-      Kolmogorov distance", theorem 6; Audenaert 2007), the last what it does to the cross-entropy.
+    `tests/trainables/teachers/cache/test_logits_format.py` derives and checks by how much kd's loss may then be off.
     """
 
     num_classes: int

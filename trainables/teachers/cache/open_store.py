@@ -9,10 +9,10 @@ from pathlib import Path
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.data.storage.shared_folder import format_bytes, free_bytes
-from trainables.distributed.group import Group, gather_objects
-from trainables.errors import DataError, DistillError
+from trainables.distributed.group import Group
+from trainables.errors import DataError
 from trainables.rundir import write_json
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, from_main, key_parts
 from trainables.teachers.cache.logits_format import LogitsFormat
 from trainables.teachers.cache.store import LogitsStore
 
@@ -26,10 +26,7 @@ def open_store(config: TrainConfig, group: Group, loader: Loader, classes: Seque
         DistillError: the teacher or the data cannot be read, the workers read different images, or the disk is too small.
     """
     images = agree_on_images(config.data.path, loader, group, "teacher.cache")
-    found = gather_objects(_prepare(config, images, classes) if group.is_main else None, group)[0]
-    if isinstance(found, DistillError):
-        raise found
-    key, sha256 = found
+    key, sha256 = from_main(lambda: _prepare(config, images, classes), group)
     return _store(config, images, classes, key), sha256
 
 
@@ -51,29 +48,27 @@ def _store(config: TrainConfig, images: ImageSet, classes: Sequence[str], key: s
     )
 
 
-def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str] | DistillError:
-    """On rank 0: the key and the teacher's hash, once the folder exists and has room; or the error, for all ranks."""
+def _prepare(config: TrainConfig, images: ImageSet, classes: Sequence[str]) -> tuple[str, str]:
+    """The key and the teacher's hash, once the folder exists and has room."""
     assert config.teacher is not None
     cache = config.teacher.cache
+    parts = key_parts(config, images, classes, _top_k(config, classes))
+    key = cache_key(parts)
+    store = _store(config, images, classes, key)
     try:
-        parts = key_parts(config, images, classes, _top_k(config, classes))
-        key = cache_key(parts)
-        store = _store(config, images, classes, key)
         missing_bytes = _log_size(store, config.num_cached_epochs)
         if missing_bytes and writes_cache(config):
             store.folder.mkdir(parents=True, exist_ok=True)
             store.remove_stale_temporaries()
             free = free_bytes(store.folder)
             if missing_bytes > free:
-                return DataError(
+                raise DataError(
                     f"teacher.cache: {format_bytes(missing_bytes)} of logits do not fit into the {format_bytes(free)} that are "
                     f"free in {cache}: set teacher.cache_top_k or teacher.cache_epochs, or name a folder with more room"
                 )
             write_json(store.folder / "key.json", parts)
     except OSError as error:
-        return DataError(f"teacher.cache: {cache} cannot be written ({error.strerror}): name another folder")
-    except DistillError as error:
-        return error
+        raise DataError(f"teacher.cache: {cache} cannot be written ({error.strerror}): name another folder") from None
     return key, parts["teacher"]["sha256"]
 
 

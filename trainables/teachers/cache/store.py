@@ -31,7 +31,6 @@ _ROW_BITS = 32
 _EPOCH = "epoch-"
 _STALE_S = 3600.0
 _SEGMENT_NAME = re.compile(r"[0-9]+-[0-9a-f]{64}\.arrow")
-_ARROW_TYPES = {"float32": pa.float32(), "float16": pa.float16(), "int16": pa.int16(), "int32": pa.int32()}
 Columns = dict[str, NDArray[Any]]
 
 
@@ -48,13 +47,11 @@ class EpochLogits:
     @property
     def missing_N(self) -> NDArray[np.bool_]:
         """Whether each sample is missing."""
-        missing: NDArray[np.bool_] = self._positions_N < 0
-        return missing
+        return np.asarray(self._positions_N < 0)
 
     def missing(self, indices_B: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of these samples is missing (B,)."""
-        missing: NDArray[np.bool_] = self._positions_N[indices_B] < 0
-        return missing
+        return np.asarray(self._positions_N[indices_B] < 0)
 
     def gather(self, indices_B: NDArray[np.int64], out: Mapping[str, NDArray[Any]]) -> None:
         """Copy the columns of samples that are there to `out`; a few calls for each segment, none for each sample."""
@@ -124,7 +121,7 @@ class LogitsStore:
             batch = pa.ipc.open_file(pa.BufferReader(content)).get_batch(0)
             if batch.schema != self._schema:
                 raise pa.ArrowInvalid("it has other columns")
-            segment = {field.name: _to_numpy(field, batch.column(field.name)) for field in self._schema}
+            segment = {field.name: _to_numpy(batch.column(field.name)) for field in self._schema}
             if len(batch) and not 0 <= segment["sample"].min() <= segment["sample"].max() < self.num_samples:
                 raise pa.ArrowInvalid("it has samples that do not exist")
             return segment
@@ -142,24 +139,20 @@ def _segments(folder: Path) -> list[Path]:
 
 
 def _arrow_type(dtype: str, width: int) -> Any:
-    return pa.list_(_ARROW_TYPES[dtype], width) if width else _ARROW_TYPES[dtype]
+    number = pa.from_numpy_dtype(dtype)
+    return pa.list_(number, width) if width else number
 
 
 def _to_arrow(field: Any, values: NDArray[Any]) -> Any:
     """Numbers (R,) or (R, k) as a segment's column."""
-    flat = np.ascontiguousarray(values)
-    if not pa.types.is_fixed_size_list(field.type):
-        return pa.Array.from_buffers(field.type, len(values), [None, pa.py_buffer(flat)])
-    inner = pa.Array.from_buffers(field.type.value_type, flat.size, [None, pa.py_buffer(flat)])
-    return pa.FixedSizeListArray.from_arrays(inner, type=field.type)
+    numbers = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(numbers, type=field.type) if values.ndim > 1 else numbers
 
 
-def _to_numpy(field: Any, column: Any) -> NDArray[Any]:
+def _to_numpy(column: Any) -> NDArray[Any]:
     """A segment's column (R,) or (R, k), not copied."""
-    width = field.type.list_size if pa.types.is_fixed_size_list(field.type) else 0
-    if column.null_count or column.offset:
+    if column.null_count:
         raise pa.ArrowInvalid("it has gaps")
-    inner = column.values if width else column
-    dtype = next(name for name, arrow in _ARROW_TYPES.items() if arrow == inner.type)
-    numbers = np.frombuffer(inner.buffers()[1], dtype=dtype, count=len(column) * max(width, 1))
-    return numbers.reshape(len(column), width) if width else numbers
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.to_numpy(zero_copy_only=True))
+    return np.asarray(column.flatten().to_numpy(zero_copy_only=True)).reshape(len(column), column.type.list_size)

@@ -24,7 +24,7 @@ from torch import Tensor
 from trainables.data.loader import Batch
 from trainables.errors import ClusterError, TeacherServiceLostError
 from trainables.methods.contract import ModelOutputs
-from trainables.teachers.interface import TeacherRequest
+from trainables.teachers.interface import TeacherInterface, TeacherRequest
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse, TeacherConnection
 
 log = logging.getLogger("raydistill")
@@ -49,8 +49,8 @@ class _PendingBatch:
     """On the device, once a step has waited for the responses."""
 
 
-class ServiceTeacher:
-    """Logits that a teacher service computes, see `TeacherInterface`. A sample is always requested from the same connection."""
+class ServiceTeacher(TeacherInterface):
+    """Logits that a teacher service computes. A sample is always requested from the same connection."""
 
     def __init__(
         self,

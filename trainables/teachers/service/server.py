@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,17 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainables.teachers.service.compute_thread import ComputeTask, ComputeThread, Network
-from trainables.teachers.service.logits_memory import MISSING, EpochIndex, LogitsMemory
+from trainables.teachers.service.compute_thread import ComputeTask, ComputeThread
+from trainables.teachers.service.loaded_teachers import IDLE_TIMEOUT_S, MEMORY_BYTES, Build, LoadedTeacher, LoadedTeachers
+from trainables.teachers.service.logits_memory import MISSING, EpochIndex
 from trainables.teachers.service.protocol import LogitsRequest, LogitsResponse
 
-MEMORY_BYTES = 1 << 30
-"""Logits in memory of each network: 20 million images of 10 classes, 267,000 of 1000. Students of a sweep that run side by side
-need those of the steps between them."""
 UPLOAD_TIMEOUT_S = 2.0
 """So long other clients wait for the images that one client was asked to send; then one of them is asked."""
-IDLE_TIMEOUT_S = 300.0
-"""A network without a request for so long is dropped with its logits when another one is opened."""
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -68,7 +64,7 @@ class _Computation:
 class _Upload:
     """Rows whose images one client was asked to send."""
 
-    teacher: _LoadedTeacher
+    teacher: LoadedTeacher
     index: EpochIndex
     samples_n: NDArray[np.int64]
     deadline_s: float
@@ -77,33 +73,21 @@ class _Upload:
     """Requests of other clients for these rows."""
 
 
-@dataclass(eq=False)
-class _LoadedTeacher:
-    network: Network
-    memory: LogitsMemory
-    requested_s: float
-    """Of the last request, on the monotonic clock."""
-    num_active: int = 0
-    """Computations and uploads under way."""
-
-
 class TeacherService:
     """Networks by key, and the logits that they computed. Its methods return at once and are thread-safe."""
 
     def __init__(
         self,
-        build: Callable[[dict[str, Any], Sequence[str]], Network],
+        build: Build,
         *,
         memory_bytes: int = MEMORY_BYTES,
         upload_timeout_s: float = UPLOAD_TIMEOUT_S,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`build` makes a network from a worker's settings and the classes; each has `memory_bytes` for its logits."""
-        self._build, self._memory_bytes = build, memory_bytes
-        self._upload_timeout_s, self._idle_timeout_s = upload_timeout_s, idle_timeout_s
+        """See `LoadedTeachers`."""
+        self._upload_timeout_s = upload_timeout_s
         self._lock = threading.Lock()
-        self._teachers: dict[str, _LoadedTeacher] = {}
-        self._opening: dict[str, Future[None]] = {}
+        self._teachers = LoadedTeachers(build, self._lock, memory_bytes=memory_bytes, idle_timeout_s=idle_timeout_s)
         self._computations: dict[int, _Computation] = {}
         self._uploads: dict[int, _Upload] = {}
         """Both by the token with which their rows are reserved, the oldest first."""
@@ -115,13 +99,7 @@ class TeacherService:
 
     def open(self, key: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int) -> Future[None]:
         """Load the network of `key`, for samples 0 … N-1; done when it is loaded. After a failure the next call tries again."""
-        name = network_of(key)
-        with self._lock:
-            if name in self._opening and not _failed(self._opening[name]):
-                return self._opening[name]
-            done = self._opening[name] = Future()
-        threading.Thread(target=self._open, args=(name, settings, classes, num_samples, done), daemon=True).start()
-        return done
+        return self._teachers.open(key, settings, classes, num_samples)
 
     def logits(self, request: LogitsRequest) -> Future[LogitsResponse]:
         """See `LogitsResponse`. Images that are sent with a request are computed in any case."""
@@ -139,6 +117,7 @@ class TeacherService:
         self._closed.set()
         self._expiry_thread.join()
         self._compute_thread.close()
+        self._teachers.close()
 
     def _handle(self, requests: Sequence[_OpenRequest]) -> None:
         """Respond to requests, and to those that waited for the images sent with them, as far as that is possible now."""
@@ -155,10 +134,9 @@ class TeacherService:
     def _respond(self, opened: _OpenRequest, queue: list[_OpenRequest]) -> LogitsResponse | None:
         """The response; None where it comes later. Adds to `queue` the requests that waited for the images sent with this one."""
         request = opened.request
-        teacher = self._teachers.get(network_of(request.key))
+        teacher = self._teachers.requested(request.key)
         if teacher is None:
             return LogitsResponse()
-        teacher.requested_s = time.monotonic()
         index = teacher.memory.epoch_index((request.key, request.epoch))
         num_computed = opened.num_computed + self._compute_images(teacher, index, request, queue)
         slots_B = index.slots_N[request.indices_B]
@@ -175,7 +153,7 @@ class TeacherService:
 
     def _gather(
         self,
-        teacher: _LoadedTeacher,
+        teacher: LoadedTeacher,
         indices_B: NDArray[np.int64],
         slots_B: NDArray[np.int64],
         future: Future[LogitsResponse],
@@ -196,7 +174,7 @@ class TeacherService:
         return None if response.num_missing else LogitsResponse(logits_BK, num_computed=num_computed)
 
     def _compute_images(
-        self, teacher: _LoadedTeacher, index: EpochIndex, request: LogitsRequest, queue: list[_OpenRequest]
+        self, teacher: LoadedTeacher, index: EpochIndex, request: LogitsRequest, queue: list[_OpenRequest]
     ) -> int:
         """Queue the sent images whose logits are missing for the network; returns how many they are. `queue`: see `_respond`."""
         if request.images_RHWC is None:
@@ -217,7 +195,7 @@ class TeacherService:
             queue += self._end_upload(upload)
         return len(samples_n)
 
-    def _deliver(self, teacher: _LoadedTeacher, token: int, logits_nK: NDArray[Any]) -> None:
+    def _deliver(self, teacher: LoadedTeacher, token: int, logits_nK: NDArray[Any]) -> None:
         complete = list[_PartialResponse]()
         with self._lock:
             computation = self._computations.pop(token)
@@ -232,7 +210,7 @@ class TeacherService:
         for response in complete:
             _resolve(response.future, LogitsResponse(response.logits_BK, num_computed=response.num_computed))
 
-    def _fail(self, teacher: _LoadedTeacher, token: int, error: Exception) -> None:
+    def _fail(self, teacher: LoadedTeacher, token: int, error: Exception) -> None:
         """Fail the requests that wait for a computation; when they are repeated, it is tried again."""
         with self._lock:
             computation = self._computations.pop(token, None)
@@ -244,26 +222,7 @@ class TeacherService:
             if not response.future.done():
                 response.future.set_exception(error)
 
-    def _open(self, name: str, settings: dict[str, Any], classes: Sequence[str], num_samples: int, done: Future[None]) -> None:
-        try:
-            network = self._build(settings, classes)
-            memory = LogitsMemory(self._memory_bytes, num_samples, network.num_classes, network.dtype)
-        except BaseException as error:
-            done.set_exception(error)
-            return
-        with self._lock:
-            self._drop_idle()
-            self._teachers[name] = _LoadedTeacher(network, memory, time.monotonic())
-        done.set_result(None)
-
-    def _drop_idle(self) -> None:
-        """Drop teachers without a request for long: trials with other seeds have networks and logits of their own."""
-        since_s = time.monotonic() - self._idle_timeout_s
-        idle = [name for name, teacher in self._teachers.items() if teacher.requested_s < since_s and not teacher.num_active]
-        for name in idle:
-            del self._teachers[name], self._opening[name]
-
-    def _begin_upload(self, teacher: _LoadedTeacher, index: EpochIndex, samples_n: NDArray[np.int64]) -> None:
+    def _begin_upload(self, teacher: LoadedTeacher, index: EpochIndex, samples_n: NDArray[np.int64]) -> None:
         """One client is asked to send these images."""
         token = self._new_token()
         teacher.num_active += 1
@@ -307,15 +266,6 @@ class TeacherService:
         return MISSING - self._num_tokens
 
 
-def network_of(key: str) -> str:
-    """The part of a key that identifies the network; what follows a `-` separates the logits of one run."""
-    return key.partition("-")[0]
-
-
 def _resolve(future: Future[LogitsResponse], response: LogitsResponse) -> None:
     with contextlib.suppress(InvalidStateError):  # it was cancelled, or an error came first
         future.set_result(response)
-
-
-def _failed(opening: Future[None]) -> bool:
-    return opening.done() and opening.exception() is not None

@@ -1,5 +1,15 @@
 """Logits as they are stored: how far the loss from them may be off, in float64 from the definitions.
 
+How far T²·KL(teacher ‖ student) may be off: let r be the largest difference of two logits of the student, p =
+softmax(z/T), d_j = max z - z_j, and h(x) = -x·log x - (1 - x)·log(1 - x).
+
+- Rounding, to first order: T·2⁻¹¹·Σ_j p_j·d_j·|g_j - Σ_i p_i·g_i|, where g = log p - log softmax(student/T).
+- The largest k alone: T²·(δ·log(K - 1) + h(δ) + δ·r/T), with δ ≤ 1 - 1/K. Where T ≥ 1, δ is what the rest, as it is stored,
+  weighs at T: x^(1/T) is concave, so that it weighs less as it was (Jensen). Where T < 1, δ = R/(R + Σ_stored e^(z_j/T)) with
+  R = e^(z_k·(1/T - 1))·Σ_rest e^(z_j), since no logit of the rest is above z_k. No set of classes gains more than δ (total
+  variation); the first two terms bound what that does to the entropy (Zhang 2007, "Estimating mutual information via
+  Kolmogorov distance", theorem 6; Audenaert 2007), the last what it does to the cross-entropy.
+
 Shapes: B samples, K classes, k stored ones.
 """
 
@@ -11,7 +21,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainables.teachers.cache.logits_format import ROUNDING, LogitsFormat
+from trainables.teachers.cache.logits_format import LogitsFormat
+
+ROUNDING = 2.0**-11
+"""The relative error of a number in half precision."""
 
 
 def logits(seed: int, rows: int, classes: int, scale: float) -> Tensor:
@@ -29,7 +42,7 @@ def round_trip(stored: LogitsFormat, teacher_BK: Tensor) -> Tensor:
 
 
 def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
-    """The docstring's first item, (B,)."""
+    """The module docstring's first item, (B,)."""
     log_p_BK = (teacher_BK / temperature).log_softmax(1)
     p_BK, below_BK = log_p_BK.exp(), teacher_BK.amax(1, keepdim=True) - teacher_BK
     gap_BK = log_p_BK - (student_BK / temperature).log_softmax(1)
@@ -37,7 +50,7 @@ def rounding_bound(student_BK: Tensor, teacher_BK: Tensor, temperature: float) -
 
 
 def tail_bound(stored: LogitsFormat, student_BK: Tensor, teacher_BK: Tensor, temperature: float) -> Tensor:
-    """The docstring's second item, (B,)."""
+    """The module docstring's second item, (B,)."""
     classes = stored.num_classes
     largest_Bk, classes_Bk = teacher_BK.topk(stored.num_stored, dim=1)
     others_BK = teacher_BK.scatter(1, classes_Bk, -math.inf)

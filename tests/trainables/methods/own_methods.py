@@ -1,4 +1,4 @@
-"""Methods as a user writes them, in a file of their own."""
+"""Methods as a user writes them, in a file of their own: some correct, some with a usual mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainables.methods.contract import BuildContext, Method, MethodBatch, Model
 
 
 class SecondHead(Method):
-    """A linear head of its own on a tapped feature, which has to tell the class after the right one."""
+    """A linear head of its own on a tapped feature, which learns to predict the class after the right one."""
 
     terms = ("next",)
     taps = ("hidden.0",)
@@ -29,8 +29,8 @@ class SecondHead(Method):
         return {"next": F.cross_entropy(logits_BK, (batch.labels_B + 1) % logits_BK.shape[1], reduction="none")}
 
 
-class Rivals(Method):
-    """A judge on a tapped feature learns to tell one class, and the student, against it, has it tell another."""
+class Adversaries(Method):
+    """A head on a tapped feature learns to predict one class, and the student learns to have it predict another."""
 
     terms = ("judge", "deceive")
     taps = ("hidden.0",)
@@ -49,51 +49,51 @@ class Rivals(Method):
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         logits_BK = self.head(student.features[0].flatten(1))
-        wanted = zip(self.terms, (1, 2), strict=True)
         num_classes = logits_BK.shape[1]
-        return {name: F.cross_entropy(logits_BK, (batch.labels_B + off) % num_classes, reduction="none") for name, off in wanted}
+        targets = {name: (batch.labels_B + offset) % num_classes for name, offset in zip(self.terms, (1, 2), strict=True)}
+        return {name: F.cross_entropy(logits_BK, target_B, reduction="none") for name, target_B in targets.items()}
 
 
-class PooledRivals(Rivals):
+class PooledAdversaries(Adversaries):
     """The same for a network with maps."""
 
     taps = ("pooled",)
 
 
-class Alike(Method):
-    """The distances of all samples of the global batch should be the teacher's; remembers how many it has seen."""
+class GlobalGram(Method):
+    """The Gram matrix of the logits of the global batch should be the teacher's; counts how often each sample was trained on."""
 
     terms = ("gram",)
     requires = Requirements(whole_batch=True)
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self.register_buffer("seen_M", torch.zeros(len(context.labels_M)))
+        self.register_buffer("counts_M", torch.zeros(len(context.labels_M)))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        mine_ND, theirs_ND = batch.all_gather(student.logits_BK), batch.all_gather(teacher.logits_BK)
+        student_NK, teacher_NK = batch.all_gather(student.logits_BK), batch.all_gather(teacher.logits_BK)
         if self.training:
-            assert isinstance(self.seen_M, Tensor)
-            self.seen_M[batch.all_gather(batch.indices_B)] += 1
-        return {"gram": (mine_ND @ mine_ND.T - theirs_ND @ theirs_ND.T).square().mean()}
+            assert isinstance(self.counts_M, Tensor)
+            self.counts_M[batch.all_gather(batch.indices_B)] += 1
+        return {"gram": (student_NK @ student_NK.T - teacher_NK @ teacher_NK.T).square().mean()}
 
 
-class PreparedOptions(MethodOptions):
+class InitStageOptions(MethodOptions):
     init_epochs: Natural = 2
 
 
-class Prepared(Method):
-    """Learns to encode the teacher's logits in a stage before the training, then has the student imitate the code."""
+class InitStage(Method):
+    """An init stage trains an autoencoder of the teacher's logits; then the student learns to predict their code."""
 
-    Options = PreparedOptions
+    Options = InitStageOptions
     terms = ("code",)
-    init_terms = ("kept",)
+    init_terms = ("reconstruction",)
 
-    def __init__(self, options: PreparedOptions, context: BuildContext) -> None:
+    def __init__(self, options: InitStageOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         self.encoder, self.decoder = nn.Linear(context.num_classes, 4), nn.Linear(4, context.num_classes)
         self.translator = nn.Linear(context.num_classes, 4)
-        self._options = options
+        self.options = options
 
     def init_stage_parameters(self, student: nn.Module) -> list[nn.Parameter]:
         return self.init_only_parameters()
@@ -102,54 +102,58 @@ class Prepared(Method):
         return [*self.encoder.parameters(), *self.decoder.parameters()]
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        return {"kept": (self.decoder(self.encoder(teacher.logits_BK)) - teacher.logits_BK).square().mean(1)}
+        return {"reconstruction": (self.decoder(self.encoder(teacher.logits_BK)) - teacher.logits_BK).square().mean(1)}
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"code": (self.translator(student.logits_BK) - self.encoder(teacher.logits_BK)).square().mean(1)}
 
 
-class Apart(Method):
+class LocalGram(Method):
     """The classic mistake: samples are compared with those of their own worker alone."""
 
     terms = ("gram",)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        mine_BK, theirs_BK = student.logits_BK, teacher.logits_BK
-        return {"gram": (mine_BK @ mine_BK.T - theirs_BK @ theirs_BK.T).square().mean(1)}
+        student_BK, teacher_BK = student.logits_BK, teacher.logits_BK
+        return {"gram": (student_BK @ student_BK.T - teacher_BK @ teacher_BK.T).square().mean(1)}
 
 
-class MendableOptions(MethodOptions):
-    mended: bool = False
+class EitherGramOptions(MethodOptions):
+    over_all_workers: bool = False
 
 
-class Mendable(Alike):
-    """Makes the classic mistake unless it is told not to."""
+class EitherGram(GlobalGram):
+    """Makes the classic mistake unless an option says otherwise."""
 
-    Options = MendableOptions
+    Options = EitherGramOptions
 
-    def __init__(self, options: MendableOptions, context: BuildContext) -> None:
+    def __init__(self, options: EitherGramOptions, context: BuildContext) -> None:
         super().__init__(options, context)
-        self._mended = options.mended
+        self._over_all_workers = options.over_all_workers
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        return super().forward(student, teacher, batch) if self._mended else Apart.forward(self, student, teacher, batch)  # type: ignore[arg-type]
+        return (
+            super().forward(student, teacher, batch)
+            if self._over_all_workers
+            else LocalGram.forward(self, student, teacher, batch)
+        )  # type: ignore[arg-type]
 
 
-class Forgetful(Method):
+class MissingTerm(Method):
     """Trains a layer that its loss does not use, and names a term that it does not return."""
 
-    terms = ("kept", "lost")
+    terms = ("distance", "absent")
 
     def __init__(self, options: MethodOptions, context: BuildContext) -> None:
         super().__init__(options, context)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        return {"kept": (student.logits_BK - teacher.logits_BK).square().mean(1)}
+        return {"distance": (student.logits_BK - teacher.logits_BK).square().mean(1)}
 
 
 class Counting(Method):
-    """Remembers in a plain attribute, which no checkpoint holds."""
+    """Counts in a plain attribute, which is not in a checkpoint."""
 
     terms = ("apart",)
 
@@ -183,47 +187,47 @@ class Slopes(Method):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        (theirs,) = torch.autograd.grad(teacher.logits_BK.square().sum(), teacher.features, retain_graph=True)
-        (mine,) = torch.autograd.grad(student.logits_BK.square().sum(), student.features, create_graph=True)
-        return {"slope": (self.scale * mine - theirs.detach()).square().flatten(1).sum(1)}
+        (teacher_slope,) = torch.autograd.grad(teacher.logits_BK.square().sum(), teacher.features, retain_graph=True)
+        (student_slope,) = torch.autograd.grad(student.logits_BK.square().sum(), student.features, create_graph=True)
+        return {"slope": (self.scale * student_slope - teacher_slope.detach()).square().flatten(1).sum(1)}
 
 
-class Unsaid(Alike):
-    """Gathers, and does not say so."""
+class UndeclaredGather(GlobalGram):
+    """Gathers without `Requirements.whole_batch`."""
 
     requires = Requirements()
 
 
-class Unprepared(Prepared):
+class WrongInitStage(InitStage):
     """All mistakes are in its init stage: a name that it does not declare, rows of all workers, a root at zero."""
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        theirs_NK = batch.all_gather(teacher.logits_BK)
-        off = self.decoder(self.encoder(theirs_NK)) - theirs_NK
-        return {"zzz": (off * 0).square().sum().sqrt()}
+        teacher_NK = batch.all_gather(teacher.logits_BK)
+        difference_NK = self.decoder(self.encoder(teacher_NK)) - teacher_NK
+        return {"zzz": (difference_NK * 0).square().sum().sqrt()}
 
 
-class Gathering(Prepared):
-    """Gathers in its init stage alone, and does not say so."""
-
-    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        theirs_NK = batch.all_gather(teacher.logits_BK)
-        return {"kept": (self.decoder(self.encoder(theirs_NK)) - theirs_NK).square().mean()}
-
-
-class HalfPrepared(Prepared):
-    """Leaves out of its init stage's loss what it says to train there, and takes a root that may be one of zero."""
+class InitGather(InitStage):
+    """Gathers in its init stage alone, without `Requirements.whole_batch`."""
 
     def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
-        apart_BK = student.logits_BK.detach() - teacher.logits_BK
-        return {"kept": (self.encoder.weight.square().sum() * apart_BK.square().sum(1)).sqrt()}
+        teacher_NK = batch.all_gather(teacher.logits_BK)
+        return {"reconstruction": (self.decoder(self.encoder(teacher_NK)) - teacher_NK).square().mean()}
 
 
-class Endless(Method):
+class HalfTrained(InitStage):
+    """The loss of its init stage leaves out parameters that it trains there, and takes a root that may be one of 0."""
+
+    def init_loss(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
+        difference_BK = student.logits_BK.detach() - teacher.logits_BK
+        return {"reconstruction": (self.encoder.weight.square().sum() * difference_BK.square().sum(1)).sqrt()}
+
+
+class EndlessInitStage(Method):
     """Declares an init stage without a length."""
 
     terms = ("apart",)
-    init_terms = ("kept",)
+    init_terms = ("reconstruction",)
 
     def forward(self, student: ModelOutputs, teacher: ModelOutputs, batch: MethodBatch) -> dict[str, Tensor]:
         return {"apart": (student.logits_BK - teacher.logits_BK).square().mean(1)}
