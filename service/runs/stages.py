@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from service.config.method_rules import needs_teacher
-from service.config.paths import absolute
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
@@ -30,7 +29,7 @@ def prepare_teacher(now: Session, plan: Plan) -> str | None:
     experiment = plan.experiment
     if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
-    weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
+    weights = experiment.teacher.weights
     for name in experiment.preparation:
         if name == "teacher" and weights is not None:
             continue

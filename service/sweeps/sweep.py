@@ -8,7 +8,6 @@ from service.cluster.connect import connect
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.method_rules import needs_teacher
-from service.config.paths import absolute
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
 from service.runs.session import Reporter, Session, record_student, session
@@ -109,7 +108,7 @@ def untrained_teacher(now: Session) -> str | None:
     experiment, stage = now.experiment, now.run_dir.stage("untrained-teacher")
     teacher, data = experiment.teacher, experiment.data
     if teacher is not None and teacher.weights and not experiment.assistants:
-        return absolute(teacher.weights)
+        return teacher.weights
     if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     name = experiment.assistants[-1].model if experiment.assistants else teacher.model
