@@ -20,8 +20,8 @@ from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, ExperimentError
-from trainables.failures import WorkersFailedError
+from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
@@ -116,7 +116,19 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
             fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
-        except (WorkersFailedError, trainer.ClusterFullError) as error:
-            raise CheckpointError(f"evaluation failed: {error}") from error
+        except trainer.ClusterFullError as error:
+            raise ClusterError(f"evaluation failed: {error}: wait for their end") from error
+        except WorkersFailedError as error:
+            raise evaluation_error(error) from error
         finally:
             output.unlink(missing_ok=True)
+
+
+def evaluation_error(error: WorkersFailedError) -> DistillError:
+    """The error of an evaluation whose workers failed."""
+    cause = first_cause(error.failures)
+    if cause.kind in OUT_OF_MEMORY_KINDS:
+        return ClusterError(f"evaluation failed: {cause}: lower data.global_batch_size or data.loader_workers")
+    if cause.kind in RETRYABLE:
+        return ClusterError(f"evaluation failed: {cause}; the same command begins it again")
+    return DistillError(f"evaluation failed: {cause}")
