@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainables.errors import ExperimentError
+from trainables.failures import Kind
 from trainables.rundir import StageDir, write_json
 
 VERSION = 1
@@ -28,6 +29,8 @@ class Outcome(ResultPart):
 
     status: Status
     reason: str = ""
+    failure: Kind | None = None
+    """What kind of failure ended its workers, where one did."""
     metrics: dict[str, float] = Field(default_factory=dict)
     restarts: int = 0
     steps_s: list[float] = Field(default_factory=list)

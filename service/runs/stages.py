@@ -81,6 +81,7 @@ def record_stage(now: Session, assignment: Assignment, outcome: Outcome) -> None
         model=config.model,
         status=outcome.status,
         reason=outcome.reason,
+        failure=outcome.failure,
         restarts=outcome.restarts,
         metrics=outcome.metrics,
         checkpoint=str(stage.best) if stage.best.exists() else None,

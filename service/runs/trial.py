@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, StageSummary, read_outcome, read_summary, write_outcome
 from trainables.errors import DistillError
-from trainables.failures import RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, append_line, read_lines
 
 if TYPE_CHECKING:
@@ -111,11 +111,13 @@ def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts
     """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again."""
     stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
     cause = cause_of(stage, error)
-    status: Literal["oom", "failed"] = "oom" if cause.kind == "out_of_memory" else "failed"
+    outcome = Outcome(
+        status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
+    )
     if cause.kind not in RETRYABLE or restarts == limit:
-        return Outcome(status=status, reason=str(cause), restarts=restarts)
+        return outcome
     if refusal := wait_for_resources(assignment):
-        return Outcome(status="failed", reason=f"{cause}; and now {refusal}", restarts=restarts)
+        return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     log(stage, f"{cause}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
     return None
 
