@@ -105,7 +105,7 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_tabl
     first, second = (RunDir(run).trial(trial) for trial in ("000", "001"))
     wait_until(lambda: first.result.exists() and records(second.root, "epoch"), "first epoch of the second trial", command)
     family = command.family()[1:]
-    os.kill(command.process.pid, signal.SIGINT)
+    os.kill(command.process.pid, signal.SIGTERM)
     assert command.end(30) == 130
     _, left = psutil.wait_procs(family, timeout=20)
     assert not left

@@ -16,7 +16,7 @@ from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_directory import begin
-from service.runs.session import Session, session
+from service.runs.session import Session, open_session
 from service.runs.stages import record_stage, run_stage
 from trainables.rundir import RunDir, StageDir, append_line
 
@@ -31,8 +31,8 @@ def run_dir(tmp_path: Path) -> RunDir:
     return found
 
 
-def assignment_of(now: Session, name: str) -> Assignment:
-    return Plan.on(now.experiment, local_capacity()).assign(name, now.run_dir, {})
+def assignment_of(session: Session, name: str) -> Assignment:
+    return Plan.on(session.experiment, local_capacity()).assign(name, session.run_dir, {})
 
 
 def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +43,18 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
 
     monkeypatch.setattr(stages, "run_to_end", interrupted)
     run_dir.stage("student").root.mkdir()
-    with pytest.raises(KeyboardInterrupt), session(RESOLVED, run_dir, reporter) as now:
-        run_stage(now, assignment_of(now, "student"))
-    with session(RESOLVED, run_dir, reporter) as now:
+    with pytest.raises(KeyboardInterrupt), open_session(RESOLVED, run_dir, reporter) as session:
+        run_stage(session, assignment_of(session, "student"))
+    with open_session(RESOLVED, run_dir, reporter) as session:
         record_stage(
-            now, assignment_of(now, "student"), Outcome(status="failed", reason="a worker died", seconds=50.0, start_s=10.0)
+            session,
+            assignment_of(session, "student"),
+            Outcome(status="failed", reason="a worker died", seconds=50.0, start_s=10.0),
         )
-    with session(RESOLVED, run_dir, reporter) as now:
-        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=30.0, start_s=None))
-    with session(RESOLVED, run_dir, reporter) as now:  # complete: it is not carried out again
-        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=0.1))
+    with open_session(RESOLVED, run_dir, reporter) as session:
+        record_stage(session, assignment_of(session, "student"), Outcome(status="ok", seconds=30.0, start_s=None))
+    with open_session(RESOLVED, run_dir, reporter) as session:  # complete: it is not carried out again
+        record_stage(session, assignment_of(session, "student"), Outcome(status="ok", seconds=0.1))
     (stage,) = json.loads(run_dir.result.read_text())["stages"]
     assert stage["status"] == "ok"
     assert 80.0 <= stage["seconds"] < 90.0
