@@ -150,11 +150,17 @@ def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: b
     return outcome.model_copy(update=times)
 
 
-def accounted_over_sessions(outcome: Outcome, stage: StageDir, began_s: Sequence[float]) -> Outcome:
-    """The outcome with the times of all drivers' sessions that worked on it; they began at `began_s` (unix), in order.
+def begin_session(stage: StageDir) -> None:
+    """Note that this driver begins to work on a stage, for `accounted_over_sessions`."""
+    append_line(stage.sessions, {"began_s": time.time()})
 
-    A session that was killed counts from its beginning to its last record: what it did after that is lost.
+
+def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
+    """The outcome with the times of all drivers' sessions that worked on the stage.
+
+    A session that was interrupted counts from its beginning to its last record.
     """
+    began_s = [session["began_s"] for session in read_lines(stage.sessions)]
     outcome = accounted(outcome, stage, began_s[-1])
     seconds, starts_s = outcome.seconds, [outcome.start_s]
     for began, next_began in itertools.pairwise(began_s):
@@ -208,10 +214,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
         assignment = assignments[trial_id]
-        append_line(run_dir.sessions, {"began_s": time.time()})
+        begin_session(assignment.stage_dir)
         outcome = run_to_end(assignment, [TuneReportCallback()])
-        began_s = [session["began_s"] for session in read_lines(run_dir.sessions)]
-        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir, began_s))
+        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir))
     tune.report({"done": True, **read_outcome(run_dir.result).metrics})
 
 

@@ -101,8 +101,12 @@ def test_a_trials_times_are_those_of_all_its_sessions(tmp_path: Path) -> None:
     records = [("start", killed_s + 8.0), ("step", killed_s + 30.0), ("resume", resumed_s + 5.0), ("summary", now_s - 1.0)]
     for kind, at_s in records:
         append_line(stage.metrics, {"kind": kind, "time_ms": 1e3 * at_s, "metrics": {}})
-    outcome = accounted_over_sessions(Outcome(status="ok"), stage, [killed_s, resumed_s])
+    append_line(stage.sessions, {"began_s": killed_s})
+    append_line(stage.sessions, {"began_s": resumed_s})
+    outcome = accounted_over_sessions(Outcome(status="ok"), stage)
     assert outcome.seconds == pytest.approx(30.0 + 20.0, abs=1.0)
     assert outcome.start_s == pytest.approx(8.0 + 5.0, abs=0.1)
     assert outcome.end_s == pytest.approx(1.0, abs=1.0)
-    assert accounted_over_sessions(Outcome(status="ok"), stage, [resumed_s]).seconds == pytest.approx(20.0, abs=1.0)
+    stage.sessions.unlink()
+    append_line(stage.sessions, {"began_s": resumed_s})
+    assert accounted_over_sessions(Outcome(status="ok"), stage).seconds == pytest.approx(20.0, abs=1.0)
