@@ -99,11 +99,7 @@ def _why_no_ray(error: Exception) -> str:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes.
-
-    Raises:
-        ClusterError: see above.
-    """
+    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes. Raises ClusterError."""
     if is_local():
         return
     address = os.environ["RAY_ADDRESS"]

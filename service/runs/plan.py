@@ -58,11 +58,7 @@ class Plan:
         return None
 
     def check(self, cluster: Cluster) -> None:
-        """Refuse what does not fit on the cluster: it would wait for ever, silently.
-
-        Raises:
-            ClusterError: see `refusal`.
-        """
+        """Refuse what does not fit on the cluster: it would wait for ever, silently. Raises ClusterError: see `refusal`."""
         if refusal := self.refusal(cluster):
             raise ClusterError(refusal)
 

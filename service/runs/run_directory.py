@@ -32,11 +32,7 @@ def check_writable(root: Path, out: Path | None) -> None:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
-
-    Raises:
-        ExperimentError: it cannot be created.
-    """
+    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has. Raises ExperimentError: it cannot be created."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     serial = 1
     while True:

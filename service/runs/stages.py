@@ -38,11 +38,7 @@ def prepare_teacher(session: Session, plan: Plan) -> str | None:
 
 
 def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
-    """Carry a stage out, shown and recorded.
-
-    Raises:
-        TrainingError: it did not end well; one line.
-    """
+    """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well; one line."""
     config, stage = assignment.config, assignment.stage_dir
     if session.tracker:
         session.tracker.follow(session.key, stage.metrics, f"{config.stage}/")

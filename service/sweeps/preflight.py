@@ -35,11 +35,7 @@ def check_sweep(resolved: Resolved) -> None:
 
 
 def check_any_runs(trials: Sequence[Trial]) -> None:
-    """Refuse trials of which none is left to run.
-
-    Raises:
-        ExperimentError: with the first one's reason.
-    """
+    """Refuse trials of which none is left to run. Raises ExperimentError: with the first one's reason."""
     if all(trial.outcome is not None for trial in trials):
         reason = trials[0].outcome.reason if trials[0].outcome else ""
         raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
