@@ -14,7 +14,7 @@ from service.runs.session import Reporter, Session, open_session, record_student
 from service.runs.stages import prepare_teacher
 from service.runs.teacher_actors import running_teacher_actors
 from service.search.replay import conclusion, race, replay
-from service.sweeps.infeasible import mark_unbuildable, mark_unschedulable
+from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, finished_trainings, load_outcomes, plan_trials, training_of
