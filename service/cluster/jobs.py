@@ -33,7 +33,7 @@ def dashboard_address() -> str:
     return "http://127.0.0.1:8265"
 
 
-def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:
+def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow: bool, echo: Callable[[str], None]) -> int:
     """Run `distill` with these arguments as a job; with `follow` stream its log until it ends.
 
     `working_dir` is copied to the cluster: the job begins there. Returns the job's exit code (0 where it is not followed).
@@ -45,14 +45,14 @@ def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow:
     entrypoint = shlex.join(["python", "-m", "service", *arguments])
     variables = {"RAYDISTILL_RUNS": str(runs_root.absolute())}
     client, job = _submit(address, entrypoint, {"working_dir": str(working_dir), **packages(), "env_vars": variables})
-    say(f"submitted {job}: {entrypoint}")
+    echo(f"submitted {job}: {entrypoint}")
     if not follow:
-        say(f"its log: ray job logs --follow {job} --address {address}")
+        echo(f"its log: ray job logs --follow {job} --address {address}")
         return 0
     try:
-        details = _follow(client, job, say)
+        details = _follow(client, job, echo)
     except KeyboardInterrupt:
-        say(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
+        echo(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
         raise
     except _failures() as error:
         raise ClusterError(
@@ -123,7 +123,7 @@ def _token() -> tuple[str, str] | None:
     return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
 
 
-def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobDetails:
+def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None]) -> JobDetails:
     """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
     shown = pieces = 0
 
@@ -135,7 +135,7 @@ def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -
             new, position = text[max(0, shown - position) :], position + len(text)
             if new:
                 shown = position
-                say(new.rstrip("\n"))
+                echo(new.rstrip("\n"))
 
     _patiently(lambda: asyncio.run(stream()), lambda: pieces)
     while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:

@@ -48,7 +48,7 @@ def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
         plan = Plan.on(resolved.experiment, cluster)
         plan.check(cluster)
         session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
-        session.display.say(plan.describe(cluster))
+        session.display.print(plan.describe(cluster))
         weights = untrained_teacher(session)
         with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
             run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))

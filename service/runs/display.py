@@ -114,7 +114,7 @@ class Display:
         if self._bars:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """One line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)
 
@@ -149,7 +149,7 @@ class Display:
             lines = followed.log.lines()
             for line in lines:
                 if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too
-                    self.say(f"[{followed.label}] {line}")
+                    self.print(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 if (record := _record(text)) is not None:
                     self._update(followed, record)

@@ -100,7 +100,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
         from trainables.worker import trainer
 
         workers, reservation = reserve(config, cluster)
-        display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
+        display.print(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{checkpoint.stem}-{time.time_ns():x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
         job = config.model_copy(update={"data": data, "output": str(output)})

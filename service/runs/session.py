@@ -37,7 +37,7 @@ class Reporter(Protocol):
     def verdict(self, result: RunResult) -> Sequence[str]:
         """Which trial of a sweep won and why, in sentences."""
 
-    def write_page_at_end(self, run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
+    def write_page_at_end(self, run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
         """Write `report.html`; what goes wrong is logged, and raises nothing."""
 
 
@@ -80,7 +80,7 @@ class Session:
         """The tables and sentences of the result as it stands, on the terminal."""
         for part in self.reporter.tables(self.result):
             if isinstance(part, str):
-                self.display.say(part)
+                self.display.print(part)
             else:
                 self.display.console.print(part)
 
@@ -90,7 +90,7 @@ def open_session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Ite
     """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
     with locked(run_dir), Display() as display:
         session = _open(resolved, run_dir, display, reporter)
-        display.say(f"{session.result.kind} {resolved.experiment.name} in {run_dir.root}")
+        display.print(f"{session.result.kind} {resolved.experiment.name} in {run_dir.root}")
         try:
             yield session
         except BaseException as error:
@@ -125,17 +125,17 @@ def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], ti
                 session.tracker.end_run(key, status)
         session.tracker.artifact(session.key, session.run_dir.result)
         session.tracker.end_run(session.key, status)
-    session.reporter.write_page_at_end(session.run_dir, session.result, session.display.say)
+    session.reporter.write_page_at_end(session.run_dir, session.result, session.display.print)
     if session.tracker is None:
         return
     if session.run_dir.report.exists():
         session.tracker.artifact(session.key, session.run_dir.report)
     start_tracking(session)
     delivery = session.tracker.close(timeout_s)
-    session.display.say(delivery.message)
+    session.display.print(delivery.message)
     if status == "FINISHED" and not delivery.num_pending:
         for folder in sync_neighbours(Path(session.result.runs_root), session.run_dir):
-            session.display.say(f"MLflow was also sent what had waited in {folder}")
+            session.display.print(f"MLflow was also sent what had waited in {folder}")
 
 
 def start_tracking(session: Session) -> None:

@@ -40,7 +40,7 @@ def fill(resolved: Resolved, root: Path) -> str:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]
-        display.say(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
+        display.print(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
         first, labels = next(iter(after_teacher), "student"), {"run": run_dir.root.name}
         assignment = plan.assign(first, run_dir, labels, teacher.weights)
         stage = StageDir(run_dir.stage("cache").root)

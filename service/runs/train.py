@@ -28,7 +28,7 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
             plan = Plan.on(experiment, cluster)
             plan.check(cluster)
             session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
-            session.display.say(plan.describe(cluster))
+            session.display.print(plan.describe(cluster))
             weights = prepare_teacher(session, plan)
             with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
                 student = run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))

@@ -75,7 +75,7 @@ def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster
     config, reservations = session.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
     count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
     if count > 1 and config.steps and any(reservation.service for reservation in reservations):
-        session.display.say("one trial at a time: others would share teacher.service with it, and slow it down")
+        session.display.print("one trial at a time: others would share teacher.service with it, and slow it down")
         return 1
     return count
 

@@ -68,7 +68,7 @@ def run_trials(session: Session, records: TrialRecords, trials: list[Trial], clu
         hardware=ClusterHardware.model_validate(cluster.hardware(plan.use_gpu, experiment.scale.cpus_per_worker)),
     )
     pending = [trial for trial in trials if trial.outcome is None]
-    session.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
+    session.display.print(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
     if not pending and config.policy != "guided":
         return
     timing = config.timing_steps is not None and not config.races
@@ -91,7 +91,7 @@ def race_trials(session: Session, records: TrialRecords, trials: list[Trial], cl
     while True:
         contest, ids = race(session.result, planner)
         row = contest.ask()
-        session.display.say(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
+        session.display.print(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
         if row is None:
             return
         probe = next(trial for trial in trials if trial.id == ids[row])
@@ -120,7 +120,7 @@ def untrained_teacher(session: Session) -> str | None:
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
     about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
     checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    session.display.say(f"a timing sweep: the teacher {name} runs with untrained weights")
+    session.display.print(f"a timing sweep: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 

@@ -36,7 +36,7 @@ class TrialRecords:
         """Show and record how a trial ended."""
         self._session.display.unfollow(trial.id)
         outcome = trial.outcome or Outcome(status="failed")
-        self._session.display.say(_line(trial, outcome))
+        self._session.display.print(_line(trial, outcome))
         tracker, run_dir = self._session.tracker, self._session.run_dir.trial(trial.id)
         if tracker is None:
             return

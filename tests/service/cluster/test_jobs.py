@@ -107,7 +107,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
 
 def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
-    assert submit(["train", "digits"], tmp_path, tmp_path / "runs", follow=False, say=lines.append) == 0
+    assert submit(["train", "digits"], tmp_path, tmp_path / "runs", follow=False, echo=lines.append) == 0
     return lines
 
 
