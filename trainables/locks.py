@@ -90,11 +90,17 @@ def _try_once(path: str, kind: int = fcntl.LOCK_EX) -> Lock | None:
 
 
 def _lock_at(path: str, kind: int) -> Lock | None:
-    lock = Lock(_open(path))
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock.descriptor, kind | fcntl.LOCK_NB)
-        if _is_at(lock.descriptor, path):
-            return lock
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    lock = Lock(descriptor)
+    if _is_at(descriptor, path):
+        return lock
     lock.release()
     return None
 

@@ -60,7 +60,7 @@ def _no_flock_below(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: int) ->
     real = fcntl.flock
 
     def refuse(descriptor: int, operation: int) -> None:
-        if operation != fcntl.LOCK_UN and Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
             raise OSError(kind, os.strerror(kind))
         real(descriptor, operation)
 
