@@ -31,7 +31,6 @@ class Lock:
     """The exclusive lock of an open file, which ends with `release`, with the last reference, or with the process."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
         self.release = weakref.finalize(self, _release, descriptor, os.getpid())
 
 
@@ -64,6 +63,17 @@ def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: N
         waiting()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def locked_or_raise(path: str | os.PathLike[str], refusal: Exception) -> Iterator[None]:
+    """The exclusive lock of the file `path`; raises `refusal` where others have it, and as `try_lock` does."""
+    if (lock := try_lock(path)) is None:
+        raise refusal
     try:
         yield
     finally:

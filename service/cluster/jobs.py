@@ -27,10 +27,8 @@ _STATUS = re.compile(r"status code (\d{3})")
 
 def dashboard_address() -> str:
     """Where jobs are submitted to: RAY_API_SERVER_ADDRESS, an http RAY_ADDRESS, else the local dashboard."""
-    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-        if os.environ.get(name, "").startswith("http"):
-            return os.environ[name]
-    return "http://127.0.0.1:8265"
+    named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
+    return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
 def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow: bool, echo: Callable[[str], None]) -> int:
