@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import threading
@@ -178,6 +177,18 @@ def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
 # A log that is followed
 
 
+class Clock:
+    """Time that passes where somebody sleeps."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 class Log:
     """A client whose connections to the log, and requests for the job, go as its lists have it."""
 
@@ -188,7 +199,7 @@ class Log:
         for each in self.connections.pop(0):
             if isinstance(each, Exception):
                 raise each
-            await asyncio.sleep(0.02)
+            jobs.time.sleep(0.02)
             yield each
 
     def get_job_info(self, _: str) -> SimpleNamespace:
@@ -207,6 +218,7 @@ CUT = RuntimeError("WebSocket connection closed unexpectedly with close code 100
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "time", Clock())
     monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
     monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
 
