@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from service.cluster import ray_thread
+from service.cluster import local_ray
 from trainables.errors import DistillError, bounded
 
 COMMANDS = {
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # the interpreter would report it once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    ray_thread.leave(code)
+    local_ray.leave(code)
 
 
 def is_output_unread() -> bool:

@@ -1,8 +1,8 @@
 """Why a training ended: its kind, decided from the exception in the process where it was raised, and `error.json`.
 
-A kind follows from an exception's type. Where a library raises a bare RuntimeError, the phrases below are all that is relied
-on; no message is read anywhere else. `tests/trainables/test_failures.py` provokes each with the installed library, or where that
-takes a GPU looks it up in the library's file.
+A kind follows from an exception's type. Where torch or a CUDA library raises a bare RuntimeError or ValueError, the phrases below
+are all that is relied on; no other module here reads their messages. `tests/trainables/test_failures.py` provokes each with the
+installed library, or where that takes a GPU looks it up in the library's file.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import errno
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
+from trainables.locks import locked
 from trainables.rundir import write_json
 
-Kind = Literal["user", "out_of_memory", "disk", "device", "worker_died", "lost_peer"]
-"""`user`: code, settings or data, which would fail again in the same way. `lost_peer`: another process of the job has ended.
+Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "worker_died", "lost_peer"]
+"""`user`: code, settings or data, which would fail again in the same way. `out_of_memory`: of the worker, on its GPU or CPU;
+`node_out_of_memory`: of its whole node, which may have other users. `lost_peer`: another process of the job has ended.
 
 Causes come first: a later kind may follow from an earlier one on another worker.
 """
 RETRYABLE = frozenset({"device", "worker_died", "lost_peer"})
 """Kinds after which training continues from the last checkpoint."""
+OUT_OF_MEMORY_KINDS = frozenset({"out_of_memory", "node_out_of_memory"})
 VERSION = 1
-NODE_OUT_OF_MEMORY = "the node ran out of memory: Ray killed a worker to save it"
 
 OUT_OF_MEMORY = (
     # torch
@@ -80,6 +81,8 @@ DEVICE = (
 )
 DEVICE_ASSERT = "device-side assert triggered"
 """A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
+SINGLE_VALUE = "Expected more than 1 value per channel when training"
+"""Of torch's batch norm, for one image whose maps have one pixel."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,11 @@ def _kind_of_type(error: BaseException) -> Kind:
     return "user"
 
 
+def is_single_value(error: ValueError) -> bool:
+    """Whether torch's batch norm refuses a batch with a single value of each channel."""
+    return SINGLE_VALUE in str(error)
+
+
 def write_failure(path: Path, failure: Failure) -> None:
     """Write why the job ends; of several workers' failures the first cause stays. The file appears complete.
 
@@ -183,17 +191,10 @@ def write_failure(path: Path, failure: Failure) -> None:
         OSError: the disk cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write_json(temporary, {"version": VERSION, **asdict(failure)})
-        try:
-            os.link(temporary, path)
-        except OSError:  # another worker's file is there, or the file system has no links
-            before = read_failure(path)
-            if before is None or first_cause([before, failure]) is not before:
-                os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        before = read_failure(path)
+        if before is None or first_cause([before, failure]) is not before:
+            write_json(path, {"version": VERSION, **asdict(failure)})
 
 
 def read_failure(path: Path) -> Failure | None:

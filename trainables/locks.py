@@ -1,44 +1,50 @@
 """Exclusive locks of files, between processes and threads. A lock ends with its process, however that ends.
 
-Some network file systems cannot lock files. There a file of this node's own temporary folder is locked instead: processes of one
-node exclude each other, those of several do not, and a warning names the file. File systems that are mounted with locks of this
-node alone (NFS with `local_lock`, Lustre with `localflock`) lock without a word, and only on this node.
+Some network file systems cannot lock files. There a file in this node's /tmp is locked instead: processes of one node exclude
+each other, those of several do not, and a warning names the file. File systems that are mounted with locks of this node alone
+(NFS with `local_lock`, Lustre with `localflock`) lock without a word, and only on this node.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
 import logging
 import os
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-
-from filelock import lock_descriptor
 
 _log = logging.getLogger("raydistill")
 _PROBE_S = 0.02  # longer than `is_locked` has a lock
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.002, 0.2
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
-"""EBADF: NFS locks no file that is open for reading alone."""
+"""EBADF: NFS gives no exclusive lock of a file that is open for reading alone."""
+_NODE_FOLDER = "/tmp"
+"""Not TMPDIR's, which processes of one node may have set differently."""
 
 
 class Lock:
     """The exclusive lock of an open file, which ends with `release`, with the last reference, or with the process."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.release = weakref.finalize(self, os.close, descriptor)
+        self.release = weakref.finalize(self, _release, descriptor, os.getpid())
+
+
+def _release(descriptor: int, locker: int) -> None:
+    """Unlock and close. A forked child shares the lock: closing alone would leave it to the child until that ends."""
+    if os.getpid() == locker:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S) -> Lock | None:
     """The exclusive lock of the file `path`, which is made where it is missing; None where others have it for `wait_s` seconds.
 
-    Raises OSError where the file cannot be opened, or neither it nor one of the temporary folder can be locked.
+    Raises OSError where the file cannot be opened, or neither it nor one in /tmp can be locked.
     """
     until = time.monotonic() + wait_s
     while True:
@@ -63,26 +69,47 @@ def locked(path: str | os.PathLike[str], waiting: Callable[[], None] = lambda: N
         lock.release()
 
 
+@contextlib.contextmanager
+def locked_or_raise(path: str | os.PathLike[str], refusal: Exception) -> Iterator[None]:
+    """The exclusive lock of the file `path`; raises `refusal` where others have it, and as `try_lock` does."""
+    if (lock := try_lock(path)) is None:
+        raise refusal
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether anybody has the lock of the file `path`; False where there is no such file. Raises as `try_lock` does."""
     if not os.path.exists(path):
         return False
-    lock = try_lock(path)
+    lock = _try_once(os.fspath(path), fcntl.LOCK_SH)  # so that several may ask at once
     if lock is not None:
         lock.release()
     return lock is None
 
 
-def _try_once(path: str) -> Lock | None:
-    lock = Lock(_open(path))
+def _try_once(path: str, kind: int = fcntl.LOCK_EX) -> Lock | None:
     try:
-        free = lock_descriptor(lock.descriptor, blocking=False) and _is_at(lock.descriptor, path)
+        return _lock_at(path, kind)
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
-        lock = Lock(_open(_on_this_node(path, error.strerror or "")))
-        free = lock_descriptor(lock.descriptor, blocking=False)
-    if free:
+        return _lock_at(_on_this_node(path, error.strerror or ""), kind)
+
+
+def _lock_at(path: str, kind: int) -> Lock | None:
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    lock = Lock(descriptor)
+    if _is_at(descriptor, path):
         return lock
     lock.release()
     return None
@@ -90,7 +117,7 @@ def _try_once(path: str) -> Lock | None:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except PermissionError:  # another user's: whoever may read it may find out whether it is locked
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -105,10 +132,6 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 @functools.cache
 def _on_this_node(path: str, reason: str) -> str:
-    """The file that is locked in place of `path`. Raises OSError."""
-    folder = os.path.join(tempfile.gettempdir(), f"raydistill-locks-{os.getuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.lstat(folder).st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, f"{folder} is not a folder of this user: remove it")
+    """The file that is locked in place of `path`."""
     _log.warning("%s: its file system cannot lock files (%s): only processes of this node exclude each other", path, reason)
-    return os.path.join(folder, hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32])
+    return os.path.join(_NODE_FOLDER, f"raydistill-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock")

@@ -193,6 +193,11 @@ class StageDir:
         return self.root / "stage.json"
 
     @property
+    def sessions(self) -> Path:
+        """JSON lines, one a driver's session that worked on this stage: {"began_s": unix seconds}."""
+        return self.root / "sessions.jsonl"
+
+    @property
     def error(self) -> Path:
         """Why a worker stopped the stage; see `trainables.failures`."""
         return self.root / "error.json"
@@ -229,11 +234,6 @@ class RunDir:
     def tune(self) -> Path:
         """Ray Tune's and Ray Train's own storage."""
         return self.root / "ray"
-
-    @property
-    def sessions(self) -> Path:
-        """JSON lines, one a driver's session that worked on this trial: {"began_s": unix seconds}."""
-        return self.root / "sessions.jsonl"
 
     @property
     def trials(self) -> Path:

@@ -84,7 +84,8 @@ def _start_ray(logical_cpus: int) -> None:
         ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
         local_ray.watch_servers()
     else:
-        ray.init(runtime_env=code_for_nodes(), **quiet)
+        in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
+        ray.init(runtime_env=None if in_job else packages(), **quiet)
 
 
 def _why_no_ray(error: Exception) -> str:
@@ -98,11 +99,7 @@ def _why_no_ray(error: Exception) -> str:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes.
-
-    Raises:
-        ClusterError: see above.
-    """
+    """Refuse a RAY_ADDRESS where nobody listens: Ray itself would try for minutes. Raises ClusterError."""
     if is_local():
         return
     address = os.environ["RAY_ADDRESS"]
@@ -123,9 +120,7 @@ def check_ray_address() -> None:
         ) from error
 
 
-def code_for_nodes() -> dict[str, object] | None:
-    """Both packages for the cluster's nodes; a Ray job brings its own working directory."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        return None
+def packages() -> dict[str, list[str]]:
+    """Both packages, as a runtime environment brings them to a cluster's nodes."""
     here = Path(__file__).parents[1]
     return {"py_modules": [str(here), str(here.parent / "trainables")]}

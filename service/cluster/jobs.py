@@ -1,30 +1,24 @@
-"""`distill submit`: any command of ours as a Ray job, the same as `ray job submit` would run it."""
+"""Commands of ours as Ray jobs, the same as `ray job submit` would run them."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import re
 import secrets
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from service.config.experiment import load
-from service.config.files import recipes
-from service.config.paths import absolute, with_absolute_file
-from trainables.errors import ClusterError, ExperimentError
-from trainables.rundir import expand_home
+from service.cluster.connect import packages
+from trainables.errors import ClusterError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 T = TypeVar("T")
-SUBMITTABLE = ("train", "sweep", "resume", "cache", "evaluate", "report", "sync", "pack", "data")
 ENDED = {"SUCCEEDED", "FAILED", "STOPPED"}
 PATIENCE_S, PAUSE_S = 60.0, 2.0
 """How long a dashboard may answer with errors of its own, as its job agent does under load, and how often it is asked again."""
@@ -33,109 +27,30 @@ _STATUS = re.compile(r"status code (\d{3})")
 
 def dashboard_address() -> str:
     """Where jobs are submitted to: RAY_API_SERVER_ADDRESS, an http RAY_ADDRESS, else the local dashboard."""
-    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-        if os.environ.get(name, "").startswith("http"):
-            return os.environ[name]
-    return "http://127.0.0.1:8265"
+    named = (os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
+    return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
-def package(command: Sequence[str], folder: Path) -> list[str]:
-    """Put what the command needs into `folder`, the job's working directory, and return the command as it runs there.
+def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow: bool, echo: Callable[[str], None]) -> int:
+    """Run `distill` with these arguments as a job; with `follow` stream its log until it ends.
 
-    An experiment file travels resolved, bases and all; recipes and directories are named as they are.
-
-    Raises:
-        ExperimentError: not a command that can be submitted.
-    """
-    if not command or command[0] not in SUBMITTABLE:
-        raise ExperimentError(
-            f"submit: give one of {', '.join(SUBMITTABLE)} and its arguments, such as `distill submit -- train digits`"
-        )
-    # A job runs elsewhere: what exists here by a relative path is named by its absolute one.
-    arguments = [absolute(argument) for argument in command]
-    if command[0] in ("pack", "data"):  # every argument that is no option and no number is a path, which need not exist yet
-        arguments = [each if each.startswith("-") or each.isdecimal() else _from_here(each) for each in command]
-    arguments[0] = command[0]
-    for index, argument in enumerate(command[:-1], start=1):
-        if argument in ("--out", "--runs", "--html"):
-            arguments[index] = os.path.abspath(command[index])
-    for index, argument in enumerate(command):
-        option, equals, path = argument.partition("=")
-        if equals and option in ("--out", "--runs", "--html"):
-            arguments[index] = f"{option}={os.path.abspath(path)}"
-    if command[0] in ("train", "sweep", "cache"):
-        if len(command) < 2 or command[1].startswith("-"):
-            raise ExperimentError(
-                f"submit {command[0]}: a recipe or file comes first, such as `distill submit -- {command[0]} digits`"
-            )
-        arguments[1] = _packaged_experiment(command, folder)
-    return arguments
-
-
-def _packaged_experiment(command: Sequence[str], folder: Path) -> str:
-    """The command's recipe; of an experiment file the name of its resolved copy in `folder`, with absolute paths."""
-    resolved = load(command[1], method_files="run if present")
-    load(
-        command[1], _overrides(command), method_files="run if present"
-    )  # refuses a wrong experiment here, not minutes later in a log
-    if command[1] in recipes():
-        return command[1]
-    experiment, teacher = resolved.experiment, resolved.experiment.teacher
-    changes: dict[str, Any] = {"data.path": absolute(experiment.data.path)}
-    if teacher is not None and teacher.cache is not None:
-        changes["teacher.cache"] = _from_here(teacher.cache)
-    if teacher is not None and teacher.others:
-        others = [other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others]
-        changes["teacher.others"] = [other.model_dump() for other in others]
-    if teacher is not None and teacher.weights:
-        changes["teacher.weights"] = absolute(teacher.weights)
-    if experiment.distill.method:  # without methods there is no file to name
-        changes["distill.method"] = [with_absolute_file(method) for method in experiment.distill.method]
-    name = f"{experiment.name}.yaml"
-    (folder / name).write_text(resolved.override(changes, command[1]).to_yaml())
-    return name
-
-
-def _overrides(command: Sequence[str]) -> list[str]:
-    """What follows each `--set` of a command, in its order."""
-    pairs = itertools.pairwise([*command, ""])
-    return [
-        after if word == "--set" else word.removeprefix("--set=")
-        for word, after in pairs
-        if word == "--set" or word.startswith("--set=")
-    ]
-
-
-def _from_here(path: str) -> str:
-    return os.path.abspath(expand_home(path))
-
-
-def submit(command: Sequence[str], runs_root: Path, follow: bool, say: Callable[[str], None]) -> int:
-    """Submit; with `follow` stream the job's log until it ends. Returns the job's exit code (0 where it is not followed).
+    `working_dir` is copied to the cluster: the job begins there. Returns the job's exit code (0 where it is not followed).
 
     Raises:
         ClusterError: no Ray dashboard answers, or it refuses.
-        ExperimentError: see `package`.
     """
     address = dashboard_address()
-    here = Path(__file__).parents[1]
-    with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
-        arguments = package(command, Path(folder))
-        entrypoint = shlex.join(["python", "-m", "service", *arguments])
-        runtime_env = {
-            "working_dir": folder,
-            "py_modules": [str(here), str(here.parent / "trainables")],
-            "env_vars": {"RAYDISTILL_RUNS": str(runs_root.absolute())},
-        }
-        client, job = _submit(address, entrypoint, runtime_env)
-    say(f"submitted {job}: {entrypoint}")
+    entrypoint = shlex.join(["python", "-m", "service", *arguments])
+    variables = {"RAYDISTILL_RUNS": str(runs_root.absolute())}
+    client, job = _submit(address, entrypoint, {"working_dir": str(working_dir), **packages(), "env_vars": variables})
+    echo(f"submitted {job}: {entrypoint}")
     if not follow:
-        say(f"its log: ray job logs --follow {job} --address {address}")
+        echo(f"its log: ray job logs --follow {job} --address {address}")
         return 0
     try:
-        details = _follow(client, job, say)
+        details = _follow(client, job, echo)
     except KeyboardInterrupt:
-        say(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
+        echo(f"{job} goes on without a follower; to end it: ray job stop {job} --address {address}")
         raise
     except _failures() as error:
         raise ClusterError(
@@ -206,7 +121,7 @@ def _token() -> tuple[str, str] | None:
     return (token, f"RAY_AUTH_TOKEN_PATH={named}" if named else str(path)) if token else None
 
 
-def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -> JobDetails:
+def _follow(client: JobSubmissionClient, job: str, echo: Callable[[str], None]) -> JobDetails:
     """Say what the job prints until it has ended. A log that is cut off is taken up where it was."""
     shown = pieces = 0
 
@@ -218,7 +133,7 @@ def _follow(client: JobSubmissionClient, job: str, say: Callable[[str], None]) -
             new, position = text[max(0, shown - position) :], position + len(text)
             if new:
                 shown = position
-                say(new.rstrip("\n"))
+                echo(new.rstrip("\n"))
 
     _patiently(lambda: asyncio.run(stream()), lambda: pieces)
     while (details := _patiently(lambda: client.get_job_info(job))).status not in ENDED:

@@ -70,11 +70,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
 
 
 def check_arguments(name: str, options: Mapping[str, object], models: Mapping[str, str]) -> None:
-    """Refuse a method, options or models (option → name) that do not exist.
-
-    Raises:
-        ExperimentError: one line for each.
-    """
+    """Refuse a method, options or models (option → name) that do not exist. Raises ExperimentError: one line for each."""
     try:
         check_options(name, options, missing="give --option {name}=…")
     except ConfigProblems as problems:

@@ -34,9 +34,7 @@ from trainables.errors import ClusterError, TrainingError
 @click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
 @click.option("--seeds", default="0,1,2", show_default=True)
 @click.option("--data", "data_path", help="As data.path; default: the recipe's.")
-@click.option(
-    "--teachers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of published checkpoints."
-)
+@click.option("--teachers", type=click.Path(path_type=Path), help="Folder of published checkpoints.")
 @SET
 @OUT
 @RUNS

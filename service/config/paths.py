@@ -1,18 +1,57 @@
-"""Paths of an experiment as processes that run elsewhere understand them."""
+"""Paths of an experiment as processes that run elsewhere understand them: relative ones begin in the user's directory."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from service.config.dotted import flatten
+from trainables.data.source import SOURCES
 from trainables.methods import file_of, option_key
 from trainables.rundir import expand_home
 
 
-def absolute(data_path: str) -> str:
-    """The absolute path of a file or folder that exists; a name of a built-in source, or whatever is not there, as it is."""
-    path = expand_home(data_path)
-    return str(path.absolute()) if path.exists() else data_path
+def absolute(path: str) -> str:
+    """The absolute path of a file or folder that exists; a built-in source, or what does not exist here, as it is."""
+    full = expand_home(path).absolute()
+    return str(full) if path not in SOURCES and full.exists() else path
+
+
+def absolute_or_new(path: str) -> str:
+    """The absolute path of a file or folder, existing or not."""
+    return os.path.abspath(expand_home(path))
 
 
 def with_absolute_file(method: str) -> str:
     """A method's name; that of a method in a file, `FILE.py:CLASS`, with the file's absolute path."""
     file = file_of(method)
     return method if file is None else f"{file.absolute()}:{option_key(method)}"
+
+
+PATHS: dict[str, Callable[[str], str]] = {
+    "data.path": absolute,
+    "teacher.weights": absolute,
+    "teacher.cache": absolute_or_new,
+    "teacher.others": absolute,
+    "distill.method": with_absolute_file,
+}
+"""The keys whose values are paths or have some."""
+
+
+def absolute_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value."""
+    flat = flatten(tree)
+    found = {key: _mapped(change, flat[key]) for key, change in PATHS.items() if key in flat}
+    return {key: value for key, value in found.items() if value != flat[key]}
+
+
+def _mapped(change: Callable[[str], str], value: Any) -> Any:
+    match value:
+        case str():
+            return change(value)
+        case list() | tuple():
+            return [_mapped(change, each) for each in value]
+        case {"weights": str(weights)}:  # a teacher of several
+            return {**value, "weights": change(weights)}
+    return value

@@ -14,7 +14,7 @@ from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
 from service.runs.result import RunResult
 from service.runs.run_directory import begin, check_writable, new_run_dir
-from service.runs.session import session
+from service.runs.session import open_session
 from service.runs.stages import run_stage
 from service.runs.teacher_actors import running_teacher_actors
 from service.sweeps.sweep import untrained_teacher
@@ -43,12 +43,13 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
 
 def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
     """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
-    with session(resolved, run_dir, reporter) as now, connect(most_local_cpus(resolved.experiment), run_dir.root) as cluster:
+    cpus = most_local_cpus(resolved.experiment)
+    with open_session(resolved, run_dir, reporter) as session, connect(cpus, run_dir.root) as cluster:
         plan = Plan.on(resolved.experiment, cluster)
         plan.check(cluster)
-        now.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
-        now.display.say(plan.describe(cluster))
-        weights = untrained_teacher(now)
-        with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
-            run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
-    return now.result
+        session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)
+        session.display.print(plan.describe(cluster))
+        weights = untrained_teacher(session)
+        with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
+            run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
+    return session.result

@@ -24,11 +24,11 @@ def verdict(result: RunResult) -> Sequence[str]:
     return terminal.verdict(result)
 
 
-def write_page_at_end(run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
+def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
     """Write the page. What goes wrong here is logged, and is no reason for a run to fail that has succeeded."""
     from service.report.page import write_page  # imports scipy, which a run that is starting does not need
 
     try:
         write_page(run_dir, result)
     except Exception as error:
-        say(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")
+        echo(f"report.html was not written ({type(error).__name__}: {error}); try again: distill report {run_dir.root}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from service.cluster import ray_thread
-from service.cluster.local_ray import check_ray
+from service.cluster import local_ray
 from trainables.rundir import StageDir, lines_after, parse_line
 
 T = TypeVar("T")
@@ -37,24 +37,21 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
     Raises:
         RayLostError: at once too; whatever `work` makes of it.
     """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    future = Future[T]()
 
     def target() -> None:
         try:
-            outcome.append(work())
-        except BaseException as error:  # re-raised below, in the main thread
-            failure.append(error)
+            future.set_result(work())
+        except BaseException as error:  # raised below, in the main thread
+            future.set_exception(error)
 
-    thread = ray_thread.begin(target)
+    thread = local_ray.begin(target)
     while thread.is_alive():
         thread.join(0.25)
-        check_ray()
+        local_ray.check_ray()
         display.tick()
         tick()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return future.result()
 
 
 @dataclass
@@ -117,7 +114,7 @@ class Display:
         if self._bars:
             self._bars.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """One line that stays."""
         self.console.print(text, markup=False, soft_wrap=True)
 
@@ -152,7 +149,7 @@ class Display:
             lines = followed.log.lines()
             for line in lines:
                 if self._bars is None or " teacher.cache: " in line:  # what takes disk space is shown with bars too
-                    self.say(f"[{followed.label}] {line}")
+                    self.print(f"[{followed.label}] {line}")
             for text in followed.metrics.lines():
                 if (record := _record(text)) is not None:
                     self._update(followed, record)

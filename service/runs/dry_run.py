@@ -32,11 +32,7 @@ def check_fits(experiment: Experiment, num_classes: int, stages: Iterable[str]) 
 
 @cache
 def num_classes_of(path: str, synthetic_classes: int) -> int:
-    """How many classes a data set has; batch sizes and the like do not change that.
-
-    Raises:
-        DataError: it cannot be opened.
-    """
+    """How many classes a data set has; batch sizes and the like do not change that. Raises DataError: it cannot be opened."""
     return len(open_source(DataConfig(path=path, synthetic_classes=synthetic_classes), "val").classes)
 
 

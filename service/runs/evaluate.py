@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.cluster.connect import check_ray_address, connect
-from service.cluster.resources import Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
+from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
 from service.config.messages import explain
@@ -20,8 +20,8 @@ from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
 from service.runs.run_directory import check_writable
 from trainables.config import EvaluateConfig
-from trainables.errors import CheckpointError, ClusterError, ExperimentError
-from trainables.failures import WorkersFailedError
+from trainables.errors import CheckpointError, ClusterError, DistillError, ExperimentError
+from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, WorkersFailedError, first_cause
 from trainables.models.checkpoint_header import locate_checkpoint, read_checkpoint_header
 from trainables.rules import resize_covers_crop
 from trainables.rundir import RunDir
@@ -93,30 +93,46 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
     check_writable(root, None)
     config = resolve(checkpoint, data_path, overrides)
     check_ray_address()
-    workers = config.data.loader_workers
-    cpus = config.scale.cpus_per_worker + (workers if isinstance(workers, int) else 1)
+    cpus = reserve(config, local_capacity())[1].total_cpus if is_local() else 0
     storage = RunDir(root.absolute() / ".evaluate")
-    if is_local() and (refusal := local_capacity().refusal(Reservation(config.scale.num_workers, cpus))):
-        raise ClusterError(f"{refusal}: lower scale.num_workers")
     storage.root.mkdir(parents=True, exist_ok=True)
-    with Display() as display, connect(config.scale.num_workers * cpus, storage.root) as cluster:
+    with Display() as display, connect(cpus, storage.root) as cluster:
         from trainables.worker import trainer
 
-        if workers == "auto":
-            workers = auto_loader_workers(cluster, config.scale.num_workers, config.scale.cpus_per_worker)
-        gpu = use_gpu(config.scale.use_gpu, cluster)
-        reservation = Reservation(config.scale.num_workers, config.scale.cpus_per_worker + workers, int(gpu))
-        if refusal := cluster.refusal(reservation):
-            raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
-        display.say(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
+        workers, reservation = reserve(config, cluster)
+        display.print(f"evaluating {checkpoint} on {config.data.path} with {config.scale.num_workers} workers")
         output = storage.root / f"{checkpoint.stem}-{time.time_ns():x}.json"
         data = config.data.model_copy(update={"loader_workers": workers})
+        job = config.model_copy(update={"data": data, "output": str(output)})
+        gpu, name = bool(reservation.gpus), output.stem
+        fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=name)
         try:
-            job = config.model_copy(update={"data": data, "output": str(output)})
-            fit = partial(trainer.fit, job, use_gpu=gpu, loader_workers=workers, storage=storage.tune, name=output.stem)
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
-        except (WorkersFailedError, trainer.ClusterFullError) as error:
-            raise CheckpointError(f"evaluation failed: {error}") from error
+        except trainer.ClusterFullError as error:
+            raise ClusterError(f"evaluation failed: {error}: wait for their end") from error
+        except WorkersFailedError as error:
+            raise evaluation_error(error) from error
         finally:
             output.unlink(missing_ok=True)
+
+
+def reserve(config: EvaluateConfig, cluster: Cluster) -> tuple[int, Reservation]:
+    """The loader workers of each worker, and what the evaluation reserves. Raises ClusterError where that does not fit."""
+    workers, scale = config.data.loader_workers, config.scale
+    if workers == "auto":
+        workers = auto_loader_workers(cluster, scale.num_workers, scale.cpus_per_worker)
+    reservation = Reservation(scale.num_workers, scale.cpus_per_worker + workers, int(use_gpu(scale.use_gpu, cluster)))
+    if refusal := cluster.refusal(reservation):
+        raise ClusterError(f"{refusal}: lower scale.num_workers or data.loader_workers")
+    return workers, reservation
+
+
+def evaluation_error(error: WorkersFailedError) -> DistillError:
+    """The error of an evaluation whose workers failed."""
+    cause = first_cause(error.failures)
+    if cause.kind in OUT_OF_MEMORY_KINDS:
+        return ClusterError(f"evaluation failed: {cause}: lower data.global_batch_size or data.loader_workers")
+    if cause.kind in RETRYABLE:
+        return ClusterError(f"evaluation failed: {cause}; the same command begins it again")
+    return DistillError(f"evaluation failed: {cause}")

@@ -24,6 +24,7 @@ def combined(measurements: Sequence[Outcome]) -> Outcome:
     return Outcome(
         status="ok" if ran else last.status,
         reason="" if ran else last.reason,
+        failure=None if ran else last.failure,
         metrics=pooled([(one.metrics, len(one.steps_s)) for one in ran]),
         restarts=sum(one.restarts for one in measurements),
         steps_s=[step_s for one in ran for step_s in one.steps_s],

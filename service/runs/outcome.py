@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainables.errors import ExperimentError
+from trainables.failures import Kind
 from trainables.rundir import StageDir, write_json
 
 VERSION = 1
@@ -28,6 +29,8 @@ class Outcome(ResultPart):
 
     status: Status
     reason: str = ""
+    failure: Kind | None = None
+    """What kind of failure ended its workers, where one did."""
     metrics: dict[str, float] = Field(default_factory=dict)
     restarts: int = 0
     steps_s: list[float] = Field(default_factory=list)
@@ -67,11 +70,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """A trial's `result.json`.
-
-    Raises:
-        ExperimentError: it is damaged, or a newer version wrote it.
-    """
+    """A trial's `result.json`. Raises ExperimentError: it is damaged, or a newer version wrote it."""
     check_version(path)
     try:
         return Outcome.model_validate_json(path.read_bytes())
@@ -80,11 +79,7 @@ def read_outcome(path: Path) -> Outcome:
 
 
 def read_summary(stage: StageDir) -> StageSummary | None:
-    """What a stage's `stage.json` holds; None where the stage is not complete.
-
-    Raises:
-        ExperimentError: it is damaged.
-    """
+    """What a stage's `stage.json` holds; None where the stage is not complete. Raises ExperimentError: it is damaged."""
     try:
         return StageSummary.model_validate_json(stage.result.read_bytes())
     except FileNotFoundError:
@@ -94,11 +89,7 @@ def read_summary(stage: StageDir) -> StageSummary | None:
 
 
 def check_version(path: Path) -> None:
-    """Refuse a result that a newer version wrote.
-
-    Raises:
-        ExperimentError: see above.
-    """
+    """Refuse a result that a newer version wrote. Raises ExperimentError."""
     try:
         version = json.loads(path.read_bytes()).get("version", 0)
     except (OSError, ValueError, AttributeError):  # damaged, which whoever reads its fields says

@@ -20,7 +20,7 @@ from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
 from trainables.data.pack.shard import write_shard
 from trainables.errors import DataError
-from trainables.locks import try_lock
+from trainables.locks import locked_or_raise
 from trainables.rundir import expand_home, write_json
 
 
@@ -60,7 +60,9 @@ def pack(
             verify(dest, index, processes)
             shutil.rmtree(dest / UNFINISHED, ignore_errors=True)  # where one was killed right after it wrote the index
             return Packing(index, 0, time.monotonic() - began)
-        with _exclusive(dest):
+        (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        busy = DataError(f"{dest}: another `distill pack` works on it; wait for its end")
+        with locked_or_raise(dest / UNFINISHED / "lock", busy):
             _begin(dest, plan)
             missing = [job for job in plan.jobs if not job.is_whole()]
             num_missing = sum(len(job.split_listing.locations) for job in missing)
@@ -133,19 +135,6 @@ def _refuse_small(dest: Path, plan: Plan, num_missing: int) -> None:
     needed, free = plan.expected_bytes * num_missing // plan.num_samples, shutil.disk_usage(dest).free
     if needed > free:
         raise DataError(f"{dest}: about {needed >> 20:,} MiB are still to be written, and its disk has {free >> 20:,} MiB free")
-
-
-@contextlib.contextmanager
-def _exclusive(dest: Path) -> Iterator[None]:
-    """One command at a time works on `dest`; the lock ends with its process."""
-    (dest / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    lock = try_lock(dest / UNFINISHED / "lock")
-    if lock is None:
-        raise DataError(f"{dest}: another `distill pack` works on it; wait for its end")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def summary_line(dest: Path, packing: Packing) -> str:

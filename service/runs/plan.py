@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
+from service.config.dotted import put
 from service.config.experiment import Experiment
-from service.config.paths import absolute, with_absolute_file
+from service.config.paths import absolute_paths
 from service.runs.assignment import Assignment, reservation_of
-from trainables.config import TeacherConfig
+from trainables.config import TrainConfig
 from trainables.errors import ClusterError
-from trainables.rundir import RunDir, expand_home
+from trainables.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,12 @@ class Plan:
         self, stage: str, run_dir: RunDir, labels: dict[str, str], weights: str | None = None, teachers: tuple[str, ...] = ()
     ) -> Assignment:
         """One stage as its workers get it. `teachers` are the names of the actors that compute its teacher's logits."""
-        config = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights)
-        distill = config.distill
-        if distill is not None:
-            distill = distill.model_copy(update={"method": tuple(map(with_absolute_file, distill.method))})
-        data = config.data.model_copy(update={"loader_workers": self.loader_workers, "path": absolute(config.data.path)})
-        changes = {
-            "data": data,
-            "teacher": _with_absolute_paths(config.teacher),
-            "distill": distill,
-            "loader_auto": self.experiment.data.loader_workers == "auto",
-            "teachers": teachers,
-        }
-        return Assignment(config.model_copy(update=changes), self.use_gpu, self.loader_workers, run_dir.tune)
+        tree = self.experiment.stage(stage, run_dir.stage(stage).root, labels, weights).model_dump()
+        tree["data"]["loader_workers"] = self.loader_workers
+        tree |= {"loader_auto": self.experiment.data.loader_workers == "auto", "teachers": teachers}
+        for key, value in absolute_paths(tree).items():
+            put(tree, key, value, stage)
+        return Assignment(TrainConfig.model_validate(tree), self.use_gpu, self.loader_workers, run_dir.tune)
 
     def reservation(self) -> Reservation:
         """What one stage reserves."""
@@ -64,11 +58,7 @@ class Plan:
         return None
 
     def check(self, cluster: Cluster) -> None:
-        """Refuse what does not fit on the cluster: it would wait for ever, silently.
-
-        Raises:
-            ClusterError: see `refusal`.
-        """
+        """Refuse what does not fit on the cluster: it would wait for ever, silently. Raises ClusterError: see `refusal`."""
         if refusal := self.refusal(cluster):
             raise ClusterError(refusal)
 
@@ -97,12 +87,3 @@ def most_local_cpus(*experiments: Experiment) -> int:
         return 0
     capacity = local_capacity()
     return max(Plan.on(experiment, capacity).reservation().total_cpus for experiment in experiments)
-
-
-def _with_absolute_paths(teacher: TeacherConfig | None) -> TeacherConfig | None:
-    """A teacher whose cache and further teachers are named by absolute paths."""
-    if teacher is None:
-        return None
-    others = tuple(other.model_copy(update={"weights": absolute(other.weights)}) for other in teacher.others)
-    cache = teacher.cache and str(expand_home(teacher.cache).absolute())
-    return teacher.model_copy(update={"others": others, "cache": cache})

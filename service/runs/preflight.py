@@ -29,11 +29,7 @@ PROBED_IMAGES = 8
 
 
 def check_train(resolved: Resolved) -> None:
-    """Refuse a run that its workers would refuse later.
-
-    Raises:
-        DistillError: one line.
-    """
+    """Refuse a run that its workers would refuse later. Raises DistillError."""
     experiment = resolved.experiment
     check_services(experiment, "train")
     if is_local():  # a cluster's size is known once we are connected
@@ -135,11 +131,7 @@ def check_models(experiment: Experiment, classes: tuple[str, ...]) -> None:
 
 
 def check_checkpoints(run_dir: RunDir) -> None:
-    """Refuse to resume from a checkpoint that is damaged.
-
-    Raises:
-        CheckpointError: which, and what to do with it.
-    """
+    """Refuse to resume from a checkpoint that is damaged. Raises CheckpointError: which, and what to do with it."""
     stages = [StageDir(path.parent.parent) for path in sorted(run_dir.root.rglob("checkpoints/last.safetensors"))]
     needed = [(stage.last, stage.best, stage) for stage in stages if not stage.result.exists()]
     for name in read_resolved(run_dir.experiment).experiment.preparation:

@@ -80,13 +80,6 @@ class StageRow(Outcome):
     """Of its best epoch."""
 
 
-class StageTimes(ResultPart):
-    """What a stage took in all sessions of its run that ended by themselves."""
-
-    seconds: float
-    start_s: float | None
-
-
 class MlflowTarget(ResultPart):
     """Where the records go."""
 
@@ -135,7 +128,6 @@ class RunResult(ResultPart):
     num_workers: int | None = None
     loader_workers: int | str | None = None
     stages: list[StageRow] = Field(default_factory=list)
-    stage_times: dict[str, StageTimes] = Field(default_factory=dict)
     trials: list[TrialRow] | None = None
     best: TrialRow | None = None
     space: dict[str, Any] = Field(default_factory=dict)

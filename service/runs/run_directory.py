@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ from service.config.experiment import Resolved, read_resolved
 from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from trainables.errors import ExperimentError
-from trainables.locks import is_locked, try_lock
+from trainables.locks import is_locked, locked_or_raise
 from trainables.rundir import RunDir, unwritable_reason, write_atomic
 
 
@@ -32,11 +31,7 @@ def check_writable(root: Path, out: Path | None) -> None:
 
 
 def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
-    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has.
-
-    Raises:
-        ExperimentError: it cannot be created.
-    """
+    """Create `out`, or ROOT/<name>-<time>/ under a name that no other run has. Raises ExperimentError: it cannot be created."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     serial = 1
     while True:
@@ -91,20 +86,14 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     return replace(resolved, sources=result.sources), run_dir, result
 
 
-@contextlib.contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
+def locked(run_dir: RunDir) -> AbstractContextManager[None]:
     """Lock a run directory against a second driver, which would train into the same files.
 
     Raises:
         ExperimentError: another process works on this run.
     """
-    lock = try_lock(run_dir.root / ".lock")
-    if lock is None:
-        raise ExperimentError(f"{run_dir.root} is being carried out by another process: wait for it, or end it first")
-    try:
-        yield
-    finally:
-        lock.release()
+    refusal = f"{run_dir.root} is being carried out by another process: wait for it, or end it first"
+    return locked_or_raise(run_dir.root / ".lock", ExperimentError(refusal))
 
 
 def abandoned(run_dir: RunDir) -> bool:

@@ -37,7 +37,7 @@ class Reporter(Protocol):
     def verdict(self, result: RunResult) -> Sequence[str]:
         """Which trial of a sweep won and why, in sentences."""
 
-    def write_page_at_end(self, run_dir: RunDir, result: RunResult, say: Callable[[str], None]) -> None:
+    def write_page_at_end(self, run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:
         """Write `report.html`; what goes wrong is logged, and raises nothing."""
 
 
@@ -80,27 +80,27 @@ class Session:
         """The tables and sentences of the result as it stands, on the terminal."""
         for part in self.reporter.tables(self.result):
             if isinstance(part, str):
-                self.display.say(part)
+                self.display.print(part)
             else:
                 self.display.console.print(part)
 
 
 @contextlib.contextmanager
-def session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Iterator[Session]:
+def open_session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Iterator[Session]:
     """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
     with locked(run_dir), Display() as display:
-        now = _open(resolved, run_dir, display, reporter)
-        display.say(f"{now.result.kind} {resolved.experiment.name} in {run_dir.root}")
+        session = _open(resolved, run_dir, display, reporter)
+        display.print(f"{session.result.kind} {resolved.experiment.name} in {run_dir.root}")
         try:
-            yield now
+            yield session
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | RayLostError)
             with contextlib.suppress(OSError):  # a full disk is the usual reason to be here: the error itself matters more
-                now.save(status="interrupted" if interrupted else "failed", reason=str(error))
-            _close(now, "KILLED" if interrupted else "FAILED", 5.0)
+                session.save(status="interrupted" if interrupted else "failed", reason=str(error))
+            _close(session, "KILLED" if interrupted else "FAILED", 5.0)
             raise
-        now.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
-        _close(now, "FINISHED", FLUSH_S)
+        session.save(status="complete", finished=datetime.now().isoformat(timespec="seconds"))
+        _close(session, "FINISHED", FLUSH_S)
 
 
 def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Reporter) -> Session:
@@ -113,36 +113,36 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Repor
         tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
         tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=describe(kind))
         tracker.artifact(kind, run_dir.experiment)
-    now = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
-    now.save(version=VERSION, status="running", reason="", mlflow=target)
-    return now
+    session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
+    session.save(version=VERSION, status="running", reason="", mlflow=target)
+    return session
 
 
-def _close(now: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
-    if now.tracker:  # first of all, so that a second Ctrl-C, while the page is made, leaves no run open
-        for key, ended in now.tracker.runs().items():
-            if ended is None and key != now.key:  # trials that were running when the sweep was interrupted
-                now.tracker.end_run(key, status)
-        now.tracker.artifact(now.key, now.run_dir.result)
-        now.tracker.end_run(now.key, status)
-    now.reporter.write_page_at_end(now.run_dir, now.result, now.display.say)
-    if now.tracker is None:
+def _close(session: Session, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_s: float) -> None:
+    if session.tracker:  # first of all, so that a second Ctrl-C, while the page is made, leaves no run open
+        for key, ended in session.tracker.runs().items():
+            if ended is None and key != session.key:  # trials that were running when the sweep was interrupted
+                session.tracker.end_run(key, status)
+        session.tracker.artifact(session.key, session.run_dir.result)
+        session.tracker.end_run(session.key, status)
+    session.reporter.write_page_at_end(session.run_dir, session.result, session.display.print)
+    if session.tracker is None:
         return
-    if now.run_dir.report.exists():
-        now.tracker.artifact(now.key, now.run_dir.report)
-    start_tracking(now)
-    delivery = now.tracker.close(timeout_s)
-    now.display.say(delivery.message)
+    if session.run_dir.report.exists():
+        session.tracker.artifact(session.key, session.run_dir.report)
+    start_tracking(session)
+    delivery = session.tracker.close(timeout_s)
+    session.display.print(delivery.message)
     if status == "FINISHED" and not delivery.num_pending:
-        for folder in sync_neighbours(Path(now.result.runs_root), now.run_dir):
-            now.display.say(f"MLflow was also sent what had waited in {folder}")
+        for folder in sync_neighbours(Path(session.result.runs_root), session.run_dir):
+            session.display.print(f"MLflow was also sent what had waited in {folder}")
 
 
-def start_tracking(now: Session) -> None:
+def start_tracking(session: Session) -> None:
     """Begin to send to MLflow, once: its import takes a core for seconds, which a run that is starting needs itself."""
-    if now.tracker and not now.sending:
-        now.sending = True
-        now.tracker.start()
+    if session.tracker and not session.sending:
+        session.sending = True
+        session.tracker.start()
 
 
 def describe(kind: str) -> dict[str, str]:
@@ -162,15 +162,15 @@ def written_ms(path: Path) -> int | None:
     return int(path.stat().st_mtime * 1000) if path.exists() else None
 
 
-def record_numbers(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
+def record_numbers(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float], prefix: str = "") -> None:
     """A stage's final numbers in MLflow."""
-    if now.tracker and metrics:
+    if session.tracker and metrics:
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
-        now.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
+        session.tracker.metrics(key, int(metrics.get("steps", 0)), named, written_ms(stage.result))
 
 
-def record_student(now: Session, key: str, stage: StageDir, metrics: Mapping[str, float]) -> None:
+def record_student(session: Session, key: str, stage: StageDir, metrics: Mapping[str, float]) -> None:
     """The student's final numbers under plain names, and the student itself, in MLflow."""
-    record_numbers(now, key, stage, metrics)
-    if now.tracker and stage.best.exists() and now.experiment.tracking.log_model:
-        now.tracker.model(key, stage.best)
+    record_numbers(session, key, stage, metrics)
+    if session.tracker and stage.best.exists() and session.experiment.tracking.log_model:
+        session.tracker.model(key, stage.best)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from service.config.method_rules import needs_teacher
-from service.config.paths import absolute
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.result import StageRow, StageTimes
+from service.runs.result import StageRow
 from service.runs.session import Session, record_numbers, start_tracking
-from service.runs.trial import accounted, run_to_end
+from service.runs.trial import accounted_over_sessions, begin_session, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
 
 
-def prepare_teacher(now: Session, plan: Plan) -> str | None:
+def prepare_teacher(session: Session, plan: Plan) -> str | None:
     """The path of the weights that the student learns from: the teacher's, or those of the last assistant.
 
     The teacher is trained unless the experiment names its weights, then each assistant by the one before it. A stage that is
@@ -30,72 +28,44 @@ def prepare_teacher(now: Session, plan: Plan) -> str | None:
     experiment = plan.experiment
     if experiment.teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
-    weights = absolute(experiment.teacher.weights) if experiment.teacher.weights else None
+    weights = experiment.teacher.weights
     for name in experiment.preparation:
         if name == "teacher" and weights is not None:
             continue
-        assignment = plan.assign(name, now.run_dir, {"run": now.run_dir.root.name}, weights)
-        weights = str(StageDir(Path(run_stage(now, assignment).output_dir)).best)
+        assignment = plan.assign(name, session.run_dir, {"run": session.run_dir.root.name}, weights)
+        weights = str(StageDir(Path(run_stage(session, assignment).output_dir)).best)
     return weights
 
 
-def run_stage(now: Session, assignment: Assignment) -> TrainConfig:
-    """Carry a stage out, shown and recorded.
-
-    Raises:
-        TrainingError: it did not end well; one line.
-    """
+def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
+    """Carry a stage out, shown and recorded. Raises TrainingError: it did not end well; one line."""
     config, stage = assignment.config, assignment.stage_dir
-    if now.tracker:
-        now.tracker.follow(now.key, stage.metrics, f"{config.stage}/")
-    now.display.follow(config.stage, stage)
-    began_s = time.time()
+    if session.tracker:
+        session.tracker.follow(session.key, stage.metrics, f"{config.stage}/")
+    session.display.follow(config.stage, stage)
 
     def tick() -> None:
         if stage.metrics.exists():
-            start_tracking(now)
+            start_tracking(session)
 
-    try:
-        outcome = now.wait_for(lambda: run_to_end(assignment), tick)
-    except BaseException:  # the session ends, and is saved: so is what it has done of this stage
-        over_sessions(now, config.stage, accounted(Outcome(status="stopped"), stage, began_s))
-        raise
-    now.display.unfollow(config.stage)
-    record_stage(now, assignment, accounted(outcome, stage, began_s))
+    begin_session(stage)
+    outcome = session.wait_for(lambda: run_to_end(assignment), tick)
+    session.display.unfollow(config.stage)
+    record_stage(session, assignment, accounted_over_sessions(outcome, stage))
     if config.stage != "student":  # which has plain names, see `record_student`
-        record_numbers(now, now.key, stage, outcome.metrics, f"{config.stage}/")
+        record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/")
     if outcome.status != "ok":
         raise TrainingError(outcome.reason)
     return config
 
 
-def record_stage(now: Session, assignment: Assignment, outcome: Outcome) -> None:
+def record_stage(session: Session, assignment: Assignment, outcome: Outcome) -> None:
     """Add a stage's end to `result.json`, in place of an earlier try's."""
-    config, stage = assignment.config, assignment.stage_dir
-    rows = {row.stage: row for row in now.result.stages}
-    before = rows.pop(config.stage, None)
+    stage, best = assignment.config.stage, assignment.stage_dir.best
+    rows = {row.stage: row for row in session.result.stages}
+    before = rows.pop(stage, None)
     if before and before.status == outcome.status == "ok":  # it was complete: its times stand
         return
-    outcome = over_sessions(now, config.stage, outcome)
-    row = StageRow(
-        stage=config.stage,
-        model=config.model,
-        status=outcome.status,
-        reason=outcome.reason,
-        restarts=outcome.restarts,
-        metrics=outcome.metrics,
-        checkpoint=str(stage.best) if stage.best.exists() else None,
-        seconds=outcome.seconds,
-        start_s=outcome.start_s,
-        end_s=outcome.end_s,
-    )
-    now.save(stages=[*rows.values(), row])
-
-
-def over_sessions(now: Session, stage: str, outcome: Outcome) -> Outcome:
-    """The outcome with the times of this session and of the earlier ones that carried out the stage; saved for the next one."""
-    before = now.result.stage_times.get(stage, StageTimes(seconds=0.0, start_s=None))
-    starts_s = [start_s for start_s in (before.start_s, outcome.start_s) if start_s is not None]
-    times = StageTimes(seconds=before.seconds + outcome.seconds, start_s=sum(starts_s) if starts_s else None)
-    now.save(stage_times={**now.result.stage_times, stage: times})
-    return outcome.model_copy(update=dict(times))
+    fields = outcome.model_dump(exclude={"steps_s", "ended_s", "measurements"})
+    about = {"stage": stage, "model": assignment.config.model, "checkpoint": str(best) if best.exists() else None}
+    session.save(stages=[*rows.values(), StageRow.model_validate({**about, **fields})])

@@ -42,7 +42,7 @@ def running_teacher_actors(
             name = f"{run}-{time.time_ns():x}-teacher-{number}"
             actors[name] = start(name, each, nodes[number].node_id if nodes else None)
         kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
-        display.say(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
+        display.print(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
         wait_for(lambda: _wait_until_started(display, actors), display)
         yield tuple(actors)
         _show_counts(display, teacher.model, actors)
@@ -84,12 +84,12 @@ def _wait_until_started(display: Display, actors: dict[str, Any]) -> None:
         try:
             ray.get(started)
         except ray.exceptions.ActorUnavailableError:  # it died and is being restarted: its first request waits for that
-            display.say("teacher.service: an actor died while it started: Ray starts it again")
+            display.print("teacher.service: an actor died while it started: Ray starts it again")
         except ray.exceptions.RayError as error:
             raise ClusterError(f"teacher.service: its actors cannot start: {str(error).splitlines()[0]}") from error
         if not starting:
             return
-        display.say("teacher.service: the cluster has no room for its actors yet: still waiting")
+        display.print("teacher.service: the cluster has no room for its actors yet: still waiting")
 
 
 def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _show_counts(display: Display, model: str, actors: dict[str, Any]) -> None:
     with contextlib.suppress(ray.exceptions.RayError):  # for information alone
         counts = ray.get([actor.counts.remote() for actor in actors.values()], timeout=5)
         computed, returned = (sum(count[name] for count in counts) for name in ("computed", "returned"))
-        display.say(
+        display.print(
             f"teacher.service: since its actors were last started {model} ran for {computed:,} images, "
             f"and logits of {returned:,} were returned"
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
-from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
@@ -41,9 +40,9 @@ def fill(resolved: Resolved, root: Path) -> str:
         plan = Plan.on(experiment, cluster)
         plan.check(cluster)
         after_teacher = [name for name in experiment.preparation if name != "teacher"]
-        display.say(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
+        display.print(f"filling {teacher.cache} with the logits of {teacher.model}: {plan.describe(cluster)}")
         first, labels = next(iter(after_teacher), "student"), {"run": run_dir.root.name}
-        assignment = plan.assign(first, run_dir, labels, absolute(teacher.weights))
+        assignment = plan.assign(first, run_dir, labels, teacher.weights)
         stage = StageDir(run_dir.stage("cache").root)
         values = {**assignment.config.model_dump(), "stage": "cache", "output_dir": str(stage.root), "model": teacher.model}
         assignment = replace(assignment, config=FillConfig.model_validate(values))

@@ -8,7 +8,7 @@ from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
-from service.runs.session import Reporter, record_student, session
+from service.runs.session import Reporter, open_session, record_student
 from service.runs.stages import prepare_teacher, run_stage
 from service.runs.teacher_actors import running_teacher_actors
 from trainables.rundir import RunDir, StageDir
@@ -22,16 +22,16 @@ def train(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
         KeyboardInterrupt: the records are complete.
     """
     experiment = resolved.experiment
-    with session(resolved, run_dir, reporter) as now:
+    with open_session(resolved, run_dir, reporter) as session:
         cpus = most_local_cpus(experiment)
         with connect(cpus, run_dir.root, experiment.written_cache("train")) as cluster:
             plan = Plan.on(experiment, cluster)
             plan.check(cluster)
-            now.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
-            now.display.say(plan.describe(cluster))
-            weights = prepare_teacher(now, plan)
-            with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as teachers:
-                student = run_stage(now, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
-        record_student(now, now.key, StageDir(Path(student.output_dir)), now.result.stages[-1].metrics)
-        now.show_result()
-    return now.result
+            session.save(use_gpu=plan.use_gpu, num_workers=experiment.scale.num_workers, loader_workers=plan.loader_workers)
+            session.display.print(plan.describe(cluster))
+            weights = prepare_teacher(session, plan)
+            with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as teachers:
+                student = run_stage(session, plan.assign("student", run_dir, {"run": run_dir.root.name}, weights, teachers))
+        record_student(session, session.key, StageDir(Path(student.output_dir)), session.result.stages[-1].metrics)
+        session.show_result()
+    return session.result

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, StageSummary, read_outcome, read_summary, write_outcome
 from trainables.errors import DistillError
-from trainables.failures import RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, append_line, read_lines
 
 if TYPE_CHECKING:
@@ -111,11 +111,13 @@ def unless_restarted(assignment: Assignment, error: WorkersFailedError, restarts
     """The outcome of a stage whose workers failed; None where it is to be restarted, for which there are resources again."""
     stage, limit = assignment.stage_dir, assignment.config.scale.max_failures
     cause = cause_of(stage, error)
-    status: Literal["oom", "failed"] = "oom" if cause.kind == "out_of_memory" else "failed"
+    outcome = Outcome(
+        status="oom" if cause.kind in OUT_OF_MEMORY_KINDS else "failed", reason=str(cause), failure=cause.kind, restarts=restarts
+    )
     if cause.kind not in RETRYABLE or restarts == limit:
-        return Outcome(status=status, reason=str(cause), restarts=restarts)
+        return outcome
     if refusal := wait_for_resources(assignment):
-        return Outcome(status="failed", reason=f"{cause}; and now {refusal}", restarts=restarts)
+        return outcome.model_copy(update={"reason": f"{cause}; and now {refusal}"})
     log(stage, f"{cause}: going on from the last checkpoint (restart {restarts + 1} of at most {limit})")
     return None
 
@@ -148,11 +150,17 @@ def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: b
     return outcome.model_copy(update=times)
 
 
-def accounted_over_sessions(outcome: Outcome, stage: StageDir, began_s: Sequence[float]) -> Outcome:
-    """The outcome with the times of all drivers' sessions that worked on it; they began at `began_s` (unix), in order.
+def begin_session(stage: StageDir) -> None:
+    """Note that this driver begins to work on a stage, for `accounted_over_sessions`."""
+    append_line(stage.sessions, {"began_s": time.time()})
 
-    A session that was killed counts from its beginning to its last record: what it did after that is lost.
+
+def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
+    """The outcome with the times of all drivers' sessions that worked on the stage.
+
+    A session that was interrupted counts from its beginning to its last record.
     """
+    began_s = [session["began_s"] for session in read_lines(stage.sessions)]
     outcome = accounted(outcome, stage, began_s[-1])
     seconds, starts_s = outcome.seconds, [outcome.start_s]
     for began, next_began in itertools.pairwise(began_s):
@@ -206,10 +214,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
         assignment = assignments[trial_id]
-        append_line(run_dir.sessions, {"began_s": time.time()})
+        begin_session(assignment.stage_dir)
         outcome = run_to_end(assignment, [TuneReportCallback()])
-        began_s = [session["began_s"] for session in read_lines(run_dir.sessions)]
-        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir, began_s))
+        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir))
     tune.report({"done": True, **read_outcome(run_dir.result).metrics})
 
 

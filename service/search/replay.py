@@ -20,7 +20,6 @@ from service.search.accuracy_race import Race
 from service.search.planner import METRICS, Guided
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
-from trainables.failures import NODE_OUT_OF_MEMORY
 from trainables.metrics.phases import PHASES
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
@@ -33,7 +32,7 @@ def observation(outcome: Outcome) -> Observation:
     Of a trial without the times of its steps its mean counts as one step: little is known of how far that is off.
     """
     m, start_s, seconds = outcome.metrics, outcome.start_s, outcome.seconds or None
-    if outcome.status == "oom" and outcome.reason != NODE_OUT_OF_MEMORY:  # a node's memory has more users than a batch
+    if outcome.status == "oom" and outcome.failure != "node_out_of_memory":  # which has more users than a batch
         return Observation("oom", start_s=start_s, seconds=seconds)
     if outcome.status != "ok" or "step_s" not in m:
         return Observation("failed", start_s=start_s, seconds=seconds)

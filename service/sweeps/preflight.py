@@ -1,15 +1,17 @@
-"""What can be refused of a sweep before Ray starts; see `service.runs.preflight`."""
+"""What can be refused of a sweep before Ray starts, see `service.runs.preflight`; and its points that cannot run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from service.cluster.resources import is_local, local_capacity
+from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
+from service.runs.dry_run import check_fits, num_classes_of
+from service.runs.outcome import Outcome
+from service.runs.plan import Plan
 from service.runs.preflight import check_data, check_services
-from service.sweeps.infeasible import mark_unbuildable, mark_unschedulable
 from service.sweeps.trials import Trial, plan_trials
-from trainables.errors import ExperimentError
+from trainables.errors import DataError, ExperimentError
 
 
 def check_sweep(resolved: Resolved) -> None:
@@ -35,11 +37,32 @@ def check_sweep(resolved: Resolved) -> None:
 
 
 def check_any_runs(trials: Sequence[Trial]) -> None:
-    """Refuse trials of which none is left to run.
-
-    Raises:
-        ExperimentError: with the first one's reason.
-    """
+    """Refuse trials of which none is left to run. Raises ExperimentError: with the first one's reason."""
     if all(trial.outcome is not None for trial in trials):
         reason = trials[0].outcome.reason if trials[0].outcome else ""
         raise ExperimentError(f"sweep.space: none of its {len(trials)} points can run; the first: {reason}")
+
+
+def mark_unschedulable(trials: Iterable[Trial], cluster: Cluster) -> None:
+    """Mark as `infeasible` what does not fit on the cluster, as `oversubscribed` what has fewer real cores than it reserves."""
+    for trial in trials:
+        if trial.resolved is None or (trial.outcome is not None and trial.loader_workers != "auto"):
+            continue
+        plan = Plan.on(trial.resolved.experiment, cluster)
+        trial.loader_workers = plan.loader_workers
+        trial.oversubscribed = cluster.oversubscribed(plan.reservation())
+        if trial.outcome is None and (refusal := plan.refusal(cluster)):
+            trial.outcome = Outcome(status="infeasible", reason=refusal)
+
+
+def mark_unbuildable(trials: Iterable[Trial]) -> None:
+    """Mark as `infeasible` the points whose student could not be built with its methods."""
+    for trial in trials:
+        if trial.outcome is None and trial.resolved is not None:
+            experiment = trial.resolved.experiment
+            try:
+                check_fits(experiment, num_classes_of(experiment.data.path, experiment.data.synthetic_classes), ["student"])
+            except DataError:
+                continue  # a search over data.path: the trial itself says what is wrong with it
+            except ExperimentError as error:
+                trial.outcome = Outcome(status="infeasible", reason=str(error))

@@ -29,53 +29,53 @@ class TeacherSource:
 
 
 def run_pending(
-    now: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
+    session: Session, records: TrialRecords, trials: list[Trial], pending: list[Trial], cluster: Cluster, teacher: TeacherSource
 ) -> None:
     """Hand the pending ones of the trials to Ray Tune and record each as it ends; a guided search may measure any point again."""
-    guided = now.experiment.sweep.policy == "guided" and not any(trial.probe for trial in pending)
+    guided = session.experiment.sweep.policy == "guided" and not any(trial.probe for trial in pending)
     candidates = [trial for trial in trials if not trial.probe] if guided else pending
-    assignments = assign(now, candidates, cluster, teacher, guided=guided)
-    save_rows(now, trials)
+    assignments = assign(session, candidates, cluster, teacher, guided=guided)
+    save_rows(session, trials)
     if not assignments:
         return
     if guided:
         assignments = with_shared_starts(assignments)
-        search = partial(guide_trials, now.result)
+        search = partial(guide_trials, session.result)
     else:
-        search = partial(tune_trials, now.experiment.sweep)
-    watch = TrialWatch(now, records, trials)
-    max_concurrent = concurrency(now, assignments, cluster)
-    now.wait_for(lambda: search(assignments, now.run_dir, max_concurrent), watch.tick)
+        search = partial(tune_trials, session.experiment.sweep)
+    watch = TrialWatch(session, records, trials)
+    max_concurrent = concurrency(session, assignments, cluster)
+    session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
     watch.tick()
     if not guided:  # which has written how each point ended that it began
         watch.end_unfinished(pending)
-    save_rows(now, trials)
+    save_rows(session, trials)
 
 
 def assign(
-    now: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource, *, guided: bool
+    session: Session, trials: Sequence[Trial], cluster: Cluster, teacher: TeacherSource, *, guided: bool
 ) -> dict[str, Assignment]:
     """The student's stage of each trial that can run, by trial; its experiment is written to its folder."""
     assignments = {}
     for trial in trials:
         if trial.resolved is None or (trial.outcome is not None and trial.outcome.status == "infeasible"):
             continue
-        run_dir = now.run_dir.trial(trial.id)
+        run_dir = session.run_dir.trial(trial.id)
         if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
             shutil.rmtree(run_dir.measurement(trial.num_measurements).root, ignore_errors=True)
         if trial.outcome is None:
             write_atomic(run_dir.experiment, trial.resolved.to_yaml().encode())
-        plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": now.run_dir.root.name, "trial": trial.id}
+        plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
         assignments[trial.id] = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
     return assignments
 
 
-def concurrency(now: Session, assignments: Mapping[str, Assignment], cluster: Cluster) -> int:
+def concurrency(session: Session, assignments: Mapping[str, Assignment], cluster: Cluster) -> int:
     """How many trials may run at a time."""
-    config, reservations = now.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
+    config, reservations = session.experiment.sweep, [assignment.reservation for assignment in assignments.values()]
     count = min(cluster.max_concurrent(reservation, config.max_concurrent) for reservation in reservations)
     if count > 1 and config.steps and any(reservation.service for reservation in reservations):
-        now.display.say("one trial at a time: others would share teacher.service with it, and slow it down")
+        session.display.print("one trial at a time: others would share teacher.service with it, and slow it down")
         return 1
     return count
 
@@ -83,40 +83,40 @@ def concurrency(now: Session, assignments: Mapping[str, Assignment], cluster: Cl
 class TrialWatch:
     """Sees trials begin and end while Ray Tune runs them, by their files; `tick` is called a few times a second."""
 
-    def __init__(self, now: Session, records: TrialRecords, trials: list[Trial]) -> None:
-        self._now, self._records, self._trials = now, records, trials
+    def __init__(self, session: Session, records: TrialRecords, trials: list[Trial]) -> None:
+        self._session, self._records, self._trials = session, records, trials
         self._begun: set[StageDir] = set()
         self._loaded_ns = {trial.id: changed_ns(self._result_of(trial)) for trial in trials}
 
     def tick(self) -> None:
         """Show and record which measurements have begun and which trials have a new result."""
-        start_tracking(self._now)
+        start_tracking(self._session)
         for trial in self._trials:
-            stage = self._now.run_dir.trial(trial.id).measurement(trial.num_measurements)
+            stage = self._session.run_dir.trial(trial.id).measurement(trial.num_measurements)
             if stage.root.exists() and stage not in self._begun:
                 self._begun.add(stage)
                 self._records.begin(trial, stage)
-                self._now.display.follow(trial.id, stage)
+                self._session.display.follow(trial.id, stage)
             written_ns = changed_ns(self._result_of(trial))
             if written_ns != self._loaded_ns[trial.id]:
                 self._loaded_ns[trial.id] = written_ns
-                load_outcomes([trial], self._now.run_dir)
+                load_outcomes([trial], self._session.run_dir)
                 self._records.end(trial)
-                save_rows(self._now, self._trials)
-        self._now.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+                save_rows(self._session, self._trials)
+        self._session.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
 
     def end_unfinished(self, pending: Sequence[Trial]) -> None:
         """Write and record the outcome of trials that left no result."""
         for trial in pending:
             if trial.outcome is None:
-                if self._now.run_dir.trial(trial.id).measurement(0) not in self._begun:
+                if self._session.run_dir.trial(trial.id).measurement(0) not in self._begun:
                     self._records.begin(trial)
-                trial.outcome = unfinished(self._now, trial)
+                trial.outcome = unfinished(self._session, trial)
                 write_outcome(self._result_of(trial), trial.outcome)
                 self._records.end(trial)
 
     def _result_of(self, trial: Trial) -> Path:
-        return self._now.run_dir.trial(trial.id).result
+        return self._session.run_dir.trial(trial.id).result
 
 
 def changed_ns(path: Path) -> int:
@@ -127,11 +127,11 @@ def changed_ns(path: Path) -> int:
         return 0
 
 
-def unfinished(now: Session, trial: Trial) -> Outcome:
+def unfinished(session: Session, trial: Trial) -> Outcome:
     """The outcome of a trial that left no result: stopped by the scheduler, or lost with its process."""
-    run_dir = now.run_dir.trial(trial.id)
+    run_dir = session.run_dir.trial(trial.id)
     epochs = [record for record in read_lines(run_dir.stage("student").metrics) if record["kind"] == "epoch"]
-    if now.experiment.sweep.policy != "asha" or not epochs:
+    if session.experiment.sweep.policy != "asha" or not epochs:
         return Outcome(status="failed", reason=f"the trial's process died: see the logs under {run_dir.root}")
     last = final_names(epochs[-1]["metrics"])
     metrics = {name: value for name, value in last.items() if not name.startswith(("train/", "val/"))}  # as in a summary
@@ -155,9 +155,9 @@ def best_of(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None
     return pick(complete, key=lambda row: row.metrics[metric])
 
 
-def save_rows(now: Session, trials: Sequence[Trial]) -> None:
+def save_rows(session: Session, trials: Sequence[Trial]) -> None:
     """Write the rows as they stand."""
-    config = now.experiment.sweep
-    rows = [trial.row(now.resolved, config.timing_steps is not None) for trial in trials]
+    config = session.experiment.sweep
+    rows = [trial.row(session.resolved, config.timing_steps is not None) for trial in trials]
     best = best_of(rows, config.figure, config.mode)
-    now.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)
+    session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)

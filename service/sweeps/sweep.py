@@ -8,14 +8,13 @@ from service.cluster.connect import connect
 from service.cluster.resources import Cluster, is_local, local_capacity
 from service.config.experiment import Resolved
 from service.config.method_rules import needs_teacher
-from service.config.paths import absolute
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
-from service.runs.session import Reporter, Session, record_student, session
+from service.runs.session import Reporter, Session, open_session, record_student
 from service.runs.stages import prepare_teacher
 from service.runs.teacher_actors import running_teacher_actors
 from service.search.replay import conclusion, race, replay
-from service.sweeps.infeasible import mark_unbuildable, mark_unschedulable
+from service.sweeps.preflight import mark_unbuildable, mark_unschedulable
 from service.sweeps.run_trials import TeacherSource, run_pending, save_rows
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, finished_trainings, load_outcomes, plan_trials, training_of
@@ -31,10 +30,10 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
         KeyboardInterrupt: the records are complete.
     """
     trials = plan_trials(resolved)
-    with session(resolved, run_dir, reporter) as now:
-        records = TrialRecords(now)
+    with open_session(resolved, run_dir, reporter) as session:
+        records = TrialRecords(session)
         load_outcomes(trials, run_dir)
-        rows = {row.id: row for row in now.result.rows}
+        rows = {row.id: row for row in session.result.rows}
         for trial in trials:
             if (row := rows.get(trial.id)) is not None:
                 trial.loader_workers, trial.oversubscribed = row.scale.loader_workers, row.oversubscribed
@@ -48,16 +47,16 @@ def sweep(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
             cache = resolved.experiment.written_cache("sweep")
             with connect(most_local_cpus(*experiments), run_dir.root, cache) as cluster:
                 mark_unschedulable(trials, cluster)
-                run_trials(now, records, trials, cluster)
-        finish(now, records, trials)
-    return now.result
+                run_trials(session, records, trials, cluster)
+        finish(session, records, trials)
+    return session.result
 
 
-def run_trials(now: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster) -> None:
+def run_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster) -> None:
     """Prepare teacher and assistants once, then run the trials that are left, and train the fastest to the target where asked."""
-    experiment = now.experiment
+    experiment = session.experiment
     plan, config = Plan.on(experiment, cluster), experiment.sweep
-    now.save(
+    session.save(
         use_gpu=plan.use_gpu,
         space=config.axes,
         metric=config.metric,
@@ -69,47 +68,47 @@ def run_trials(now: Session, records: TrialRecords, trials: list[Trial], cluster
         hardware=ClusterHardware.model_validate(cluster.hardware(plan.use_gpu, experiment.scale.cpus_per_worker)),
     )
     pending = [trial for trial in trials if trial.outcome is None]
-    now.display.say(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
+    session.display.print(f"{len(pending)} trials to run, {len(trials) - len(pending)} already decided")
     if not pending and config.policy != "guided":
         return
     timing = config.timing_steps is not None and not config.races
-    weights = untrained_teacher(now) if timing else prepare_teacher(now, fitting(plan, cluster))
+    weights = untrained_teacher(session) if timing else prepare_teacher(session, fitting(plan, cluster))
     if config.races:
-        noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in now.result.stages]
-        now.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
-    with running_teacher_actors(now.run_dir.root.name, now.display, plan, cluster, weights) as actors:
+        noise_scales = [stage.metrics.get("noise_scale", 0.0) for stage in session.result.stages]
+        session.save(noise_scales=[noise_scale for noise_scale in noise_scales if noise_scale > 0])
+    with running_teacher_actors(session.run_dir.root.name, session.display, plan, cluster, weights) as actors:
         teacher = TeacherSource(weights, actors)
-        run_pending(now, records, trials, pending, cluster, teacher)
+        run_pending(session, records, trials, pending, cluster, teacher)
         if config.races:
-            race_trials(now, records, trials, cluster, teacher)
+            race_trials(session, records, trials, cluster, teacher)
 
 
-def race_trials(now: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
+def race_trials(session: Session, records: TrialRecords, trials: list[Trial], cluster: Cluster, teacher: TeacherSource) -> None:
     """Train to the target, one after the other, the points that may reach it first; each as long as it may be the first."""
     if not any(trial.outcome and trial.outcome.status == "ok" for trial in trials):
         return
-    planner = replay(now.result)
+    planner = replay(session.result)
     while True:
-        contest, ids = race(now.result, planner)
+        contest, ids = race(session.result, planner)
         row = contest.ask()
-        now.display.say(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
+        session.display.print(contest.why() if row is None else f"trial {ids[row]} is trained to the target: {contest.why()}")
         if row is None:
             return
         probe = next(trial for trial in trials if trial.id == ids[row])
-        trials.append(training_of(now.resolved, probe, contest.until_s))
-        run_pending(now, records, trials, trials[-1:], cluster, teacher)
+        trials.append(training_of(session.resolved, probe, contest.until_s))
+        run_pending(session, records, trials, trials[-1:], cluster, teacher)
 
 
-def untrained_teacher(now: Session) -> str | None:
+def untrained_teacher(session: Session) -> str | None:
     """The student's teacher in a timing sweep: its speed does not depend on its weights, so that its first ones will do.
 
     Raises:
         DistillError: the data or the model cannot be opened.
     """
-    experiment, stage = now.experiment, now.run_dir.stage("untrained-teacher")
+    experiment, stage = session.experiment, session.run_dir.stage("untrained-teacher")
     teacher, data = experiment.teacher, experiment.data
     if teacher is not None and teacher.weights and not experiment.assistants:
-        return absolute(teacher.weights)
+        return teacher.weights
     if teacher is None or not needs_teacher(experiment.distill, experiment.sweep.axes):
         return None
     name = experiment.assistants[-1].model if experiment.assistants else teacher.model
@@ -121,7 +120,7 @@ def untrained_teacher(now: Session) -> str | None:
     model = build_model(name, num_classes=len(classes), image_size=data.image_size, seed=experiment.seed)
     about = {"model": name, "num_classes": len(classes), "classes": list(classes), "image_size": data.image_size}
     checkpoint.write_tensors(stage.best, {f"model.{name}": value for name, value in model.state_dict().items()}, about)
-    now.display.say(f"a timing sweep: the teacher {name} runs with untrained weights")
+    session.display.print(f"a timing sweep: the teacher {name} runs with untrained weights")
     return str(stage.best)
 
 
@@ -143,28 +142,28 @@ def fitting(plan: Plan, cluster: Cluster) -> Plan:
     return smaller
 
 
-def finish(now: Session, records: TrialRecords, trials: list[Trial]) -> None:
+def finish(session: Session, records: TrialRecords, trials: list[Trial]) -> None:
     """The table, the verdict and the winner's student."""
-    save_rows(now, trials)
-    if now.experiment.sweep.policy == "guided":
-        now.save(**conclusion(now.result))
-    record_missing(now, records, trials)
-    now.show_result()
-    best = now.result.best
-    if now.tracker:
-        now.tracker.describe(now.key, now.reporter.verdict(now.result))
+    save_rows(session, trials)
+    if session.experiment.sweep.policy == "guided":
+        session.save(**conclusion(session.result))
+    record_missing(session, records, trials)
+    session.show_result()
+    best = session.result.best
+    if session.tracker:
+        session.tracker.describe(session.key, session.reporter.verdict(session.result))
         if best is not None:
-            now.tracker.tags(f"trial/{best.id}", {"best": "true"})
+            session.tracker.tags(f"trial/{best.id}", {"best": "true"})
     if best is None:
-        raise TrainingError(f"no trial of {len(trials)} gave {now.experiment.sweep.metric}: see the reasons in the table")
-    record_student(now, now.key, now.run_dir.trial(best.id).stage("student"), best.metrics)
+        raise TrainingError(f"no trial of {len(trials)} gave {session.experiment.sweep.metric}: see the reasons in the table")
+    record_student(session, session.key, session.run_dir.trial(best.id).stage("student"), best.metrics)
 
 
-def record_missing(now: Session, records: TrialRecords, trials: list[Trial]) -> None:
+def record_missing(session: Session, records: TrialRecords, trials: list[Trial]) -> None:
     """Record points that never ran, and trials that ended in the very moment in which an earlier driver died."""
-    if now.tracker is None:
+    if session.tracker is None:
         return
-    guided, recorded = now.experiment.sweep.policy == "guided", now.tracker.runs()
+    guided, recorded = session.experiment.sweep.policy == "guided", session.tracker.runs()
     for trial in trials:
         untested = guided and trial.outcome is None
         if not untested and recorded.get(f"trial/{trial.id}") not in ("FINISHED", "FAILED"):

@@ -12,9 +12,9 @@ from trainables.rundir import StageDir
 class TrialRecords:
     """Begins and ends the records of a sweep's trials; without a tracker only the display gets their lines."""
 
-    def __init__(self, now: Session) -> None:
-        self._now = now
-        self._timing = now.experiment.sweep.timing_steps is not None
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._timing = session.experiment.sweep.timing_steps is not None
         self._followed: set[StageDir] = set()
 
     def begin(self, trial: Trial, stage: StageDir | None = None) -> None:
@@ -22,22 +22,22 @@ class TrialRecords:
 
         `stage`: the measurement that has begun; without one, the first.
         """
-        tracker, run_dir = self._now.tracker, self._now.run_dir
+        tracker, run_dir = self._session.tracker, self._session.run_dir
         if tracker is None:
             return
         experiment = flatten(trial.resolved.experiment.model_dump(mode="json")) if trial.resolved else {}
         params = experiment | trial.params | {"data.loader_workers": trial.loader_workers}
         name = f"{run_dir.root.name}/{trial.id}"
-        tracker.start_run(_key(trial), name, parent_key=self._now.key, params=params, tags={"raydistill.kind": "trial"})
+        tracker.start_run(_key(trial), name, parent_key=self._session.key, params=params, tags={"raydistill.kind": "trial"})
         if not self._ends_after_timing(trial):
             self._follow(trial, stage or run_dir.trial(trial.id).measurement(0))
 
     def end(self, trial: Trial) -> None:
         """Show and record how a trial ended."""
-        self._now.display.unfollow(trial.id)
+        self._session.display.unfollow(trial.id)
         outcome = trial.outcome or Outcome(status="failed")
-        self._now.display.say(_line(trial, outcome))
-        tracker, run_dir = self._now.tracker, self._now.run_dir.trial(trial.id)
+        self._session.display.print(_line(trial, outcome))
+        tracker, run_dir = self._session.tracker, self._session.run_dir.trial(trial.id)
         if tracker is None:
             return
         tags = {
@@ -64,9 +64,9 @@ class TrialRecords:
 
     def _follow(self, trial: Trial, stage: StageDir) -> None:
         """Send the log lines of one of the trial's measurements to MLflow; once, however often its point is measured again."""
-        if self._now.tracker and stage not in self._followed:
+        if self._session.tracker and stage not in self._followed:
             self._followed.add(stage)
-            self._now.tracker.follow(_key(trial), stage.metrics, f"{stage.root.name}/")
+            self._session.tracker.follow(_key(trial), stage.metrics, f"{stage.root.name}/")
 
 
 def _key(trial: Trial) -> str:

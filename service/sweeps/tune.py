@@ -13,7 +13,6 @@ from service.config.sweep import SweepConfig
 from service.runs.assignment import Assignment
 from service.runs.result import RunResult
 from service.runs.trial import run_trial, run_visit
-from trainables.config import TrainConfig
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ def tune_trials(sweep: SweepConfig, assignments: Mapping[str, Assignment], run_d
     os.environ.setdefault("TUNE_DISABLE_STRICT_METRIC_CHECKING", "1")
     from ray import tune
 
-    if sweep.policy == "asha":
+    if sweep.policy == "asha":  # a trial must not run ahead of what may end it: it waits at each epoch until Ray has its report
         assignments = {
-            trial: replace(assignment, config=reporting_each_epoch(assignment.config))
+            trial: replace(assignment, config=assignment.config.model_copy(update={"report_each_epoch": True}))
             for trial, assignment in assignments.items()
         }
     function = partial(run_trial, assignments=dict(assignments), sweep_dir=str(run_dir.root))
@@ -69,11 +68,6 @@ def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
         reduction_factor=sweep.reduction_factor,
         max_t=10**6,
     )
-
-
-def reporting_each_epoch(config: TrainConfig) -> TrainConfig:
-    """A trial that waits at each epoch until Ray has its report: it must not run ahead of what may end it."""
-    return config.model_copy(update={"report_each_epoch": True})
 
 
 def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import mmap
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,7 +22,16 @@ import torch.distributed as dist
 
 from trainables import failures
 from trainables.errors import DataError, ModelError, TeacherServiceLostError
-from trainables.failures import Failure, WorkersFailedError, failure_of, first_cause, kind_of, read_failure, write_failure
+from trainables.failures import (
+    Failure,
+    WorkersFailedError,
+    failure_of,
+    first_cause,
+    is_single_value,
+    kind_of,
+    read_failure,
+    write_failure,
+)
 from trainables.models.registry import build_model
 
 
@@ -232,24 +243,55 @@ def test_an_earlier_cause_that_is_written_later_replaces_the_other(tmp_path: Pat
         for failure in order:
             write_failure(file, failure)
         assert read_failure(file) == wrong == first_cause(order)
-        assert [found.name for found in file.parent.iterdir()] == ["error.json"]
+        assert {found.name for found in file.parent.iterdir()} == {"error.json", ".error.json.lock"}
 
 
 def test_an_error_file_appears_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, whole = tmp_path / "error.json", []
-    first, second = Failure("user", "first", "KeyError", 0), Failure("user", "second", "KeyError", 1)
     fsync = os.fsync
 
-    def while_another_writes(descriptor: int) -> None:
-        fsync(descriptor)
-        monkeypatch.setattr(os, "fsync", fsync)
+    def look(descriptor: int) -> None:
         whole.append(file.exists())
-        write_failure(file, second)
+        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", while_another_writes)
-    write_failure(file, first)
-    assert whole == [False]
-    assert read_failure(file) == second  # the one that was written first
+    monkeypatch.setattr(os, "fsync", look)
+    write_failure(file, Failure("user", "first", "KeyError", 0))
+    assert whole[0] is False
+
+
+def test_of_workers_that_fail_at_once_the_first_cause_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read = tmp_path / "error.json", threading.Barrier(2)
+
+    def read_together(path: Path) -> Failure | None:
+        found = read_failure(path)
+        with contextlib.suppress(threading.BrokenBarrierError):  # as it should be: the other one waits for its turn
+            read.wait(1)
+        return found
+
+    write_failure(file, Failure("lost_peer", "closed by peer", "RuntimeError", 0))
+    monkeypatch.setattr(failures, "read_failure", read_together)
+    replace = os.replace
+
+    def replace_late(source: Path, target: Path) -> None:
+        if "device" in source.read_text():
+            time.sleep(0.2)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    causes = [Failure("user", "3", "KeyError", 1), Failure("device", "CUDA error: unknown", "AcceleratorError", 2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda cause: write_failure(file, cause), causes))
+    assert read_failure(file) == causes[0]
+
+
+def test_torch_refuses_a_single_value_of_a_channel_in_words_that_are_known() -> None:
+    norm = torch.nn.BatchNorm2d(2)
+    with pytest.raises(ValueError, match="Expected") as refused:
+        norm(torch.ones(1, 2, 1, 1))
+    assert is_single_value(refused.value)
+    with pytest.raises(ValueError, match="expected 4D") as refused:
+        norm(torch.ones(1))
+    assert not is_single_value(refused.value)
 
 
 def test_an_error_file_of_another_version_or_a_torn_one_is_none(tmp_path: Path) -> None:

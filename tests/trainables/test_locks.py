@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -11,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import filelock._unix as unix
 import pytest
 
+from trainables import locks
 from trainables.locks import is_locked, locked, try_lock
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +57,14 @@ def hold() -> Iterator[Callable[[Path], Holder]]:
 
 def _no_flock_below(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     """As on a network file system that cannot lock files: no such one can be counted on where tests run."""
-    real = unix.lock_fd_nonblocking
+    real = fcntl.flock
 
-    def refuse(descriptor: int) -> bool:
+    def refuse(descriptor: int, operation: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
             raise OSError(kind, os.strerror(kind))
-        return real(descriptor)
+        real(descriptor, operation)
 
-    monkeypatch.setattr("filelock._descriptor._lock_fd_nonblocking", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def test_a_lock_excludes_other_processes_and_ends_when_its_process_is_killed(
@@ -123,7 +124,7 @@ def test_where_the_file_system_has_no_locks_processes_of_the_node_exclude_each_o
 ) -> None:
     far = tmp_path / "far"
     far.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(locks, "_NODE_FOLDER", str(tmp_path))
     _no_flock_below(far, monkeypatch, kind)
     path = far / f"lock-{kind}"
     with caplog.at_level(logging.WARNING, "raydistill"), locked(path):
@@ -136,6 +137,70 @@ def test_where_the_file_system_has_no_locks_processes_of_the_node_exclude_each_o
     assert not is_locked(path)
     expected = f"{path}: its file system cannot lock files ({os.strerror(kind)}): only processes of this node exclude each other"
     assert caplog.messages == [expected]
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file on a file system without locks; the one that is locked in its place is removed at the end."""
+    folder = tmp_path / "far"
+    folder.mkdir()
+    _no_flock_below(folder, monkeypatch, errno.ENOLCK)
+    yield folder / "lock"
+    Path(locks._on_this_node(str(folder / "lock"), "No locks available")).unlink()
+
+
+def test_processes_of_a_node_exclude_each_other_whatever_their_temporary_folder(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(far):
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        locks._on_this_node.cache_clear()
+        assert is_locked(far)
+
+
+def test_the_lock_of_a_replaced_file_is_not_had_without_locks_of_the_file_system_either(
+    far: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, files = fcntl.flock, []
+
+    def after_a_cleaner(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if not files:
+            files.append(path)
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", after_a_cleaner)
+    lock = try_lock(far)
+    assert lock is not None
+    assert is_locked(far)
+    lock.release()
+
+
+def test_several_may_find_out_at_once_whether_a_file_is_locked(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with open(path, "w") as asker:
+        fcntl.flock(asker, fcntl.LOCK_SH)
+        assert not is_locked(path)
+
+
+def test_a_released_lock_is_free_also_while_a_forked_child_lives_and_a_childs_end_frees_none(tmp_path: Path) -> None:
+    path, context = tmp_path / "lock", multiprocessing.get_context("fork")
+    lock = try_lock(path)
+    assert lock is not None
+    child = context.Process(target=lock.release)
+    child.start()
+    child.join()
+    assert is_locked(path)
+    long = context.Process(target=threading.Event().wait)
+    long.start()
+    try:
+        lock.release()
+        assert not is_locked(path)
+    finally:
+        long.kill()
+        long.join()
 
 
 def test_an_error_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

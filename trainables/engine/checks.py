@@ -13,6 +13,7 @@ from trainables.data.loader import Loader
 from trainables.distributed.group import all_reduce_sum, gather_objects
 from trainables.engine.job import Job
 from trainables.errors import TrainingError
+from trainables.failures import is_single_value
 
 log = logging.getLogger("raydistill")
 
@@ -27,7 +28,7 @@ def single_image_errors(job: Job) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+        if not is_single_value(error):
             raise
         raise TrainingError(
             f"{job.config.stage}: a worker's part of a batch came down to one image, which the batch norm of "

@@ -99,7 +99,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
         for batch in ready:
             timer.mark("data")
             job.metrics.peak_memory.before_step(progress.step)
-            set_learning_rates(job)
+            schedule_learning_rates(job)
             with single_image_errors(job):
                 train_step(job.train_state, batch, progress.step, timer)
             job.metrics.stop_step()
@@ -123,11 +123,11 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     return False
 
 
-def set_learning_rates(job: Job) -> None:
+def schedule_learning_rates(job: Job) -> None:
     """Of the next step."""
     step = job.epochs.training_step(job.progress.step)
     for each in job.train_state.optimizers:
-        each.set_learning_rate(
+        each.schedule_learning_rate(
             step,
             steps_per_epoch=job.epochs.steps_per_epoch,
             global_batch_size=job.config.data.global_batch_size,

@@ -34,7 +34,9 @@ class LossOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
+    def schedule_learning_rate(
+        self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None
+    ) -> None:
         """Of a step counted from the first one of the training; those of an init stage, below 0, use `init_lr`, else the peak."""
         peak = peak_learning_rate(self.optim, global_batch_size)
         init_peak = peak if init_lr is None else init_lr

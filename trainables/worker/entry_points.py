@@ -31,11 +31,7 @@ log = logging.getLogger("raydistill")
 
 
 def train_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train one stage. `settings` is a `TrainConfig` as plain data.
-
-    Raises:
-        DistillError: see `train_stage`.
-    """
+    """Train one stage. `settings` is a `TrainConfig` as plain data. Raises DistillError: see `train_stage`."""
     train_stage(TrainConfig.model_validate(settings), current_group())
 
 

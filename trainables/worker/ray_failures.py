@@ -10,7 +10,7 @@ import ray
 import ray.train
 
 from trainables.distributed.group import Group
-from trainables.failures import NODE_OUT_OF_MEMORY, Failure, Kind, failure_of, write_failure
+from trainables.failures import Failure, Kind, failure_of, write_failure
 from trainables.rundir import StageDir
 from trainables.worker.ray_internals import RayTrainError, WorkerHealthCheckFailedError
 
@@ -46,7 +46,7 @@ def ray_failure(error: BaseException, rank: int | None, ray_kind: Kind) -> Failu
     if isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return Failure("out_of_memory", NODE_OUT_OF_MEMORY)
+        return Failure("node_out_of_memory", "the node ran out of memory: Ray killed a worker to save it")
     if isinstance(error, ray.exceptions.RayError | RayTrainError):
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return Failure(ray_kind, first_line, type(error).__name__, rank)

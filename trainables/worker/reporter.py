@@ -20,17 +20,12 @@ from trainables.metrics.metrics_file import MetricsFile
 from trainables.rundir import StageDir, final_names
 
 GAUGES = {
-    "raydistill_images_per_s": "images trained on per second, over all workers, loader waits included",
-    "raydistill_data_pct": "share of a step's time that waits for data, in percent",
-    "raydistill_loss": "training loss",
-    "raydistill_top1_pct": "validation accuracy, in percent",
+    "train/images_per_s": ("raydistill_images_per_s", "images trained on per second, over all workers, loader waits included"),
+    "train/data_pct": ("raydistill_data_pct", "share of a step's time that waits for data, in percent"),
+    "train/loss": ("raydistill_loss", "training loss"),
+    "val/top1_pct": ("raydistill_top1_pct", "validation accuracy, in percent"),
 }
-_GAUGE_BY_METRIC = {
-    "train/images_per_s": "raydistill_images_per_s",
-    "train/data_pct": "raydistill_data_pct",
-    "train/loss": "raydistill_loss",
-    "val/top1_pct": "raydistill_top1_pct",
-}
+"""Metric → its gauge and what that is."""
 
 
 class Reporter:
@@ -46,10 +41,9 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if self._file:
             tags = {"stage": self._config.stage, **self._config.labels}
-            for name, text in GAUGES.items():
-                gauge = Gauge(name, description=text, tag_keys=tuple(tags))
-                gauge.set_default_tags(tags)
-                self._gauges[name] = gauge
+            for metric, (name, text) in GAUGES.items():
+                self._gauges[metric] = Gauge(name, description=text, tag_keys=tuple(tags))
+                self._gauges[metric].set_default_tags(tags)
             self._stack.enter_context(self._file)
         if self._epochs:
             self._stack.enter_context(self._epochs)
@@ -66,9 +60,9 @@ class Reporter:
         """
         if self._file:
             self._file.add(kind, step, epoch, metrics)
-            for name, gauge in _GAUGE_BY_METRIC.items():
+            for name, gauge in self._gauges.items():
                 if name in metrics:
-                    self._gauges[gauge].set(metrics[name])
+                    gauge.set(metrics[name])
         if kind != "epoch":
             return
         epoch_metrics = {"epoch": epoch, "step": step, **final_names(metrics)}

@@ -1,8 +1,7 @@
-"""What a submitted command is on the cluster, where this machine's working directory is not."""
+"""A command on its way to the cluster, and its log on the way back."""
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import json
 import threading
@@ -14,92 +13,8 @@ from typing import Any, cast
 import pytest
 
 from service.cluster import jobs
-from service.cluster.jobs import package, submit
-from service.config.experiment import load
-from trainables.errors import ClusterError, ExperimentError
-
-
-def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "images").mkdir()
-    (tmp_path / "90").mkdir()
-    assert package(["pack", "images", "new/packed", "--quality", "90", "--check"], tmp_path) == [
-        "pack",
-        f"{tmp_path}/images",
-        f"{tmp_path}/new/packed",
-        "--quality",
-        "90",
-        "--check",
-    ]
-    assert package(["data", "--sheet", "sheet.png", "packed"], tmp_path) == [
-        "data",
-        "--sheet",
-        f"{tmp_path}/sheet.png",
-        f"{tmp_path}/packed",
-    ]
-
-
-def test_what_is_no_command_of_ours_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match="give one of train, sweep, resume, cache, evaluate, report, sync, pack, data"):
-        package(["ui"], tmp_path)
-
-
-def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
-    for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
-        with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):
-            package(["train", "digits", "--set", "seed=1", *wrong], tmp_path)
-
-
-OWN = "/cluster/own.py:Own"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (f"distill.method={OWN}", "optim.lr=0.1"),
-        (f"distill.method={OWN}", "optim.losses.critic.lr=0.1"),
-        (f'distill={{"method": "{OWN}"}}', "distill.options.Own.weight=2"),
-        ("teacher.cache=/tmp/x", "distill.method=kd"),
-        ("teacher=null", "distill.method=none"),
-    ],
-)
-def test_overrides_that_are_right_together_are_submitted(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    own = tmp_path / "crd.yaml"
-    own.write_text("{name: crd, base: digits, distill: {method: crd}}")
-    (tmp_path / "package").mkdir()
-    sets = [word for text in overrides for word in ("--set", text)]
-    assert package(["train", str(own), *sets], tmp_path / "package") == ["train", "crd.yaml", *sets]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ((f"distill.method={OWN}", "optim.lr=x"), r"--set: optim\.lr: must be a number"),
-        ((f"distill.method={OWN}", "distill.methods=kd"), r"--set: distill\.methods: no such key"),
-        ((f"distill.method={OWN}", "student.model=resnet2"), r"--set: student\.model: "),
-        (("distill.method=crb",), "did you mean crd"),
-        (("distill.options.kd.temprature=2",), r"distill\.options\.kd\.temprature: no such key"),
-        (("distill.method=crd", "teacher=null"), "crd needs a teacher"),
-    ],
-)
-def test_a_wrong_override_beside_a_method_of_the_cluster_is_refused(
-    overrides: tuple[str, ...], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ExperimentError, match=words):
-        package(["train", "digits", *(word for text in overrides for word in ("--set", text))], tmp_path)
-
-
-def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = "data: {path: digits, image_size: 8}"
-    Path("labels.yaml").write_text(f"{{name: labels, student: {{model: convnet_small}}, {data}, distill: {{method: none}}}}")
-    there = tmp_path / "package"
-    there.mkdir()
-    assert package(["train", "labels.yaml"], there) == ["train", "labels.yaml"]
-    sent = load(str(there / "labels.yaml")).experiment
-    assert not sent.distill.method
-    assert sent.name == "labels"
-
+from service.cluster.jobs import submit
+from trainables.errors import ClusterError
 
 # A dashboard that does not do as it is asked at once
 
@@ -191,7 +106,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Dashb
 
 def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
-    assert submit(["train", "digits"], tmp_path / "runs", follow=False, say=lines.append) == 0
+    assert submit(["train", "digits"], tmp_path, tmp_path / "runs", follow=False, echo=lines.append) == 0
     return lines
 
 
@@ -262,6 +177,18 @@ def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
 # A log that is followed
 
 
+class Clock:
+    """Time that passes where somebody sleeps."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 class Log:
     """A client whose connections to the log, and requests for the job, go as its lists have it."""
 
@@ -272,7 +199,7 @@ class Log:
         for each in self.connections.pop(0):
             if isinstance(each, Exception):
                 raise each
-            await asyncio.sleep(0.02)
+            jobs.time.sleep(0.02)
             yield each
 
     def get_job_info(self, _: str) -> SimpleNamespace:
@@ -291,6 +218,7 @@ CUT = RuntimeError("WebSocket connection closed unexpectedly with close code 100
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "time", Clock())
     monkeypatch.setattr(jobs, "PAUSE_S", 0.01)
     monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
 

@@ -1,13 +1,17 @@
-"""The servers of a Ray of our own."""
+"""The servers of a Ray of our own, the thread that uses it, and the exit code of a process whose thread has ended or not."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
+import sys
+import threading
 
 import psutil
 import pytest
 
+from service.cluster import local_ray
 from service.cluster.local_ray import find_servers
 
 
@@ -27,3 +31,46 @@ def test_a_child_that_ends_while_rays_servers_are_looked_up_is_passed_over(monke
         for child in children:
             child.kill()
     assert found == {"raylet": children[2]}
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -> None:
+    code = (
+        "import atexit, time\nfrom service.cluster import local_ray\natexit.register(print, 'whole')\n"
+        f"thread = local_ray.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
+        "assert local_ray.in_use() == thread.is_alive()\nlocal_ray.leave(130)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout == ("" if seconds else "whole\n")  # what shuts Ray down at the exit is not called either
+
+
+@pytest.mark.parametrize("again", [0, signal.SIGINT, signal.SIGTERM])
+def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(again: int) -> None:
+    code = (
+        "import os, psutil, signal, subprocess, sys, time\nfrom service.cluster import local_ray\n"
+        "suspend = psutil.Process.suspend\n"
+        f"psutil.Process.suspend = lambda process: (suspend(process), os.kill(os.getpid(), {int(again)}))\n"
+        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
+        "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
+        "print(process.pid, int(process.stdout.readline()), flush=True)\n"
+        "local_ray.begin(lambda: time.sleep(600))\nlocal_ray.leave(2)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    started = [psutil.Process(int(pid)) for pid in done.stdout.split() if psutil.pid_exists(int(pid))]
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+
+
+def test_a_thread_of_another_library_is_not_taken_for_it_whatever_its_name() -> None:
+    other = threading.Event()
+    thread = threading.Thread(target=other.wait, name="work", daemon=True)
+    thread.start()
+    assert not local_ray.in_use()
+    own = local_ray.begin(other.wait)
+    assert local_ray.in_use()
+    other.set()
+    own.join()
+    assert not local_ray.in_use()
+    thread.join()

@@ -14,7 +14,7 @@ from service.report import reporter
 from service.report.page import write_page
 from service.runs.result import RunResult
 from service.runs.run_directory import begin, reopen
-from service.runs.session import session
+from service.runs.session import open_session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, train_dir, typed, written
@@ -264,7 +264,7 @@ def test_every_run_leaves_a_page_when_it_ends(tmp_path: Path, status: str) -> No
     run_dir.root.mkdir()
     begin(resolved, "train", run_dir, tmp_path)
     ends = {"complete": None, "interrupted": KeyboardInterrupt(), "failed": TrainingError("the loss is not finite")}
-    with contextlib.suppress(KeyboardInterrupt, TrainingError), session(resolved, run_dir, reporter):
+    with contextlib.suppress(KeyboardInterrupt, TrainingError), open_session(resolved, run_dir, reporter):
         if error := ends[status]:
             raise error
     parsed = Parsed(run_dir.report.read_text())

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from service.cluster import local_ray
-from service.cluster import ray_thread as work
 from service.cluster.local_ray import RayLostError
 from service.runs.display import Display, wait_for
 from trainables.rundir import StageDir, append_line
@@ -95,7 +94,7 @@ def test_a_ray_of_our_own_that_is_killed_is_noticed_at_once_whatever_the_work_wa
     release, lost = threading.Event(), threading.Event()
     with subprocess.Popen(["sleep", "600"]) as raylet:
         monkeypatch.setattr(local_ray, "_servers", {"raylet": psutil.Process(raylet.pid)})
-        monkeypatch.setattr(work, "_lost", lost)
+        monkeypatch.setattr(local_ray, "_lost", lost)
         threading.Timer(0.5, raylet.kill).start()
         began_s = time.monotonic()
         with pytest.raises(RayLostError, match="its process raylet was killed"):

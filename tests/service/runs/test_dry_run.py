@@ -9,8 +9,7 @@ import pytest
 
 from service.config.experiment import Resolved, load
 from service.runs.preflight import check_train
-from service.sweeps.infeasible import mark_unbuildable
-from service.sweeps.preflight import check_sweep
+from service.sweeps.preflight import check_sweep, mark_unbuildable
 from service.sweeps.trials import plan_trials
 from tests.trainables.methods import own_methods
 from trainables.errors import ExperimentError

@@ -16,9 +16,10 @@ from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.run_directory import begin
-from service.runs.session import Session, session
-from service.runs.stages import record_stage, run_stage
-from trainables.rundir import RunDir, StageDir, append_line
+from service.runs.session import Session, open_session
+from service.runs.stages import run_stage
+from trainables.errors import TrainingError
+from trainables.rundir import RunDir, append_line
 
 RESOLVED = load("digits", ["tracking.enabled=false"])
 
@@ -31,29 +32,37 @@ def run_dir(tmp_path: Path) -> RunDir:
     return found
 
 
-def assignment_of(now: Session, name: str) -> Assignment:
-    return Plan.on(now.experiment, local_capacity()).assign(name, now.run_dir, {})
+def assignment_of(session: Session, name: str) -> Assignment:
+    return Plan.on(session.experiment, local_capacity()).assign(name, session.run_dir, {})
 
 
 def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(assignment: Assignment) -> Outcome:
-        stage = StageDir(Path(assignment.config.output_dir))
-        append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * (time.time() + 2), "metrics": {}})
-        raise KeyboardInterrupt
+    stage, clock_s = run_dir.stage("student"), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock_s[0])
 
-    monkeypatch.setattr(stages, "run_to_end", interrupted)
-    run_dir.stage("student").root.mkdir()
-    with pytest.raises(KeyboardInterrupt), session(RESOLVED, run_dir, reporter) as now:
-        run_stage(now, assignment_of(now, "student"))
-    with session(RESOLVED, run_dir, reporter) as now:
-        record_stage(
-            now, assignment_of(now, "student"), Outcome(status="failed", reason="a worker died", seconds=50.0, start_s=10.0)
-        )
-    with session(RESOLVED, run_dir, reporter) as now:
-        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=30.0, start_s=None))
-    with session(RESOLVED, run_dir, reporter) as now:  # complete: it is not carried out again
-        record_stage(now, assignment_of(now, "student"), Outcome(status="ok", seconds=0.1))
-    (stage,) = json.loads(run_dir.result.read_text())["stages"]
-    assert stage["status"] == "ok"
-    assert 80.0 <= stage["seconds"] < 90.0
-    assert stage["start_s"] == pytest.approx(12.0, abs=0.5)
+    def work(start_s: float, seconds: float, end: Outcome | type[BaseException]) -> None:
+        """A session whose workers start after `start_s`, and that ends `seconds` later as `end` says."""
+        clock_s[0] += 500.0
+
+        def run_to_end(assignment: Assignment) -> Outcome:
+            append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * (clock_s[0] + start_s), "metrics": {}})
+            clock_s[0] += start_s + seconds
+            append_line(stage.metrics, {"kind": "step", "time_ms": 1e3 * clock_s[0], "metrics": {}})
+            if isinstance(end, Outcome):
+                return end
+            raise end
+
+        monkeypatch.setattr(stages, "run_to_end", run_to_end)
+        with open_session(RESOLVED, run_dir, reporter) as session:
+            run_stage(session, assignment_of(session, "student"))
+
+    with pytest.raises(KeyboardInterrupt):
+        work(2.0, 8.0, KeyboardInterrupt)
+    with pytest.raises(TrainingError):
+        work(10.0, 40.0, Outcome(status="failed", reason="a worker died"))
+    work(5.0, 25.0, Outcome(status="ok"))
+    work(0.1, 0.0, Outcome(status="ok"))  # complete: it is not carried out again
+    (row,) = json.loads(run_dir.result.read_text())["stages"]
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert row["seconds"] == pytest.approx(10.0 + 50.0 + 30.0)
+    assert row["start_s"] == pytest.approx(2.0 + 10.0 + 5.0)

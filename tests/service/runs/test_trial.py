@@ -33,6 +33,7 @@ def ended(kind: Kind, **about: Any) -> Failure:
         ("user", "failed", 1),
         ("disk", "failed", 1),
         ("out_of_memory", "oom", 1),
+        ("node_out_of_memory", "oom", 1),
         ("device", "failed", 3),
         ("worker_died", "failed", 3),
         ("lost_peer", "failed", 3),
@@ -55,7 +56,7 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
         {"model": "mlp_small", "output_dir": str(tmp_path), "data": {"path": "digits"}, "scale": {"max_failures": 2}}
     )
     outcome = run_to_end(Assignment(config, False, 1, tmp_path))
-    assert (outcome.status, len(begun), outcome.restarts) == (status, tries, tries - 1)
+    assert (outcome.status, outcome.failure, len(begun), outcome.restarts) == (status, kind, tries, tries - 1)
 
 
 def test_what_a_worker_noted_is_told_unless_it_only_lost_another(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_rays_own_errors_are_read_by_their_types() -> None:
         "worker_died", "The actor died unexpectedly before finishing this task.", "ActorDiedError", 1
     )
     killed = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
-    assert failed(WorkerHealthCheckFailedError("…", killed)).kind == "out_of_memory"
+    assert failed(WorkerHealthCheckFailedError("…", killed)).kind == "node_out_of_memory"
     assert failed(KeyError("peer_logits"), 3) == Failure("user", "'peer_logits'", "KeyError", 3)
     # of a disk that was too full for the worker's own note
     assert failed(CheckpointError("cannot write checkpoint")) == Failure("user", "cannot write checkpoint", None, 0)
@@ -100,8 +101,12 @@ def test_a_trials_times_are_those_of_all_its_sessions(tmp_path: Path) -> None:
     records = [("start", killed_s + 8.0), ("step", killed_s + 30.0), ("resume", resumed_s + 5.0), ("summary", now_s - 1.0)]
     for kind, at_s in records:
         append_line(stage.metrics, {"kind": kind, "time_ms": 1e3 * at_s, "metrics": {}})
-    outcome = accounted_over_sessions(Outcome(status="ok"), stage, [killed_s, resumed_s])
+    append_line(stage.sessions, {"began_s": killed_s})
+    append_line(stage.sessions, {"began_s": resumed_s})
+    outcome = accounted_over_sessions(Outcome(status="ok"), stage)
     assert outcome.seconds == pytest.approx(30.0 + 20.0, abs=1.0)
     assert outcome.start_s == pytest.approx(8.0 + 5.0, abs=0.1)
     assert outcome.end_s == pytest.approx(1.0, abs=1.0)
-    assert accounted_over_sessions(Outcome(status="ok"), stage, [resumed_s]).seconds == pytest.approx(20.0, abs=1.0)
+    stage.sessions.unlink()
+    append_line(stage.sessions, {"began_s": resumed_s})
+    assert accounted_over_sessions(Outcome(status="ok"), stage).seconds == pytest.approx(20.0, abs=1.0)

@@ -125,3 +125,9 @@ def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:
     told = result(rows, metric="time_to_accuracy", mode="min")
     _, ids = race(told, replay(told))
     assert ids == [f"{n:03d}" for n in range(0, len(points), 2)]
+
+
+@pytest.mark.parametrize(("failure", "observed"), [("out_of_memory", "oom"), ("node_out_of_memory", "failed"), (None, "oom")])
+def test_a_nodes_memory_says_nothing_of_a_batch(failure: str | None, observed: str) -> None:
+    outcome = typed(row(0, grid()[0], "oom") | {"failure": failure}).outcome
+    assert observation(outcome).status == observed

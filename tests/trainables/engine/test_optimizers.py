@@ -297,7 +297,7 @@ def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> No
     optimizers = build_optimizers(student, {"kd": method}, optim)
     update = per_loss_update(optimizers)
     for each in optimizers:
-        each.set_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
+        each.schedule_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
         for group in each.optimizer.param_groups:
             group["fused"] = fused  # as on a GPU
     values = {name: p.detach().clone() for name, p in student.named_parameters()}
@@ -354,7 +354,7 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
         reach["task"] = [name for name in reach["task"] if not name.startswith("method.")]
         found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
         for each in optimizers:
-            each.set_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
+            each.schedule_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
         update.backward(Reaching(named, found), torch.ones(()))
         update.step(NOT_COUNTED)
         lr = learning_rate(step, 6, optim, optim.lr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.cluster.resources import Cluster, Node
 from service.config.experiment import load
 from service.runs.outcome import Outcome
-from service.sweeps.infeasible import mark_unschedulable
+from service.sweeps.preflight import mark_unschedulable
 from service.sweeps.trials import plan_trials
 
 

@@ -1,0 +1,50 @@
+"""What an evaluation takes from its checkpoint and reserves, and what it ends with where its workers fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.cluster.resources import Cluster, Node, Reservation
+from service.runs.evaluate import evaluation_error, reserve, resolve
+from trainables.config import DataConfig, EvaluateConfig
+from trainables.engine.checkpoint import write_tensors
+from trainables.errors import ClusterError, DistillError
+from trainables.failures import Failure, Kind, WorkersFailedError
+from trainables.models.registry import build_model
+
+
+def test_an_evaluation_sees_images_as_the_training_did_unless_an_override_says_otherwise(tmp_path: Path) -> None:
+    model = build_model("mlp_small", num_classes=10, image_size=12, seed=0)
+    trained = {"image_size": 12, "val_resize": 14, "mean": [0.1, 0.2, 0.3], "std": None}
+    about = {"model": "mlp_small", "num_classes": 10, "classes": [str(digit) for digit in range(10)], **trained}
+    write_tensors(tmp_path / "best.safetensors", {f"model.{name}": value for name, value in model.state_dict().items()}, about)
+    data = resolve(tmp_path / "best.safetensors", "digits", []).data
+    assert (data.image_size, data.val_resize, data.mean) == (12, 14, (0.1, 0.2, 0.3))
+    assert data.std == DataConfig(path="digits").std
+    assert resolve(tmp_path / "best.safetensors", "digits", ["data.val_resize=13"]).data.val_resize == 13
+
+
+def test_an_evaluation_reserves_its_workers_threads_and_is_refused_where_they_do_not_fit() -> None:
+    scale = {"num_workers": 2, "cpus_per_worker": 2}
+    config = EvaluateConfig.model_validate({"checkpoint": "x", "output": "y", "scale": scale, "data": {"path": "digits"}})
+    assert reserve(config, Cluster((Node("a", 16, 0),))) == (6, Reservation(2, 8))
+    assert reserve(config, Cluster((Node("a", 8, 2),))) == (2, Reservation(2, 4, 1))
+    with pytest.raises(ClusterError, match=r"lower scale\.num_workers or data\.loader_workers"):
+        reserve(config, Cluster((Node("a", 3, 0),)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("user", DistillError, "evaluation failed: rank 1: KeyError: why"),
+        ("out_of_memory", ClusterError, "evaluation failed: rank 1: why: lower data.global_batch_size or data.loader_workers"),
+        ("node_out_of_memory", ClusterError, "rank 1: KeyError: why: lower data.global_batch_size or data.loader_workers"),
+        ("worker_died", ClusterError, "evaluation failed: a worker died: why; the same command begins it again"),
+    ],
+)
+def test_the_kind_of_a_failure_is_in_the_error_of_an_evaluation(kind: Kind, error: type[DistillError], words: str) -> None:
+    ended = evaluation_error(WorkersFailedError([Failure("lost_peer", "gone", None, 0), Failure(kind, "why", "KeyError", 1)]))
+    assert type(ended) is error
+    assert str(ended).endswith(words)

@@ -1,0 +1,159 @@
+"""What a submitted command is on the cluster, where this machine's working directory is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from service import cli
+from service.commands.submit import package
+from service.config.experiment import load
+from trainables.errors import ExperimentError
+
+
+def packaged(words: list[str], folder: Path) -> list[str]:
+    return package(click.Context(cli.cli), words, folder)
+
+
+def test_paths_of_pack_and_data_are_absolute_whether_they_exist_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "90").mkdir()
+    assert packaged(["pack", "images", "new/packed", "--quality", "90", "--check"], tmp_path) == [
+        "pack",
+        f"{tmp_path}/images",
+        f"{tmp_path}/new/packed",
+        "--quality",
+        "90",
+        "--check",
+    ]
+    assert packaged(["data", "--sheet", "sheet.png", "packed"], tmp_path) == [
+        "data",
+        f"{tmp_path}/packed",
+        "--sheet",
+        f"{tmp_path}/sheet.png",
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["dance"], ["submit"]])
+def test_what_is_no_command_of_ours_is_refused_with_those_that_are(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"give one of cache, check-method, compare, .*, taps, train, ui and its arguments"):
+        packaged(words, tmp_path)
+
+
+def test_every_other_command_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("margin.py").touch()
+    Path("swept").mkdir()
+    commands = {
+        "methods": "methods",
+        "recipes": "recipes",
+        "show --keys optim": "show optim --keys",
+        "taps resnet8 --all --image-size=32": "taps resnet8 --image-size 32 --all",
+        "check-method margin.py:Margin --option a=1": f"check-method {tmp_path}/margin.py:Margin --option a=1",
+        "compare swept /shared/run --html=page.html": f"compare {tmp_path}/swept /shared/run --html {tmp_path}/page.html",
+        "doctor swept": f"doctor {tmp_path}/swept",
+        "doctor digits --set seed=1": "doctor digits --set seed=1",
+        "evaluate swept/best.safetensors --data swept": f"evaluate {tmp_path}/swept/best.safetensors --data {tmp_path}/swept",
+        "reproduce cifar100 --dry-run --teachers swept": f"reproduce cifar100 --teachers {tmp_path}/swept --dry-run",
+        "ui --port 5001": "ui --port 5001",
+    }
+    for words, expected in commands.items():
+        assert packaged(words.split(), tmp_path) == expected.split()
+
+
+def test_arguments_that_a_command_does_not_have_are_refused_here(tmp_path: Path) -> None:
+    for words in (["train", "digits", "--ouput", "x"], ["train"]):
+        with pytest.raises(click.UsageError):
+            packaged(words, tmp_path)
+
+
+def test_an_experiment_that_an_override_completes_is_submitted(tmp_path: Path) -> None:
+    file, there = tmp_path / "bare.yaml", tmp_path / "package"
+    file.write_text("{distill: {method: none}, data: {path: digits, image_size: 8}}")
+    there.mkdir()
+    words = ["train", str(file), "--set", "student.model=convnet_small"]
+    assert packaged(words, there) == ["train", "bare.yaml", *words[2:]]
+    assert load(str(there / "bare.yaml")).experiment.student.model == "convnet_small"
+
+
+def test_relative_paths_begin_in_the_users_directory_in_the_file_and_in_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("images", "others", "digits"):  # the last one is not meant by the built-in source of this name
+        Path(name).mkdir()
+    Path("teacher.safetensors").touch()
+    Path("own.yaml").write_text("{base: digits, teacher: {cache: logits}, data: {path: images}}")
+    there = tmp_path / "package"
+    there.mkdir()
+    words = ["sweep", "own.yaml", "--set", "data.path=others", "--set", "teacher.cache=new"]
+    assert packaged(words, there) == [*words, f'--set=data.path="{tmp_path}/others"', f'--set=teacher.cache="{tmp_path}/new"']
+    assert load(str(there / "own.yaml")).experiment.data.path == f"{tmp_path}/others"
+    assert packaged(["train", "digits"], there) == ["train", "digits"]
+    assert packaged(["train", "digits", "--set", "data={path: images}"], there)[-1] == f'--set=data.path="{tmp_path}/images"'
+    others = 'teacher.others=[{"model": "convnet_large", "weights": "teacher.safetensors"}]'
+    full = others.replace("teacher.safe", f"{tmp_path}/teacher.safe")
+    assert packaged(["train", "digits", "--set", "teacher.weights=teacher.safetensors", "--set", others], there)[-2:] == [
+        f'--set=teacher.weights="{tmp_path}/teacher.safetensors"',
+        f"--set={full}",
+    ]
+
+
+def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:
+    for wrong in (["--set", "optim.lr=x"], ["--set=optim.lr=x"]):
+        with pytest.raises(ExperimentError, match=r"--set: optim\.lr: must be a number"):
+            packaged(["train", "digits", "--set", "seed=1", *wrong], tmp_path)
+
+
+OWN = "/cluster/own.py:Own"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"distill.method={OWN}", "optim.lr=0.1"),
+        (f"distill.method={OWN}", "optim.losses.critic.lr=0.1"),
+        (f'distill={{"method": "{OWN}"}}', "distill.options.Own.weight=2"),
+        ("teacher.cache=/tmp/x", "distill.method=kd"),
+        ("teacher=null", "distill.method=none"),
+    ],
+)
+def test_overrides_that_are_right_together_are_submitted(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    own = tmp_path / "crd.yaml"
+    own.write_text("{name: crd, base: digits, distill: {method: crd}}")
+    (tmp_path / "package").mkdir()
+    sets = [word for text in overrides for word in ("--set", text)]
+    assert packaged(["train", str(own), *sets], tmp_path / "package") == ["train", "crd.yaml", *sets]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"distill.method={OWN}", "optim.lr=x"), r"--set: optim\.lr: must be a number"),
+        ((f"distill.method={OWN}", "distill.methods=kd"), r"--set: distill\.methods: no such key"),
+        ((f"distill.method={OWN}", "student.model=resnet2"), r"--set: student\.model: "),
+        (("distill.method=crb",), "did you mean crd"),
+        (("distill.options.kd.temprature=2",), r"distill\.options\.kd\.temprature: no such key"),
+        (("distill.method=crd", "teacher=null"), "crd needs a teacher"),
+    ],
+)
+def test_a_wrong_override_beside_a_method_of_the_cluster_is_refused(
+    overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExperimentError, match=words):
+        packaged(["train", "digits", *(word for text in overrides for word in ("--set", text))], tmp_path)
+
+
+def test_an_experiment_without_a_method_is_submitted_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = "data: {path: digits, image_size: 8}"
+    Path("labels.yaml").write_text(f"{{name: labels, student: {{model: convnet_small}}, {data}, distill: {{method: none}}}}")
+    there = tmp_path / "package"
+    there.mkdir()
+    assert packaged(["train", "labels.yaml"], there) == ["train", "labels.yaml"]
+    sent = load(str(there / "labels.yaml")).experiment
+    assert not sent.distill.method
+    assert sent.name == "labels"
