@@ -99,7 +99,7 @@ class Loader:
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
         self._source, self._data = source, data
-        self._rank, self._world_size, self._device = rank, world_size, device
+        self._rank, self._world_size = rank, world_size
         self._order = Order(
             split,
             data.shuffle,
@@ -117,7 +117,8 @@ class Loader:
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
-        self._rows = math.ceil(min(batch, num_samples) / world_size)
+        rows = math.ceil(min(batch, num_samples) / world_size)
+        self._memory = BatchMemory(rows, data.image_size, pinned=device.type == "cuda")
         self._stop = Event()
 
     @property
@@ -140,11 +141,11 @@ class Loader:
 
     @property
     def batches_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
+        """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
         Whoever uses more than one batch at a time takes more; so do copies to a GPU, whose memory is free a little later.
         """
-        return (self._prefetch_batches + 2) * self._new_memory().block_bytes / 2**20
+        return (self._prefetch_batches + 2) * self._memory.block_bytes / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -177,13 +178,12 @@ class Loader:
         batch, num_samples = self._data.global_batch_size, len(self._source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        memory = self._new_memory()
         pending: deque[_Pending] = deque()
         last_ready_s = None  # when the batch before was returned
         try:
             while True:
                 while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, memory, stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, stop))
                 if not pending:
                     return
                 waits, wait_began_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
@@ -203,15 +203,12 @@ class Loader:
             stop.set()
             wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
 
-    def _new_memory(self) -> BatchMemory:
-        return BatchMemory(self._rows, self._data.image_size, pinned=self._device.type == "cuda")
-
-    def _begin(self, begin: int, end: int, epoch: int, memory: BatchMemory, stop: Event) -> _Pending:
+    def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
         if self._follow:
             self._follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
-        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
+        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in self._memory.allocate())
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
         pixels_BHWC, augmentation_epoch = images_BHWC.numpy(), self.augmentation_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
