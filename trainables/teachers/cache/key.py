@@ -60,7 +60,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     if len(decoders) > 1:
         raise ExperimentError(
             f"{key}: the workers decode JPEG by {' and '.join(decoders)}, which differ in a rounding: "
-            "install the same on all nodes, or set data.decoder"
+            "install the same libraries on all nodes"
         )
     num_samples, fingerprint = first
     return ImageSet(num_samples, fingerprint, decoders[0])
