@@ -24,9 +24,9 @@ from trainables.data.auto_workers import AutoWorkers
 from trainables.data.batch_memory import BatchMemory
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.image_view import View
+from trainables.data.interface import Source
 from trainables.data.order import Order, Split, rank_part
 from trainables.data.sample_reader import Costs, Reader, ReadResult, result_of
-from trainables.data.source import FollowsOrder, Sharded, Source, SupportsClose
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
 
@@ -105,9 +105,8 @@ class Loader:
             data.shuffle,
             seed=seed,
             num_samples=num_samples,
-            shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
+            shard_sizes=source.shard_sizes,
         )
-        self._follow = source.follow if isinstance(source, FollowsOrder) else None
         view = View(data, split)
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
@@ -160,10 +159,9 @@ class Loader:
         return self._batches(epoch, start, self._stop)
 
     def close(self) -> None:
-        """End all work and the threads, and close the source where it `SupportsClose`. A closed loader reads no more."""
+        """End all work and the threads, and close the source. A closed loader reads no more."""
         self._stop.set()
-        if isinstance(self._source, SupportsClose):  # first: a thread may wait for a shard
-            self._source.close()
+        self._source.close()  # first: a thread may wait for a shard
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -192,7 +190,7 @@ class Loader:
                 wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
                 if self._auto_workers and last_ready_s is not None:
-                    decode_s = sum(part.took_s for part in parts)
+                    decode_s = sum(part.times_s.image for part in parts)
                     self._adapt(self._auto_workers, len(ready.labels_B), decode_s, wait_s, now_s - last_ready_s)
                 self.costs.add(len(ready.labels_B), parts, wait_s)
                 last_ready_s = now_s
@@ -205,8 +203,7 @@ class Loader:
 
     def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        if self._follow:
-            self._follow(self._order, epoch, begin)
+        self._source.follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in self._memory.allocate())
         labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B

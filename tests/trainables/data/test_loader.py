@@ -25,9 +25,10 @@ from trainables.data.augment import AUGMENTS
 from trainables.data.auto_workers import AutoWorkers
 from trainables.data.batch_memory import free_pinned
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.interface import Source
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
-from trainables.data.source import Source, open_source
+from trainables.data.source import open_source
 from trainables.data.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import normalizer
@@ -65,7 +66,7 @@ def _data(batch: int, **changes: object) -> DataConfig:
     return DataConfig(image_size=2, global_batch_size=batch).model_copy(update=changes)
 
 
-class SlowSource:
+class SlowSource(Source):
     """A real source whose reads take 2 ms and are counted."""
 
     classes = ("only",)
@@ -74,8 +75,8 @@ class SlowSource:
         self.labels_N = np.zeros(num_samples, dtype=np.int64)
         self.num_reads, self._lock = 0, threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self.labels_N)
+    def fingerprint(self) -> str:
+        return f"{len(self)} of the same"
 
     def name(self, index: int) -> str:
         return str(index)

@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, parse_index
-from trainables.data.order import Split
+from trainables.data.order import Order, Split
 from trainables.data.records import RecordsSource
-from trainables.data.storage.next_shards import Positions
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
@@ -77,7 +76,7 @@ class RemoteRecords(RecordsSource):
     _shards: RemoteShards
     opened_with: tuple[DataConfig, Split, float]
 
-    def follow(self, order: Positions, epoch: int, position: int) -> None:
+    def follow(self, order: Order, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         self._shards.follow(order, epoch, position)
 
