@@ -21,8 +21,7 @@ from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
 from trainables.data.decoders.interface import read_header
 from trainables.data.encoded_rows import Region
-from trainables.device.decoders import PACKAGES, REGION_DECODERS
-from trainables.device.decoders.region_decoder import RegionDecoder
+from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError
 from trainables.failures import kind_of
 

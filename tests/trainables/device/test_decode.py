@@ -25,8 +25,7 @@ from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, fill
-from trainables.device.decoders import REGION_DECODERS
-from trainables.device.decoders.region_decoder import RegionDecoder
+from trainables.device.decoders import REGION_DECODERS, RegionDecoder
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.errors import DataError
 from trainables.failures import kind_of
