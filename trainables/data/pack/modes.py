@@ -46,9 +46,7 @@ class Mode:
         return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
 
     def __str__(self) -> str:
-        if self.raw is not None:
-            return f"--raw {self.raw}"
-        return f"--max-side {self.max_side} --quality {self.quality}" if self.max_side is not None else "as is"
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.described().items()) or "as is"
 
     def apply(self, sample: Sample, pixels: bool) -> Packed:
         """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""

@@ -60,14 +60,12 @@ class Server:
 
     def read(self, name: str) -> bytes:
         """A small file. Raises DataError where `retry_s` was in vain."""
-        found: list[bytes] = []
 
-        def attempt() -> None:
+        def attempt() -> bytes:
             with self.open(name) as file:
-                found.append(file.read())
+                return file.read()
 
-        with_retries(self, name, attempt)
-        return found[0]
+        return with_retries(self, name, attempt)
 
 
 class RemoteRecords(RecordsSource):
