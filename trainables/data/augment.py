@@ -67,15 +67,15 @@ def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height:
     """(left, top, right, bottom) of a random part of an image: area 0.08 to 1 of it, aspect ratio 3/4 to 4/3.
 
     torchvision's RandomResizedCrop.get_params: ten tries, then the largest central part of an allowed ratio. Takes 22
-    random numbers: the place in the image, then area and ratio of each try.
+    random numbers: the position in the image, then area and ratio of each try.
     """
-    place_x, place_y, *tries = uniforms_U.tolist()
+    x_at, y_at, *tries = uniforms_U.tolist()
     for area_at, ratio_at in zip(tries[0::2], tries[1::2], strict=True):
         area = width * height * _between(_AREA, area_at)
         ratio = math.exp(_between(_LOG_RATIO, ratio_at))
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
-            left, top = int(place_x * (width - crop_width + 1)), int(place_y * (height - crop_height + 1))
+            left, top = int(x_at * (width - crop_width + 1)), int(y_at * (height - crop_height + 1))
             return left, top, left + crop_width, top + crop_height
     narrowest, widest = 3 / 4, 4 / 3
     crop_width, crop_height = width, height

@@ -33,14 +33,14 @@ def check_header(content: bytes) -> HeaderCheck | None:
     its checksum.
     """
     if content.startswith(b"\xff\xd8"):
-        look = _jpeg(content)
+        header = _jpeg(content)
     elif content.startswith(b"\x89PNG\r\n\x1a\n"):
-        look = _png(content)
+        header = _png(content)
     else:
         return None
-    if look is None or not look.width * look.height:
+    if header is None or not header.width * header.height:
         return None
-    return None if too_costly(look.width, look.height, content, look.progressive) else look
+    return None if too_costly(header.width, header.height, content, header.progressive) else header
 
 
 def _jpeg(content: bytes) -> HeaderCheck | None:
