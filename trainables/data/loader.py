@@ -98,7 +98,7 @@ class Loader:
         self.skipped: dict[int, str] = {}
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
-        self._source, self._data = source, data
+        self.source, self._data = source, data
         self._rank, self._world_size = rank, world_size
         self._order = Order(
             split,
@@ -123,20 +123,11 @@ class Loader:
     @property
     def labels_M(self) -> Tensor:
         """The label of each of the split's M samples, by index: int64."""
-        return torch.from_numpy(np.array(self._source.labels_N, dtype=np.int64))  # a copy: packed ones are read-only
-
-    def fingerprint(self) -> str:
-        """See `Source`."""
-        return self._source.fingerprint()
+        return torch.from_numpy(np.array(self.source.labels_N, dtype=np.int64))  # a copy: packed ones are read-only
 
     def augmentation_epoch(self, epoch: int) -> int:
         """The epoch by which the images of this one are augmented."""
         return epoch % self._num_augmentation_epochs if self._num_augmentation_epochs else epoch
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the split, those that `drop` leaves out too."""
-        return len(self._source)
 
     @property
     def batches_mib(self) -> float:
@@ -161,7 +152,7 @@ class Loader:
     def close(self) -> None:
         """End all work and the threads, and close the source. A closed loader reads no more."""
         self._stop.set()
-        self._source.close()  # first: a thread may wait for a shard
+        self.source.close()  # first: a thread may wait for a shard
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -173,7 +164,7 @@ class Loader:
             self._threads = self.costs.threads = threads
 
     def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
-        batch, num_samples = self._data.global_batch_size, len(self._source)
+        batch, num_samples = self._data.global_batch_size, len(self.source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
         pending: deque[_Pending] = deque()
@@ -203,10 +194,10 @@ class Loader:
 
     def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        self._source.follow(self._order, epoch, begin)
+        self.source.follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
         images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in self._memory.allocate())
-        labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
+        labels_B.numpy()[:], numbers_B.numpy()[:] = self.source.labels_N[indices_B], indices_B
         pixels_BHWC, augmentation_epoch = images_BHWC.numpy(), self.augmentation_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
@@ -245,7 +236,7 @@ class Loader:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
         for row, reason in bad.items():
             index = int(indices_B[row])
-            self.skipped[index] = f"{self._source.name(index)} ({reason})"
+            self.skipped[index] = f"{self.source.name(index)} ({reason})"
         self.refuse_too_many(self.skipped)
 
     def _adapt(self, auto: AutoWorkers, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
@@ -258,7 +249,7 @@ class Loader:
         if len(skipped) > self.max_bad:
             first = list(skipped.values())[:_NAMED_IN_ERROR]
             raise DataError(
-                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
+                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self.source)} that "
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
                 "mend or remove them, or raise the limit"
             )

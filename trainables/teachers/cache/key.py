@@ -68,7 +68,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
 
 def _fingerprint(loader: Loader) -> tuple[int, str] | DistillError:
     try:
-        return loader.num_samples, loader.fingerprint()
+        return len(loader.source), loader.source.fingerprint()
     except DistillError as error:
         return error
 
