@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -93,9 +93,15 @@ class FolderSource(Source):
         folder = os.path.join(self._root, self._folder)
         present = set(_folders(folder))
         if extra := sorted(present - set(self.classes)):
-            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
-            raise DataError(f"data.path: {folder} has classes that train has not: {shown}; add them to train or remove them")
+            raise DataError(
+                f"data.path: {folder} has classes that train has not: {first_three(extra)}; add them to train or remove them"
+            )
         return present
+
+
+def first_three(names: Sequence[str]) -> str:
+    """The first names of a list that may be long, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def sampled_sha256(source: Source) -> bytes:

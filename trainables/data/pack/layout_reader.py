@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.folder import first_three
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -91,8 +92,10 @@ def numbered(root: Path, located: Located, names: Mapping[Label, str] | None = N
     """
     train, val = located.labels["train"], located.labels["val"]
     values = sorted(set(train), key=lambda value: (isinstance(value, str), value))
-    if unknown := sorted(set(val) - set(values), key=str):
-        raise unknown_labels(root, [str(value) for value in unknown])
+    if unknown := sorted(map(str, set(val) - set(values))):
+        raise DataError(
+            f"{root}: validation has labels that train has not: {first_three(unknown)}; give the two splits of one data set"
+        )
     classes = tuple((names or {}).get(value, str(value)) for value in values)
     if len(set(classes)) < len(classes):  # two numbers under one name
         classes = tuple(str(value) for value in values)
@@ -108,18 +111,10 @@ def splits_of(located: Located, labels: Mapping[Split, NDArray[np.int64]]) -> di
     return {split: SplitListing(located.locations[split], labels[split]) for split in labels}
 
 
-def unknown_labels(root: Path, labels: Sequence[str]) -> DataError:
-    """The refusal of labels that validation has and train has not."""
-    return DataError(f"{root}: validation has labels that train has not: {_some(labels)}; give the two splits of one data set")
-
-
 def unnamed_labels(root: Path, labels: Sequence[str]) -> DataError:
     """The refusal of labels for which a source that names its classes has no name."""
-    return DataError(f"{root}: there are labels without a class's name: {_some(labels)}; give labelled images of one data set")
-
-
-def _some(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+    shown = first_three(labels)
+    return DataError(f"{root}: there are labels without a class's name: {shown}; give labelled images of one data set")
 
 
 def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:
