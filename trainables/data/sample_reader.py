@@ -124,17 +124,22 @@ class Reader:
                 bad.append((first_row + row, str(error)))
             except (DistillError, MemoryError):
                 raise
-            except OSError as error:
-                raise DataError(
-                    f"data.path: {source.name(index)} cannot be read: {error.strerror or error}; see to the disk or the network "
-                    "that it lies on, then resume"
-                ) from error
             except Exception as error:
-                raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
+                raise _named(error, source.name(index)) from error
         view.finish(uniforms_RU, out_RHWC)
         took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
         waited_s = self._core_wait.seconds() - began_wait_s
         return ReadResult(bad, encoded_rows, ThreadTimes(took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s))
+
+
+def _named(error: Exception, sample: str) -> Exception:
+    """What a loader raises for an error of its source or its decoder."""
+    if isinstance(error, OSError):
+        return DataError(
+            f"data.path: {sample} cannot be read: {error.strerror or error}; see to the disk or the network that it lies on, "
+            "then resume"
+        )
+    return RuntimeError(f"reading {sample}: {type(error).__name__}: {error}")
 
 
 def result_of(part: Future[ReadResult]) -> ReadResult:
