@@ -116,8 +116,9 @@ class DataConfig(Section):
         "none", description="crop_flip: RandomResizedCrop + flip; pad_crop_flip: pad by 4, crop, flip, as for CIFAR"
     )
     device_augment: DeviceAugmentConfig = Field(DeviceAugmentConfig(), description="further augmentation, on the device")
-    decoder: Literal["auto", "turbojpeg", "nvimagecodec", "simplejpeg", "pil", "gpu", "dali"] = Field(
-        "auto", description="library that decodes JPEG; auto: the fastest one installed; gpu, dali: crop_flip's crops on the GPU"
+    decoder: Literal["auto", "gpu", "dali"] = Field(
+        "auto",
+        description="what decodes JPEG; auto: the CPU, by the fastest library there is; gpu, dali: the GPU, for crop_flip alone",
     )
     fidelity: Literal["fast", "exact"] = Field(
         "fast", description="crop_flip in training: torchvision's pixels within a rounding (exact), or nearly so (fast)"

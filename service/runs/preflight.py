@@ -18,7 +18,8 @@ from service.runs.result import Kind
 from service.tracking.tracker import check_store
 from trainables.config import DataConfig
 from trainables.data.decode import UnreadableImageError, decode_image
-from trainables.data.source import Source, check_placement, open_source
+from trainables.data.interface import Source
+from trainables.data.source import check_placement, open_source
 from trainables.data.storage.remote import is_remote
 from trainables.errors import CheckpointError, DataError, ExperimentError
 from trainables.models.checkpoint_header import read_checkpoint_header

@@ -30,7 +30,7 @@ from trainables.data.source import open_source
 DECODED = 500
 
 
-def ours(folder: Path, fidelity: str, decoder: str) -> Iterator[torch.Tensor]:
+def ours(folder: Path, fidelity: str) -> Iterator[torch.Tensor]:
     data = DataConfig.model_validate(
         {
             "path": str(folder),
@@ -38,7 +38,6 @@ def ours(folder: Path, fidelity: str, decoder: str) -> Iterator[torch.Tensor]:
             "augment": "crop_flip",
             "global_batch_size": BATCH,
             "fidelity": fidelity,
-            "decoder": decoder,
         }
     )
     loader = Loader(open_source(data, "train"), data, split="train", seed=0, rank=0, world_size=1, loader_workers=THREADS)
@@ -62,7 +61,7 @@ def decoding(folder: Path, shrink: int) -> Iterator[int]:
 
     With `shrink` 8 nearly all of it is Huffman decoding.
     """
-    decoder = open_decoder("auto")
+    decoder = open_decoder()
     samples = [data for file in sorted((folder / "train").rglob("*.*"))[:DECODED] if read_header(data := file.read_bytes())]
 
     def decode(work: tuple[bytes, NDArray[np.float64]]) -> int:
@@ -85,13 +84,12 @@ def counted(batches: Iterator[torch.Tensor]) -> Iterator[int]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", help="reference, decoding, huffman, or fast or exact, with :DECODER")
+    parser.add_argument("side", help="reference, decoding, huffman, fast or exact")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args()
-    name, _, decoder = args.side.partition(":")
-    if name in ("decoding", "huffman"):
-        batches = decoding(args.folder, 8 if name == "huffman" else 1)
+    if args.side in ("decoding", "huffman"):
+        batches = decoding(args.folder, 8 if args.side == "huffman" else 1)
     else:
-        batches = counted(reference(args.folder) if name == "reference" else ours(args.folder, name, decoder or "auto"))
+        batches = counted(reference(args.folder) if args.side == "reference" else ours(args.folder, args.side))
     print(json.dumps({"images_per_s": images_per_s(batches, args.seconds)}))

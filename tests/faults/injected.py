@@ -42,7 +42,7 @@ def images(job: Job) -> int:
 
 def throttled_reader(job: Job, extra_s: float) -> Undo:
     """A disk or network that brings an image late."""
-    source, late_s = job.train_loader._source, extra_s / images(job)
+    source, late_s = job.train_loader.source, extra_s / images(job)
 
     def read(index: int) -> Any:
         time.sleep(late_s)

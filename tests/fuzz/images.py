@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 
@@ -11,11 +12,11 @@ from tests.fuzz.mutations import mutate
 from tests.fuzz.originals import largest, originals, sizes, with_size
 from tests.fuzz.subject import Input
 from trainables.config import DataConfig
+from trainables.data import image_view
 from trainables.data.augment import uniforms
 from trainables.data.decoders import DECODERS
 from trainables.data.decoders.interface import read_header
 from trainables.data.image_view import View
-from trainables.errors import DataError
 
 _SIZE = 64
 _FILE = "image"
@@ -69,8 +70,10 @@ class Largest(Images):
 def _views(decoder: str) -> list[View]:
     """Training's two and validation's; none where the decoder is not installed."""
     try:
-        data = DataConfig.model_validate({"decoder": decoder, "image_size": _SIZE, "augment": "crop_flip"})
-        exact = data.model_copy(update={"fidelity": "exact"})
-        return [View(data, "train"), View(exact, "train"), View(data, "val")]
-    except DataError:
+        DECODERS[decoder]()
+    except ImportError:
         return []
+    data = DataConfig(image_size=_SIZE, augment="crop_flip")
+    exact = data.model_copy(update={"fidelity": "exact"})
+    with patch.object(image_view, "open_decoder", DECODERS[decoder]):
+        return [View(data, "train"), View(exact, "train"), View(data, "val")]

@@ -67,15 +67,15 @@ def random_resized_crop_box(uniforms_U: NDArray[np.float64], width: int, height:
     """(left, top, right, bottom) of a random part of an image: area 0.08 to 1 of it, aspect ratio 3/4 to 4/3.
 
     torchvision's RandomResizedCrop.get_params: ten tries, then the largest central part of an allowed ratio. Takes 22
-    random numbers: the place in the image, then area and ratio of each try.
+    random numbers: the position in the image, then area and ratio of each try.
     """
-    place_x, place_y, *tries = uniforms_U.tolist()
+    x_at, y_at, *tries = uniforms_U.tolist()
     for area_at, ratio_at in zip(tries[0::2], tries[1::2], strict=True):
         area = width * height * _between(_AREA, area_at)
         ratio = math.exp(_between(_LOG_RATIO, ratio_at))
         crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < crop_width <= width and 0 < crop_height <= height:
-            left, top = int(place_x * (width - crop_width + 1)), int(place_y * (height - crop_height + 1))
+            left, top = int(x_at * (width - crop_width + 1)), int(y_at * (height - crop_height + 1))
             return left, top, left + crop_width, top + crop_height
     narrowest, widest = 3 / 4, 4 / 3
     crop_width, crop_height = width, height
@@ -137,21 +137,7 @@ def _resize_fast(stored: StoredImage, box: Box, out_HWC: NDArray[np.uint8]) -> N
     """Fill `out_HWC` with the box, with less work than `resize_exact` where that is hardly visible.
 
     An image is decoded at a half, a quarter or an eighth where at least one pixel is left for each that is shown, and what is
-    then shrunk by less than 2 is interpolated without antialiasing. Measured on 250 ImageNet files at 224 px, decoding included,
-    against torchvision's pixels (linear below a scale of …; ms of CPU an image; PSNR in dB, mean, 5th percentile):
-
-    | linear below | ms   | mean | 5th  |
-    |--------------|------|------|------|
-    | 2.0          | 0.90 | 44.8 | 31.8 |
-    | 1.6          | 0.91 | 47.5 | 33.0 |
-    | 1.4          | 0.93 | 52.5 | 34.8 |
-    | 1.2          | 0.96 | 57.3 | 39.7 |
-    | 1.0          | 0.98 | 60.7 | 47.0 |
-    | `exact`      | 0.99 | 66.8 | 55.7 |
-
-    0.70 ms of it are Huffman decoding, which nothing here can save, and 0.13 ms the rest of decoding. Half-size decoding from
-    1.6 on, rather than from 2, was no faster, since its pixels lie between those of the box. Nor was the library's fast DCT,
-    which alone leaves 44 dB.
+    then shrunk by less than 2 is interpolated without antialiasing. docs/data.md has what other limits cost and gain.
     """
     size = len(out_HWC)
     scale = math.sqrt((box[2] - box[0]) * (box[3] - box[1])) / size

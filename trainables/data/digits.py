@@ -34,7 +34,7 @@ def open_digits(split: Split) -> MemorySource:
     chosen = np.flatnonzero(validates_N if split == "val" else ~validates_N)
     scaled_NHW = ((gray_NHW[chosen] * 255 + 8) // 16).astype(np.uint8)
     return MemorySource(
-        title=f"digits/{split}",
+        f"digits/{split}",
         classes=tuple("0123456789"),
         labels_N=labels_N[chosen],
         images_MHWC=np.repeat(scaled_NHW[..., None], 3, axis=-1),

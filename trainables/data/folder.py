@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from trainables.data.decode import Sample, UnreadableImageError, read_file
+from trainables.data.decode import UnreadableImageError, read_file
+from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -26,14 +27,7 @@ _KINDS = " ".join(EXTENSIONS)
 _LAYOUT = "a folder with train/CLASS/* and val/CLASS/*"
 
 
-class Reads(Protocol):
-    """See `source.Source`."""
-
-    def __len__(self) -> int: ...
-    def read(self, index: int) -> Sample: ...
-
-
-class FolderSource:
+class FolderSource(Source):
     """One split of an image folder; classes and samples in ImageFolder's order, so that published weights fit.
 
     Classes are the folders of `train`, sorted. A validation folder may lack some of them, and may not have others.
@@ -68,9 +62,6 @@ class FolderSource:
             raise DataError(f"data.path: {os.path.join(root, self._folder)} holds no images ({_KINDS})")
         self.labels_N = np.array(labels, dtype=np.int64)
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def name(self, index: int) -> str:
         """The file's path inside the data folder, printable whatever its bytes are."""
         return os.fsencode(os.path.join(self._folder, self._files[index])).decode(errors="replace")
@@ -83,7 +74,7 @@ class FolderSource:
         return read_file(os.path.join(self._root, self._folder, self._files[index]))
 
     def fingerprint(self) -> str:
-        """Of all names and sizes, and of what is in SAMPLED files spread evenly over them: see `source.Source`.
+        """Of all names and sizes, and of what is in SAMPLED files spread evenly over them: see `Source`.
 
         Times do not count: nodes may have copies of their own. A single image that another one of the same size replaced may
         not be seen. Raises DataError where a file is gone, or the disk fails.
@@ -102,12 +93,18 @@ class FolderSource:
         folder = os.path.join(self._root, self._folder)
         present = set(_folders(folder))
         if extra := sorted(present - set(self.classes)):
-            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
-            raise DataError(f"data.path: {folder} has classes that train has not: {shown}; add them to train or remove them")
+            raise DataError(
+                f"data.path: {folder} has classes that train has not: {first_three(extra)}; add them to train or remove them"
+            )
         return present
 
 
-def sampled_sha256(source: Reads) -> bytes:
+def first_three(names: Sequence[str]) -> str:
+    """The first names of a list that may be long, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def sampled_sha256(source: Source) -> bytes:
     """A hash over what is in SAMPLED files spread evenly over a source's, or in all; where one cannot be read, over why.
 
     Training skips what it cannot read. Raises DataError where the disk or the network fails.

@@ -22,10 +22,7 @@ _MOST_PIXELS = 2**24  # of an image that the device decodes: what is larger woul
 
 
 class View:
-    """How one split's samples become pixels. Safe from several threads at once.
-
-    Raises DataError where `data.decoder` is not installed.
-    """
+    """How one split's samples become pixels. Safe from several threads at once."""
 
     def __init__(self, data: DataConfig, split: Split) -> None:
         training = split == "train"
@@ -35,7 +32,7 @@ class View:
         self._image_size = data.image_size
         self.on_device = training and data.decodes_on_device
         """Whether `region` may find something to leave to the device."""
-        self._decoder = open_decoder(data.decoder)
+        self._decoder = open_decoder()
         self.decoder = data.decoder if self.on_device else self._decoder.name
         """The decoder in use, by its name in DECODERS or REGION_DECODERS."""
         self.num_uniforms = self._augment.num_uniforms

@@ -24,9 +24,9 @@ from trainables.data.auto_workers import AutoWorkers
 from trainables.data.batch_memory import BatchMemory
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.image_view import View
+from trainables.data.interface import Source
 from trainables.data.order import Order, Split, rank_part
 from trainables.data.sample_reader import Costs, Reader, ReadResult, result_of
-from trainables.data.source import FollowsOrder, Sharded, Source, SupportsClose
 from trainables.errors import DataError
 from trainables.rules import enough_images, resize_covers_crop
 
@@ -98,16 +98,15 @@ class Loader:
         self.skipped: dict[int, str] = {}
         # 1e-9: what 0.29 · 100 lacks to 29. A small split has a bad image too: one stops a run only where none is allowed.
         self.max_bad = max(math.floor(data.max_bad * num_samples + 1e-9), 1 if data.max_bad else 0)
-        self._source, self._data = source, data
-        self._rank, self._world_size, self._device = rank, world_size, device
+        self.source, self._data = source, data
+        self._rank, self._world_size = rank, world_size
         self._order = Order(
             split,
             data.shuffle,
             seed=seed,
             num_samples=num_samples,
-            shard_sizes=source.shard_sizes if isinstance(source, Sharded) else None,
+            shard_sizes=source.shard_sizes,
         )
-        self._follow = source.follow if isinstance(source, FollowsOrder) else None
         view = View(data, split)
         self.decoder = view.decoder
         """Which library decodes JPEG, see DECODERS and REGION_DECODERS."""
@@ -117,34 +116,26 @@ class Loader:
         self.costs = Costs(self._most_threads)
         self._pools = [_pool(loader_workers)] if loader_workers else []  # the last one works, the others end
         self._prefetch_batches = data.prefetch_batches if loader_workers else 0
-        self._rows = math.ceil(min(batch, num_samples) / world_size)
+        rows = math.ceil(min(batch, num_samples) / world_size)
+        self._memory = BatchMemory(rows, data.image_size, pinned=device.type == "cuda")
         self._stop = Event()
 
     @property
     def labels_M(self) -> Tensor:
         """The label of each of the split's M samples, by index: int64."""
-        return torch.from_numpy(np.array(self._source.labels_N, dtype=np.int64))  # a copy: packed ones are read-only
-
-    def fingerprint(self) -> str:
-        """See `Source`."""
-        return self._source.fingerprint()
+        return torch.from_numpy(np.array(self.source.labels_N, dtype=np.int64))  # a copy: packed ones are read-only
 
     def augmentation_epoch(self, epoch: int) -> int:
         """The epoch by which the images of this one are augmented."""
         return epoch % self._num_augmentation_epochs if self._num_augmentation_epochs else epoch
 
     @property
-    def num_samples(self) -> int:
-        """Samples of the split, those that `drop` leaves out too."""
-        return len(self._source)
-
-    @property
     def batches_mib(self) -> float:
-        """Memory of a running epoch's batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
+        """Memory of the batches in MiB: `data.prefetch_batches`, the one that is returned next and the one in use.
 
         Whoever uses more than one batch at a time takes more; so do copies to a GPU, whose memory is free a little later.
         """
-        return (self._prefetch_batches + 2) * self._new_memory().block_bytes / 2**20
+        return (self._prefetch_batches + 2) * self._memory.block_bytes / 2**20
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of an epoch from position `start` (a batch's `position`) on; none where nothing is left.
@@ -159,10 +150,9 @@ class Loader:
         return self._batches(epoch, start, self._stop)
 
     def close(self) -> None:
-        """End all work and the threads, and close the source where it `SupportsClose`. A closed loader reads no more."""
+        """End all work and the threads, and close the source. A closed loader reads no more."""
         self._stop.set()
-        if isinstance(self._source, SupportsClose):  # first: a thread may wait for a shard
-            self._source.close()
+        self.source.close()  # first: a thread may wait for a shard
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -174,16 +164,15 @@ class Loader:
             self._threads = self.costs.threads = threads
 
     def _batches(self, epoch: int, start: int, stop: Event) -> Generator[Batch, None, None]:
-        batch, num_samples = self._data.global_batch_size, len(self._source)
+        batch, num_samples = self._data.global_batch_size, len(self.source)
         last = num_samples - batch + 1 if self._drop else num_samples
         begins = iter(range(start, last, batch))
-        memory = self._new_memory()
         pending: deque[_Pending] = deque()
         last_ready_s = None  # when the batch before was returned
         try:
             while True:
                 while len(pending) <= self._prefetch_batches and (begin := next(begins, None)) is not None:
-                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, memory, stop))
+                    pending.append(self._begin(begin, min(begin + batch, num_samples), epoch, stop))
                 if not pending:
                     return
                 waits, wait_began_s = not all(part.done() for part in pending[0].parts), time.perf_counter()
@@ -192,7 +181,7 @@ class Loader:
                 wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
                 if self._auto_workers and last_ready_s is not None:
-                    decode_s = sum(part.took_s for part in parts)
+                    decode_s = sum(part.times_s.image for part in parts)
                     self._adapt(self._auto_workers, len(ready.labels_B), decode_s, wait_s, now_s - last_ready_s)
                 self.costs.add(len(ready.labels_B), parts, wait_s)
                 last_ready_s = now_s
@@ -203,16 +192,12 @@ class Loader:
             stop.set()
             wait([part for unfinished in pending for part in unfinished.parts if not part.cancel()])
 
-    def _new_memory(self) -> BatchMemory:
-        return BatchMemory(self._rows, self._data.image_size, pinned=self._device.type == "cuda")
-
-    def _begin(self, begin: int, end: int, epoch: int, memory: BatchMemory, stop: Event) -> _Pending:
+    def _begin(self, begin: int, end: int, epoch: int, stop: Event) -> _Pending:
         """Set the threads to work on this rank's part of the global batch [begin, end)."""
-        if self._follow:
-            self._follow(self._order, epoch, begin)
+        self.source.follow(self._order, epoch, begin)
         indices_B = self._order.at(epoch, np.arange(*rank_part(begin, end, self._rank, self._world_size)))
-        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in memory.allocate())
-        labels_B.numpy()[:], numbers_B.numpy()[:] = self._source.labels_N[indices_B], indices_B
+        images_BHWC, labels_B, numbers_B = (tensor[: len(indices_B)] for tensor in self._memory.allocate())
+        labels_B.numpy()[:], numbers_B.numpy()[:] = self.source.labels_N[indices_B], indices_B
         pixels_BHWC, augmentation_epoch = images_BHWC.numpy(), self.augmentation_epoch(epoch)
         rows = max(1, math.ceil(len(indices_B) / max(1, self._threads * _CHUNKS_PER_THREAD)))
         parts = []
@@ -251,7 +236,7 @@ class Loader:
         """Count the rows of a batch that hold no whole image, row → reason. Raises DataError where an epoch has too many."""
         for row, reason in bad.items():
             index = int(indices_B[row])
-            self.skipped[index] = f"{self._source.name(index)} ({reason})"
+            self.skipped[index] = f"{self.source.name(index)} ({reason})"
         self.refuse_too_many(self.skipped)
 
     def _adapt(self, auto: AutoWorkers, images: int, decode_s: float, wait_s: float, wall_s: float) -> None:
@@ -264,7 +249,7 @@ class Loader:
         if len(skipped) > self.max_bad:
             first = list(skipped.values())[:_NAMED_IN_ERROR]
             raise DataError(
-                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self._source)} that "
+                f"{len(skipped)} unreadable images in one epoch, more than the {self.max_bad} of {len(self.source)} that "
                 f"data.max_bad={self._data.max_bad:g} allows: {', '.join(first)}{', …' if len(skipped) > len(first) else ''}; "
                 "mend or remove them, or raise the limit"
             )

@@ -6,38 +6,31 @@ Shapes: N samples, M stored images, B samples of a read, H=W pixels, C=3 channel
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainables.data.interface import Source
 
-@dataclass(frozen=True)
-class MemorySource:
+
+class MemorySource(Source):
     """N labelled RGB images, of which M ≤ N are stored: sample i shows stored image i mod M."""
 
-    title: str
-    classes: tuple[str, ...]
-    labels_N: NDArray[np.int64]
-    images_MHWC: NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
-
-    @property
-    def size(self) -> int:
-        """Height and width of every image in pixels."""
-        return int(self.images_MHWC.shape[1])
+    def __init__(
+        self, title: str, *, classes: tuple[str, ...], labels_N: NDArray[np.int64], images_MHWC: NDArray[np.uint8]
+    ) -> None:
+        self._title, self.classes, self.labels_N, self.images_MHWC = title, classes, labels_N, images_MHWC
+        self.size = int(images_MHWC.shape[1])
 
     def name(self, index: int) -> str:
-        return f"{self.title}/{index}"
+        return f"{self._title}/{index}"
 
     def read(self, index: int) -> NDArray[np.uint8]:
         image_HWC: NDArray[np.uint8] = self.images_MHWC[index % len(self.images_MHWC)]
         return image_HWC
 
     def fingerprint(self) -> str:
-        """Of the pixels: see `source.Source`."""
+        """Of the pixels: see `Source`."""
         shape = f"{len(self)}:{self.images_MHWC.shape}"
         return hashlib.sha256(shape.encode() + np.ascontiguousarray(self.images_MHWC).tobytes()).hexdigest()
 

@@ -120,9 +120,9 @@ class Order:
         if self._row[0] != epoch:
             self._row = self._lay_out(epoch)
         _, row_S, ends_S = self._row
-        places_B = np.searchsorted(ends_S, positions_B, side="right")
-        blocks_B = row_S[places_B]
-        samples_B: NDArray[np.int64] = self._starts_S[blocks_B] + positions_B - (ends_S[places_B] - self._sizes_S[blocks_B])
+        slots_B = np.searchsorted(ends_S, positions_B, side="right")
+        blocks_B = row_S[slots_B]
+        samples_B: NDArray[np.int64] = self._starts_S[blocks_B] + positions_B - (ends_S[slots_B] - self._sizes_S[blocks_B])
         return samples_B
 
     def _lay_out(self, epoch: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:

@@ -19,35 +19,30 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.index import ROW_COLUMNS, SHARD_COLUMNS, File, Index, SplitIndex, read_index
+from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.shards import LocalShards, ShardReader, unreadable
 from trainables.errors import DataError
 from trainables.rundir import expand_home
 
 
-class RecordsSource:
+class RecordsSource(Source):
     """One split of a packed set; see `open_records`. In memory are 32 bytes a sample and nothing else."""
+
+    shard_sizes: list[int]
 
     def __init__(self, root: Path, index: Index, split: Split, shards: ShardReader) -> None:
         part = index.splits[split]
         table = _read_rows(root / part.rows.file, part.rows)
         self.classes = index.classes
         self.labels_N, self._offsets_N, self.sizes_N, self.widths_N, self.heights_N = (table[name] for name in ROW_COLUMNS)
-        self._ends_S = list(itertools.accumulate(shard.rows for shard in part.shards))
+        self.shard_sizes = [shard.rows for shard in part.shards]
+        self._ends_S = list(itertools.accumulate(self.shard_sizes))
         self._shards, self._pixels, self._part = shards, index.image == "pixels", part
         self._check(root / part.rows.file, part)
         side = int(self.widths_N[0])
         one_size = self._pixels and side > 0 and bool((self.widths_N == side).all() and (self.heights_N == side).all())
         self.size = side if one_size else None
-        """Height and width of every image where they are stored as pixels of one size; see `read_batch`."""
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Samples of each shard in stored order."""
-        return [stop - start for start, stop in itertools.pairwise((0, *self._ends_S))]
 
     def location(self, index: int) -> tuple[int, int]:
         """The shard that holds a sample, and its row there."""
@@ -70,7 +65,7 @@ class RecordsSource:
             self._shards.prefetch(bisect_right(self._ends_S, index), self._offsets_N.item(index), self.sizes_N.item(index))
 
     def fingerprint(self) -> str:
-        """Of the files' checksums: see `source.Source`."""
+        """Of the files' checksums: see `Source`."""
         files = (self._part.rows, *self._part.shards)
         return hashlib.sha256(f"{self._pixels} {[file.sha256 for file in files]}".encode()).hexdigest()
 
@@ -108,9 +103,9 @@ class RecordsSource:
 
     def _check(self, path: Path, part: SplitIndex) -> None:
         """Every row lies inside its shard, so that no read needs to ask again. Raises DataError."""
-        whole = sum(shard.rows for shard in part.shards) == len(self)
+        whole = sum(self.shard_sizes) == len(self)
         if whole:
-            bytes_N = np.repeat([shard.bytes for shard in part.shards], [shard.rows for shard in part.shards]).astype(np.int64)
+            bytes_N = np.repeat([shard.bytes for shard in part.shards], self.shard_sizes).astype(np.int64)
             whole = (
                 (self.labels_N >= 0)
                 & (self.labels_N < len(self.classes))

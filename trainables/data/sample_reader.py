@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from threading import Event
 from typing import NamedTuple
 
@@ -16,8 +15,18 @@ from trainables.data.core_wait import CoreWait
 from trainables.data.decode import UnreadableImageError
 from trainables.data.encoded_rows import Region
 from trainables.data.image_view import View
-from trainables.data.source import Source, SupportsPrefetch, SupportsReadBatch
+from trainables.data.interface import Source
 from trainables.errors import DataError, DistillError
+
+
+class ThreadTimes(NamedTuple):
+    """Seconds of a loader's thread."""
+
+    image: float = 0.0  # in all
+    read: float = 0.0  # of it inside the source
+    read_wait: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
+    cpu: float = 0.0  # of `image` computing
+    core_wait: float = 0.0  # of `image` ready to run, while other threads had the cores; 0 where the system does not tell
 
 
 class ReadResult(NamedTuple):
@@ -25,51 +34,33 @@ class ReadResult(NamedTuple):
 
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
     encoded_rows: list[Region]  # rows whose pixels are left to the device
-    took_s: float
-    read_s: float = 0.0  # of it inside the source
-    read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
-    cpu_s: float = 0.0  # of took_s computing
-    core_wait_s: float = 0.0  # of took_s ready to run, while other threads had the cores; 0 where the system does not tell
+    times_s: ThreadTimes
 
 
-@dataclass
 class Costs:
-    """What the loader's threads have spent since `clear`."""
+    """What the loader's threads have spent since `clear`; `threads` is how many work."""
 
-    threads: int = 1
-    images: int = 0
-    batches: int = 0
-    wait_s: float = 0.0
-    took_s: float = 0.0
-    read_s: float = 0.0
-    read_wait_s: float = 0.0
-    cpu_s: float = 0.0
-    core_wait_s: float = 0.0
-    copy_s: float = 0.0
-    copies: int = 0
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.clear()
 
     def clear(self) -> None:
         """Begin again, as where a warm-up ends."""
-        self.images, self.batches, self.wait_s = 0, 0, 0.0
-        self.took_s, self.read_s, self.read_wait_s, self.cpu_s, self.core_wait_s = 0.0, 0.0, 0.0, 0.0, 0.0
-        self.copy_s, self.copies = 0.0, 0
+        self._images = self._batches = self._copies = 0
+        self._wait_s = self._copy_s = 0.0
+        self._times_s = ThreadTimes()
 
     def add_copy(self, seconds: float) -> None:
         """Count a batch that was copied to the device."""
-        self.copy_s += seconds
-        self.copies += 1
+        self._copy_s += seconds
+        self._copies += 1
 
     def add(self, images: int, parts: list[ReadResult], wait_s: float) -> None:
         """Count a batch, for which the step waited so long."""
-        self.images += images
-        self.batches += 1
-        self.wait_s += wait_s
-        for part in parts:
-            self.took_s += part.took_s
-            self.read_s += part.read_s
-            self.read_wait_s += part.read_wait_s
-            self.cpu_s += part.cpu_s
-            self.core_wait_s += part.core_wait_s
+        self._images += images
+        self._batches += 1
+        self._wait_s += wait_s
+        self._times_s = ThreadTimes(*map(sum, zip(self._times_s, *(part.times_s for part in parts), strict=True)))
 
     def summary(self) -> dict[str, float]:
         """What the threads do, {} before the first image.
@@ -79,22 +70,14 @@ class Costs:
         batch: `loader/batch_ms`, in which the threads load one at full speed, and `loader/wait_ms`, for which the
         step's own thread waited; where there is a GPU `loader/copy_ms`, which its copy takes. `loader/threads`: how many work.
         """
-        if not self.images:
+        if not self._images:
             return {}
-        sums = {
-            "image": self.took_s,
-            "read": self.read_s,
-            "read_wait": self.read_wait_s,
-            "cpu": self.cpu_s,
-            "core_wait": self.core_wait_s,
-        }
-        a_batch = {"batch": self.took_s / self.threads, "wait": self.wait_s}
-        return {
-            **{f"loader/{name}_ms": 1e3 * s / self.images for name, s in sums.items()},
-            **{f"loader/{name}_ms": 1e3 * s / self.batches for name, s in a_batch.items()},
-            **({"loader/copy_ms": 1e3 * self.copy_s / self.copies} if self.copies else {}),
-            "loader/threads": float(self.threads),
-        }
+        named = {f"loader/{name}_ms": 1e3 * seconds / self._images for name, seconds in self._times_s._asdict().items()}
+        named["loader/batch_ms"] = 1e3 * self._times_s.image / self.threads / self._batches
+        named["loader/wait_ms"] = 1e3 * self._wait_s / self._batches
+        if self._copies:
+            named["loader/copy_ms"] = 1e3 * self._copy_s / self._copies
+        return named | {"loader/threads": float(self.threads)}
 
 
 class Reader:
@@ -102,8 +85,7 @@ class Reader:
 
     def __init__(self, source: Source, view: View, seed: int) -> None:
         self._source, self._view, self._seed = source, view, seed
-        self._prefetch = source.prefetch if isinstance(source, SupportsPrefetch) else None
-        self._read_batch = source.read_batch if isinstance(source, SupportsReadBatch) and view.keeps(source.size) else None
+        self._as_stored = view.keeps(source.size)
         self._core_wait = CoreWait()
 
     def fill(
@@ -118,25 +100,15 @@ class Reader:
         """
         out_RHWC = out.pop()
         began_s, began_cpu_s, began_wait_s = time.perf_counter(), time.thread_time(), self._core_wait.seconds()
-        read_s, read_cpu_s = 0.0, 0.0
-        bad, encoded_rows = list[tuple[int, str]](), list[Region]()
         source, view = self._source, self._view
-
-        def part() -> ReadResult:
-            took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
-            waited_s = self._core_wait.seconds() - began_wait_s
-            return ReadResult(bad, encoded_rows, took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s)
-
-        if self._prefetch:
-            self._prefetch(indices_R)
-            read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+        bad, encoded_rows = list[tuple[int, str]](), list[Region]()
         uniforms_RU = uniforms(self._seed, epoch, indices_R, view.num_uniforms)
-        if self._read_batch:
-            self._read_batch(indices_R, out_RHWC)
-            read_s, read_cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
-            view.finish(uniforms_RU, out_RHWC)
-            return part()
-        for row, index in enumerate(indices_R.tolist()):
+        before_s, before_cpu_s = time.perf_counter(), time.thread_time()
+        source.prefetch(indices_R)
+        if self._as_stored:
+            source.read_batch(indices_R, out_RHWC)
+        read_s, read_cpu_s = time.perf_counter() - before_s, time.thread_time() - before_cpu_s
+        for row, index in enumerate(() if self._as_stored else indices_R.tolist()):
             if stop.is_set():
                 raise CancelledError
             try:
@@ -152,15 +124,22 @@ class Reader:
                 bad.append((first_row + row, str(error)))
             except (DistillError, MemoryError):
                 raise
-            except OSError as error:
-                raise DataError(
-                    f"data.path: {source.name(index)} cannot be read: {error.strerror or error}; see to the disk or the network "
-                    "that it lies on, then resume"
-                ) from error
             except Exception as error:
-                raise RuntimeError(f"reading {source.name(index)}: {type(error).__name__}: {error}") from error
+                raise _named(error, source.name(index)) from error
         view.finish(uniforms_RU, out_RHWC)
-        return part()
+        took_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - began_cpu_s
+        waited_s = self._core_wait.seconds() - began_wait_s
+        return ReadResult(bad, encoded_rows, ThreadTimes(took_s, read_s, max(0.0, read_s - read_cpu_s), cpu_s, waited_s))
+
+
+def _named(error: Exception, sample: str) -> Exception:
+    """What a loader raises for an error of its source or its decoder."""
+    if isinstance(error, OSError):
+        return DataError(
+            f"data.path: {sample} cannot be read: {error.strerror or error}; see to the disk or the network that it lies on, "
+            "then resume"
+        )
+    return RuntimeError(f"reading {sample}: {type(error).__name__}: {error}")
 
 
 def result_of(part: Future[ReadResult]) -> ReadResult:

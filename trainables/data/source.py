@@ -1,97 +1,21 @@
-"""Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder.
-
-Shapes: N samples of the split, R samples of a read, H=W pixels, C=3 channels.
-"""
+"""Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from trainables.config import DataConfig
-from trainables.data.decode import Sample
 from trainables.data.digits import open_digits
 from trainables.data.folder import FolderSource
 from trainables.data.index import is_records
-from trainables.data.order import Order, Split
+from trainables.data.interface import Source
+from trainables.data.order import Split
 from trainables.data.records import open_records
 from trainables.data.storage.memory_cache import cached
 from trainables.data.storage.remote import is_remote, open_remote
 from trainables.data.storage.staging import open_staged
 from trainables.data.synthetic import open_synthetic
 from trainables.errors import DataError
-
-
-class Source(Protocol):
-    """One split of a labelled set of images. Reading is safe from several threads at once."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names; a label is an index into them. The same for both splits."""
-
-    @property
-    def labels_N(self) -> NDArray[np.int64]:
-        """The label of every sample."""
-
-    def __len__(self) -> int: ...
-
-    def name(self, index: int) -> str:
-        """The sample's name for messages."""
-
-    def read(self, index: int) -> Sample:
-        """The sample as it is stored. Raises UnreadableImageError where it cannot be read."""
-
-    def fingerprint(self) -> str:
-        """A hash of the samples and their order: two sources with one fingerprint show the same image at each index."""
-
-
-@runtime_checkable
-class Sharded(Protocol):
-    """A source whose samples lie in shards, one after the other."""
-
-    @property
-    def shard_sizes(self) -> Sequence[int]:
-        """Samples of each shard in stored order; their sum is the source's length."""
-
-
-@runtime_checkable
-class SupportsPrefetch(Protocol):
-    """A source that reads samples faster if it knows them before."""
-
-    def prefetch(self, indices_R: NDArray[np.int64]) -> None:
-        """These samples will be read next, one after the other. Raises DataError as `read` does."""
-
-
-@runtime_checkable
-class SupportsReadBatch(Protocol):
-    """A source that may hold pixels of one size."""
-
-    @property
-    def size(self) -> int | None:
-        """Height and width of every image; None where they differ, or are not stored as pixels."""
-
-    def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
-        """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError as `read` does."""
-
-
-@runtime_checkable
-class FollowsOrder(Protocol):
-    """A source that brings its samples from elsewhere, in the order in which they will be read."""
-
-    def follow(self, order: Order, epoch: int, position: int) -> None:
-        """What `order` has from this position on will be read next; called as reading goes on."""
-
-
-@runtime_checkable
-class SupportsClose(Protocol):
-    """A source with resources on its node: a copy, a cache, threads that fetch."""
-
-    def close(self) -> None:
-        """Free them now, not with the last reference. The source is read no more."""
-
 
 SOURCES: dict[str, Callable[[DataConfig, Split], Source]] = {
     "digits": lambda data, split: open_digits(split),

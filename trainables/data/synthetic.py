@@ -21,7 +21,7 @@ def open_synthetic(split: Split, num_images: int, num_classes: int, image_size: 
     num_samples = num_images if split == "train" else max(1, num_images // 5)
     noise = np.random.Generator(np.random.Philox(key=0 if split == "train" else 1))
     return MemorySource(
-        title=f"synthetic/{split}",
+        f"synthetic/{split}",
         classes=tuple(str(label) for label in range(num_classes)),
         labels_N=np.arange(num_samples) % num_classes,
         images_MHWC=noise.integers(0, 256, (min(num_samples, _STORED_IMAGES), image_size, image_size, 3), dtype=np.uint8),

@@ -19,10 +19,9 @@ from trainables.config import DataConfig
 from trainables.data.augment import cut
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import Decoder, read_header
+from trainables.data.decoders.interface import read_header
 from trainables.data.encoded_rows import Region
-from trainables.device.decoders import PACKAGES, REGION_DECODERS
-from trainables.device.decoders.region_decoder import RegionDecoder
+from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError
 from trainables.failures import kind_of
 
@@ -65,7 +64,7 @@ def fill(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dic
 def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
     if not regions:
         return {}
-    bad, decoder = {}, _cpu_decoder()
+    bad, decoder = {}, open_decoder()
     out_HWC = np.empty((*out_BCHW.shape[-2:], 3), dtype=np.uint8)
     for region in regions:
         try:
@@ -75,11 +74,6 @@ def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
         else:
             out_BCHW[region.row].copy_(torch.from_numpy(out_HWC).permute(2, 0, 1))
     return bad
-
-
-@functools.cache
-def _cpu_decoder() -> Decoder:
-    return open_decoder("auto")
 
 
 def _finish(device: torch.device) -> None:

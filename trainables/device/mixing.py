@@ -40,21 +40,21 @@ class Mixing:
         """Mix the images of each pair with each other, by the random numbers in the columns from `first` on."""
         partners_B = partners(len(labels_B), images_BCHW.device)
         uniforms_BU = draws.columns(first, self.num_uniforms)
-        which_B, share_at_B2, place_B2 = uniforms_BU[:, 0], uniforms_BU[:, 1:3], uniforms_BU[:, 3:]
+        which_B, share_at_B2, position_B2 = uniforms_BU[:, 0], uniforms_BU[:, 1:3], uniforms_BU[:, 3:]
         mixup_part = 0.5 if self._mixup_alpha and self._cutmix_alpha else float(bool(self._mixup_alpha))
         mixup_B = which_B < mixup_part
         share_B = torch.ones_like(which_B)
         height, width = images_BCHW.shape[2:]
-        theirs_BCHW = images_BCHW[partners_B]
+        partners_BCHW = images_BCHW[partners_B]
         if self._cutmix_alpha:
-            boxes_B4 = cut_boxes(symmetric_beta(self._cutmix_alpha, share_at_B2), place_B2, height, width)
+            boxes_B4 = cut_boxes(symmetric_beta(self._cutmix_alpha, share_at_B2), position_B2, height, width)
             boxes_B4 = boxes_B4.masked_fill(mixup_B[:, None], 0)
-            images_BCHW = torch.where(inside(boxes_B4, height, width), theirs_BCHW, images_BCHW)
+            images_BCHW = torch.where(inside(boxes_B4, height, width), partners_BCHW, images_BCHW)
             share_B = own_area(boxes_B4, height, width)
         if self._mixup_alpha:
             mixup_share_B = symmetric_beta(self._mixup_alpha, share_at_B2).masked_fill(~mixup_B, 1)
-            ours = column(mixup_share_B).to(images_BCHW.dtype)
-            images_BCHW = theirs_BCHW * (1 - ours) + images_BCHW * ours
+            share = column(mixup_share_B).to(images_BCHW.dtype)
+            images_BCHW = partners_BCHW * (1 - share) + images_BCHW * share
             share_B = torch.where(mixup_B, mixup_share_B, share_B)
         return images_BCHW, Mix(labels_B[partners_B], share_B)
 
@@ -76,14 +76,14 @@ def symmetric_beta(alpha: float, uniforms_B2: Tensor) -> Tensor:
     return (1 + cosine_B / (power_B / (1 - power_B) + cosine_B**2).sqrt()) / 2
 
 
-def cut_boxes(share_B: Tensor, place_B2: Tensor, height: int, width: int) -> Tensor:
+def cut_boxes(share_B: Tensor, position_B2: Tensor, height: int, width: int) -> Tensor:
     """(top, left, bottom, right) of the pasted part, (B, 4), whole numbers: torchvision's CutMix.
 
     Its sides are √(1 - share) of the image's, its centre is anywhere, and what lies outside the image is lost.
     """
     half_B = 0.5 * (1 - share_B).sqrt()
     half_high_B, half_wide_B = (half_B * height).floor(), (half_B * width).floor()
-    y_B, x_B = (place_B2[:, 0] * height).floor(), (place_B2[:, 1] * width).floor()
+    y_B, x_B = (position_B2[:, 0] * height).floor(), (position_B2[:, 1] * width).floor()
     edges = [
         (y_B - half_high_B).clamp(min=0),
         (x_B - half_wide_B).clamp(min=0),

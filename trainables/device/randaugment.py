@@ -155,11 +155,11 @@ def autocontrast_table(pixels_BCHW: Tensor, before_L: Tensor) -> Tensor:
 
 def equalize_table(pixels_BCHW: Tensor, before_L: Tensor) -> Tensor:
     """PIL's histogram equalisation of each channel, in whole numbers; a channel with too few pixels off its top level stays."""
-    places_BCP = pixels_BCHW.flatten(2).long()
-    counts_BCL = places_BCP.new_zeros((*places_BCP.shape[:2], 256), dtype=torch.int32)
-    counts_BCL.scatter_add_(2, places_BCP, counts_BCL.new_ones(1).expand_as(places_BCP))
-    top_BC1 = places_BCP.amax(dim=2, keepdim=True)
-    step_BC1 = (places_BCP.shape[2] - counts_BCL.gather(2, top_BC1)) // 255
+    levels_BCP = pixels_BCHW.flatten(2).long()
+    counts_BCL = levels_BCP.new_zeros((*levels_BCP.shape[:2], 256), dtype=torch.int32)
+    counts_BCL.scatter_add_(2, levels_BCP, counts_BCL.new_ones(1).expand_as(levels_BCP))
+    top_BC1 = levels_BCP.amax(dim=2, keepdim=True)
+    step_BC1 = (levels_BCP.shape[2] - counts_BCL.gather(2, top_BC1)) // 255
     below_BCL = counts_BCL.cumsum(2) - counts_BCL
     table_BCL = ((below_BCL + step_BC1 // 2) // step_BC1.clamp(min=1)).clamp_(0, 255)
     return torch.where(step_BC1 == 0, before_L, table_BCL.to(before_L.dtype))

@@ -188,11 +188,9 @@ class NoiseHistory:
         et al. 2018, appendix D). As |G|² + tr(Σ)/B is the mean of big, each epoch adds its tr(Σ)/big and its |G|²/big, a step
         counting one, and their quotient is that mean. Before the first epoch's end: that of the recent steps.
         """
-        whole = self._sums_by_span["whole"]
-        trace, square, _, steps = whole
-        if not steps:
-            return {name: value for name, value in named(self._sums_by_span[RECENT]).items() if name == "noise_scale"}
-        return {"noise_scale": max(trace, 0.0) / square} if square > 0 else {}
+        *_, steps = self._sums_by_span["whole"]
+        trace, square, *_ = self._sums_by_span["whole" if steps else RECENT]
+        return named([trace, square, 0.0, 0.0])
 
     def _add_to(self, name: str, sums: Sums) -> None:
         self._sums_by_span[name][:] = [old + new for old, new in zip(self._sums_by_span[name], sums, strict=True)]

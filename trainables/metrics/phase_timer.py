@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,42 +28,28 @@ _COLUMN = {phase: column for column, phase in enumerate(PHASES)}
 _DATA, _STEP = _COLUMN["data"], len(PHASES)
 
 Floats = npt.NDArray[np.float64]
-Timestamp = TypeVar("Timestamp")
-
-
-class Clock(Protocol[Timestamp]):
-    """A source of points in time that may become readable only later."""
-
-    def now(self) -> Timestamp:
-        """A point in time; costs about a microsecond."""
-
-    def ready(self, timestamp: Timestamp) -> bool:
-        """Whether `timestamp` can be read; never waits."""
-
-    def ms_between(self, earlier: Timestamp, later: Timestamp) -> float:
-        """Milliseconds from one point to another; both are ready."""
-
-    def reuse(self, timestamps: Iterable[Timestamp]) -> None:
-        """The caller has read `timestamps` and will not use them again."""
 
 
 class CpuClock:
-    """The wall clock: right where every call is done when it returns."""
+    """A source of points in time that may become readable only later; here the wall clock, where they are at once."""
 
-    def now(self) -> float:
+    def now(self) -> Any:
+        """A point in time; costs about a microsecond."""
         return time.perf_counter()
 
-    def ready(self, timestamp: float) -> bool:
+    def ready(self, timestamp: Any) -> bool:
+        """Whether `timestamp` can be read; never waits."""
         return True
 
-    def ms_between(self, earlier: float, later: float) -> float:
-        return (later - earlier) * 1e3
+    def ms_between(self, earlier: Any, later: Any) -> float:
+        """Milliseconds from one point to another; both are ready."""
+        return float(later - earlier) * 1e3
 
-    def reuse(self, timestamps: Iterable[float]) -> None:
-        pass
+    def reuse(self, timestamps: Iterable[Any]) -> None:
+        """The caller has read `timestamps` and will not use them again."""
 
 
-class CudaClock:
+class CudaClock(CpuClock):
     """Events in the current stream of `device`, from a pool: creating one costs more than recording one."""
 
     def __init__(self, device: torch.device):
@@ -129,8 +115,8 @@ class PhaseTimer:
         clock: a source of time other than the device's.
     """
 
-    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: Clock[Any] | None = None):
-        self._clock: Clock[Any] = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
+    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: CpuClock | None = None):
+        self._clock = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
         self._now = self._clock.now
         self._warmup_left = warmup_steps
         self._timestamps: list[Any] = []
@@ -200,7 +186,7 @@ class PhaseTimer:
         return self._run.summary()
 
 
-def _row(clock: Clock[Timestamp], timestamps: Sequence[Timestamp], columns: Sequence[int]) -> Floats:
+def _row(clock: CpuClock, timestamps: Sequence[Any], columns: Sequence[int]) -> Floats:
     """One step's times in ms (T,)."""
     row = [0.0] * len(COLUMNS)
     for column, earlier, later in zip(columns, timestamps, timestamps[1:], strict=False):

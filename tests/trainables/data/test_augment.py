@@ -12,7 +12,7 @@ from torchvision.transforms import functional as tv
 from tests.trainables.data.photos import photo
 from trainables.data.augment import AUGMENTS, Recipe, default_val_resize, random_resized_crop_box, uniforms, validation_view
 from trainables.data.decode import StoredImage, UnreadableImageError
-from trainables.data.decoders import open_decoder
+from trainables.data.decoders import DECODERS
 
 
 def _correlation(left: np.ndarray, right: np.ndarray) -> float:
@@ -21,7 +21,7 @@ def _correlation(left: np.ndarray, right: np.ndarray) -> float:
 
 def _shown(name: str, image: Image.Image, uniforms_U: np.ndarray, size: int, val_resize: int | None = None) -> np.ndarray:
     out_HWC = np.full((size, size, 3), 77, dtype=np.uint8)
-    stored = StoredImage(np.asarray(image), open_decoder("pil"))
+    stored = StoredImage(np.asarray(image), DECODERS["pil"]())
     AUGMENTS[name].apply(stored, uniforms_U, out_HWC, Recipe(val_resize, exact=True))
     if in_place := AUGMENTS[name].in_place:
         in_place(uniforms_U[None], out_HWC[None])

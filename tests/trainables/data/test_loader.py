@@ -23,10 +23,12 @@ from tests.trainables.data.photos import MakeFolder
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.auto_workers import AutoWorkers
+from trainables.data.batch_memory import free_pinned
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.interface import Source
 from trainables.data.loader import Batch, Loader
 from trainables.data.order import Split, sample_at
-from trainables.data.source import Source, open_source
+from trainables.data.source import open_source
 from trainables.data.synthetic import open_synthetic
 from trainables.device.device_batches import on_device
 from trainables.device.model_input import normalizer
@@ -64,7 +66,7 @@ def _data(batch: int, **changes: object) -> DataConfig:
     return DataConfig(image_size=2, global_batch_size=batch).model_copy(update=changes)
 
 
-class SlowSource:
+class SlowSource(Source):
     """A real source whose reads take 2 ms and are counted."""
 
     classes = ("only",)
@@ -73,8 +75,8 @@ class SlowSource:
         self.labels_N = np.zeros(num_samples, dtype=np.int64)
         self.num_reads, self._lock = 0, threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self.labels_N)
+    def fingerprint(self) -> str:
+        return f"{len(self)} of the same"
 
     def name(self, index: int) -> str:
         return str(index)
@@ -443,6 +445,22 @@ def test_a_ranks_buffers_are_as_large_as_its_share(world: int) -> None:
     loader.close()
 
 
+def test_batches_that_a_gpu_copies_count_with_what_torchs_allocator_of_pinned_memory_rounds_up_to() -> None:
+    data = DataConfig(image_size=16, global_batch_size=64, prefetch_batches=2)
+    source, device = open_synthetic("train", 640, 3, 16), torch.device("cuda")
+    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=1, device=device)
+    assert 2**15 < 64 * (16 * 16 * 3 + 16) < 2**16
+    assert loader.batches_mib * 2**20 == 4 * 2**16
+    loader.close()
+
+
+def test_all_epochs_read_into_the_same_memory() -> None:
+    loader = _loader(open_synthetic("train", 320, 3, 16), DataConfig(image_size=16, global_batch_size=32), workers=1)
+    locations = [{batch.images_BCHW.data_ptr() for batch in loader.epoch(epoch)} for epoch in range(3)]
+    assert len(set.union(*locations)) == len(locations[0]) == 4
+    loader.close()
+
+
 def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind() -> None:
     loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=4)
     seen = []
@@ -572,6 +590,23 @@ def test_pinned_batches_stay_pinned_when_an_image_is_left_out(make_folder: MakeF
     assert batch.indices_B.is_pinned()
     assert batch.indices_B.tolist() == [0, 2, 3]
     loader.close()
+
+
+def test_torch_has_the_function_that_gives_pinned_memory_back() -> None:
+    free_pinned()  # without a GPU there is none, and nothing to do
+
+
+@pytest.mark.gpu
+def test_a_closed_loaders_pinned_memory_is_free_for_the_next_ones() -> None:
+    free_pinned()
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    data = DataConfig(image_size=64, global_batch_size=32)
+    source, device = open_synthetic("train", 320, 3, 64), torch.device("cuda")
+    loader = Loader(source, data, split="train", seed=0, rank=0, world_size=1, loader_workers=2, device=device)
+    assert len(list(loader.epoch(0))) == 10
+    loader.close()
+    free_pinned()
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
 
 
 @pytest.mark.gpu

@@ -25,8 +25,7 @@ from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.device import decode as device_decode
 from trainables.device.decode import check_decoder, fill
-from trainables.device.decoders import REGION_DECODERS
-from trainables.device.decoders.region_decoder import RegionDecoder
+from trainables.device.decoders import REGION_DECODERS, RegionDecoder
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.errors import DataError
 from trainables.failures import kind_of
@@ -62,7 +61,7 @@ def _room(rows: int, device: torch.device = CPU) -> torch.Tensor:
 def _exact(data: bytes, box: Box, flip: bool = False, decoder: str = "pil") -> np.ndarray:
     """The crop as `fidelity: exact` shows it, which test_view.py holds against torchvision."""
     out_HWC = np.empty((SIZE, SIZE, 3), dtype=np.uint8)
-    cut(StoredImage(data, open_decoder(decoder)), box, flip, out_HWC, exact=True)
+    cut(StoredImage(data, DECODERS[decoder]()), box, flip, out_HWC, exact=True)
     return out_HWC
 
 
@@ -180,16 +179,16 @@ def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named(decoder: Reg
             assert row not in bad
         elif row in bad:
             with pytest.raises(UnreadableImageError):
-                _exact(data, box, decoder="auto")
+                _exact(data, box, decoder=open_decoder().name)
         else:
-            assert (shown_HWC == _exact(data, box, decoder="auto")).all()
+            assert (shown_HWC == _exact(data, box, decoder=open_decoder().name)).all()
     assert abs(_shown(images_BCHW)[-1].astype(int) - _exact(whole, box)).max() <= 1
 
 
 def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
     boxes = _boxes(149, 115, 300)
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(boxes)]
-    expected = [StoredImage(region.data, open_decoder("pil")).part(region.box) for region in regions]
+    expected = [StoredImage(region.data, DECODERS["pil"]()).part(region.box) for region in regions]
     held = list[tuple[torch.Tensor | None, np.ndarray]]()
     for count in (300, 0, 1, 129, 128, 3):
         decoded = decoder.decode(regions[:count])
@@ -313,7 +312,7 @@ def test_a_very_large_image_is_left_to_the_cpu() -> None:
 def test_a_devices_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.decoder: {name} needs a worker with a GPU, .*; write data\.decoder=auto$"):
         check_decoder(DataConfig(decoder=name, augment="crop_flip"), CPU, 1)  # type: ignore[arg-type]
-    check_decoder(DataConfig(decoder="auto"), CPU, 1)
+    check_decoder(DataConfig(), CPU, 1)
     with pytest.raises(ValueError, match=f"decoder {name} decodes .* augment is pad_crop_flip: write decoder auto"):
         DataConfig(decoder=name, augment="pad_crop_flip")  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from tests.trainables.data.photos import photo
 from tests.trainables.jobs import write_teacher
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
+from trainables.data.interface import Source
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.data.storage import folder_cleaner
@@ -27,15 +28,15 @@ from trainables.engine.evaluate import correct_counts, evaluate, evaluate_checkp
 from trainables.models.registry import build_model
 
 
-class FirstOf:
+class FirstOf(Source):
     """The first n samples of the digits' validation split."""
 
     def __init__(self, num_samples: int):
         self._all = open_source(DataConfig(), "val")
         self.classes, self.labels_N = self._all.classes, self._all.labels_N[:num_samples]
 
-    def __len__(self) -> int:
-        return len(self.labels_N)
+    def fingerprint(self) -> str:
+        return f"{len(self)} of {self._all.fingerprint()}"
 
     def name(self, index: int) -> str:
         return self._all.name(index)

@@ -1,6 +1,4 @@
-"""The libraries that decode JPEG, by `data.decoder`; `auto` takes the first of them that is installed.
-
-`gpu` and `dali` are none of them: training's crops are decoded on the device (`trainables.device`), and these do the rest.
+"""The libraries that decode JPEG on the CPU: the first of DECODERS that is installed is used.
 
 The order is that of measured speed: milliseconds of CPU for a RandomResizedCrop(224), linear resize included, of 167 ImageNet
 files of 110 KB in the mean. Each gives PIL's pixels, bit for bit, where nothing is shrunk:
@@ -8,21 +6,29 @@ files of 110 KB in the mean. Each gives PIL's pixels, bit for bit, where nothing
 | decoder      | region | shrinks | ms   |
 |--------------|--------|---------|------|
 | turbojpeg    | yes    | yes     | 1.02 |
-| nvimagecodec | yes    | no      | 1.06 |
 | simplejpeg   | no     | yes     | 1.22 |
 | pil          | no     | no      | 1.74 |
 
 Some 0.75 ms of it is Huffman decoding of what lies above and beside the crop too, which no crop avoids. Images of CIFAR's
-size: 25, 38, 19 and 80 µs.
+size: 25, 19 and 80 µs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
-from trainables.config import ON_DEVICE
-from trainables.data.decoders.interface import Decoder
-from trainables.errors import DataError
+from trainables.data.decoders.interface import Box, Decoded, Decoder, JpegHeader
+
+
+class Pil:
+    """Decodes nothing itself: every file goes to the fallback of all decoders, PIL."""
+
+    name = "pil"
+
+    def decode(self, data: bytes | memoryview, header: JpegHeader, box: Box, shrink: int) -> Decoded | None:
+        """See Decoder."""
+        return None
 
 
 def _turbojpeg() -> Decoder:
@@ -31,49 +37,19 @@ def _turbojpeg() -> Decoder:
     return TurboJpeg()
 
 
-def _nvimagecodec() -> Decoder:
-    from trainables.data.decoders.nvimagecodec import NvImageCodec
-
-    return NvImageCodec()
-
-
 def _simplejpeg() -> Decoder:
     from trainables.data.decoders.simplejpeg import SimpleJpeg
 
     return SimpleJpeg()
 
 
-def _pil() -> Decoder:
-    from trainables.data.decoders.pil import Pil
-
-    return Pil()
+DECODERS: dict[str, Callable[[], Decoder]] = {"turbojpeg": _turbojpeg, "simplejpeg": _simplejpeg, "pil": Pil}
+"""Raise ImportError where the library is not installed."""
 
 
-DECODERS: dict[str, Callable[[], Decoder]] = {
-    "turbojpeg": _turbojpeg,
-    "nvimagecodec": _nvimagecodec,
-    "simplejpeg": _simplejpeg,
-    "pil": _pil,
-}
-
-_PACKAGES = {"nvimagecodec": "nvidia-nvimgcodec-cu12"}  # where it is not the decoder's name
-
-
-def open_decoder(name: str) -> Decoder:
-    """The decoder of this name, or the fastest one installed for `auto` and for the CPU's part where a device decodes.
-
-    Raises DataError where it is not installed.
-    """
-    if name not in ("auto", *ON_DEVICE):
-        try:
-            return DECODERS[name]()
-        except ImportError as error:
-            raise DataError(
-                f"data.decoder: {name} is not installed ({error}); pip install {_PACKAGES.get(name, name)}, or write auto"
-            ) from None
+def open_decoder() -> Decoder:
+    """The fastest decoder that is installed."""
     for open_one in DECODERS.values():
-        try:
+        with contextlib.suppress(ImportError):
             return open_one()
-        except ImportError:
-            continue
     raise AssertionError("PIL is a dependency")

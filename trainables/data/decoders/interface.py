@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,16 +23,15 @@ _BYTE_SIZED, _MOST_SAMPLES = 8, 4
 
 
 class JpegHeader(NamedTuple):
-    """What is known of a JPEG file before it is decoded. `mcu_width`: a region can begin at multiples of it.
-
-    `ycbcr`: it is gray, or holds YCbCr, as nearly all do; some hold RGB, which not every decoder looks for.
-    """
+    """What is known of a JPEG file before it is decoded."""
 
     width: int
     height: int
-    mcu_width: int
-    ycbcr: bool
+    channels: int
+    mcu_width: int  # a region can begin at multiples of it
+    ycbcr: bool  # it is gray, or holds YCbCr, as nearly all do; some hold RGB, which not every decoder looks for
     progressive: bool
+    at: int  # where the frame header begins
 
 
 class Decoded(NamedTuple):
@@ -64,11 +64,12 @@ class Decoder(Protocol):
         """
 
 
-def read_header(data: bytes | memoryview) -> JpegHeader | None:
+def read_header(data: bytes | memoryview, channels: Container[int] = (1, 3)) -> JpegHeader | None:
     """The header of an ordinary JPEG file: Huffman-coded, 8 bits, grayscale or of three colours. None for all others.
 
-    So CMYK, lossless and 12-bit JPEG, other formats and damaged headers are left to PIL, and so is a file that does not end
-    as a JPEG file does: decoders that stop below a crop would not see that it is truncated. Markers: ITU-T T.81, annex B.
+    So CMYK (of 4 `channels`), lossless and 12-bit JPEG, other formats and damaged headers are left to PIL, and so is a file that
+    does not end as a JPEG file does: decoders that stop below a crop would not see that it is truncated. Markers: ITU-T T.81,
+    annex B.
     """
     if data[:2] != _START or data[-2:] != _END:
         return None
@@ -80,7 +81,8 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
         if marker == 0xFF:  # a fill byte
             at += 1
         elif marker in _FRAMES:
-            return _read_frame(data, at + 4, adobe, marker == _PROGRESSIVE)
+            header = _read_frame(data, at + 4, adobe, marker == _PROGRESSIVE)
+            return header if header and header.channels in channels else None
         elif marker in _OTHER_FRAMES or marker in (_SCAN, _END_MARKER):
             return None
         elif marker in _WITHOUT_LENGTH:
@@ -94,11 +96,11 @@ def read_header(data: bytes | memoryview) -> JpegHeader | None:
 
 def _read_frame(data: bytes | memoryview, at: int, adobe: int, progressive: bool) -> JpegHeader | None:
     bits, height, width, components = struct.unpack_from(">BHHB", data, at)
-    if bits != _BYTE_SIZED or not width or not height or components not in (1, 3) or at + 6 + 3 * components > len(data):
+    if bits != _BYTE_SIZED or not width or not height or not components or at + 6 + 3 * components > len(data):
         return None
     widest = max(data[at + 7 + 3 * component] >> 4 for component in range(components))
     if not 1 <= widest <= _MOST_SAMPLES:
         return None
     # Adobe's marker ends with the transform, 0 for none; without it, the components may be called R, G, B
     rgb = components == 3 and ((adobe and not data[adobe + 11]) or bytes(data[at + 6 : at + 15 : 3]) == b"RGB")
-    return JpegHeader(width, height, 8 * widest if components == 3 else 8, not rgb, progressive)
+    return JpegHeader(width, height, components, 8 * widest if components > 1 else 8, not rgb, progressive, at)

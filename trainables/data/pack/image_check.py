@@ -11,10 +11,8 @@ import zlib
 from typing import NamedTuple
 
 from trainables.data.decode import too_costly
+from trainables.data.decoders.interface import read_header
 
-_BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD8)))
-_FRAMES = frozenset((0xC0, 0xC1, 0xC2))  # baseline, extended, progressive; rarer ones are for the decoder to judge
-_PROGRESSIVE = 0xC2
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -34,33 +32,22 @@ def check_header(content: bytes) -> HeaderCheck | None:
     A JPEG is whole where it begins with its markers in order and ends with the one that ends it; a PNG where every chunk has
     its checksum.
     """
-    if content.startswith(b"\xff\xd8") and content.endswith(b"\xff\xd9"):
-        look = _jpeg(content)
+    if content.startswith(b"\xff\xd8"):
+        header = _jpeg(content)
     elif content.startswith(b"\x89PNG\r\n\x1a\n"):
-        look = _png(content)
+        header = _png(content)
     else:
         return None
-    if look is None or not look.width * look.height:
+    if header is None or not header.width * header.height:
         return None
-    return None if too_costly(look.width, look.height, content, look.progressive) else look
+    return None if too_costly(header.width, header.height, content, header.progressive) else header
 
 
 def _jpeg(content: bytes) -> HeaderCheck | None:
-    """The frame header (ITU-T T.81, B.2.2), found by going from marker to marker."""
-    at, end = 2, len(content) - 10
-    while at < end and content[at] == 0xFF:
-        marker = content[at + 1]
-        if marker == 0xFF:  # fill
-            at += 1
-        elif marker in _BARE_MARKERS:
-            at += 2
-        elif marker in _FRAMES:
-            bits, height, width, channels = struct.unpack_from(">BHHB", content, at + 4)
-            known = bits == 8 and channels in (1, 3, 4) and content.find(b"\xff\xda", at) > 0
-            return HeaderCheck(width, height, channels, "JPEG", marker == _PROGRESSIVE) if known else None
-        else:
-            at += 2 + (content[at + 2] << 8 | content[at + 3])
-    return None
+    header = read_header(content, channels=(1, 3, 4))
+    if header is None or content.find(b"\xff\xda", header.at) < 0:
+        return None
+    return HeaderCheck(header.width, header.height, header.channels, "JPEG", header.progressive)
 
 
 def _png(content: bytes) -> HeaderCheck | None:

@@ -6,15 +6,17 @@ Shapes: N samples of a split.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
+from trainables.data.folder import first_three
 from trainables.data.order import Split
 from trainables.errors import DataError
 
@@ -22,6 +24,7 @@ _WORD = re.compile(r"[a-z]+")
 
 Location = Any
 """Where a reader finds a sample: a path, or a file and a position in it. JSON-like, since it travels and is compared."""
+Label = int | str
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,22 @@ class Listing:
     pixels: bool = False
 
 
-class Reader(Protocol):
-    """One layout of labelled images on disk. Making a reader reads nothing."""
+class Reader(ABC):
+    """One layout of labelled images on disk, in the folder `root`. Making a reader reads nothing."""
 
-    def __init__(self, root: Path) -> None: ...
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     @staticmethod
+    @abstractmethod
     def matches(root: Path) -> bool:
         """Whether `root` looks like this layout; decided by names, or by a few bytes."""
 
+    @abstractmethod
     def listing(self) -> Listing:
         """Every sample of both splits. Raises DataError where there is none, or labels do not agree."""
 
+    @abstractmethod
     def read(self, locations: Sequence[Location]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
         """For each location the sample's name, and its content or why that cannot be read.
 
@@ -60,35 +67,54 @@ class Reader(Protocol):
         """
 
 
-def number_labels(
-    root: Path, train: Sequence[int | str], val: Sequence[int | str], names: Mapping[int | str, str] | None = None
-) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Classes and labels 0 … K−1 of both splits, from whatever a source calls its labels: the sorted values that train has.
+class Located(NamedTuple):
+    """Where the samples of each split lie, and their labels as the source has them."""
+
+    locations: dict[Split, list[Location]]
+    labels: dict[Split, list[Label]]
+
+
+def locate(files: Mapping[Split, Sequence[Path]], samples: Callable[[Path], Iterable[tuple[Location, Label]]]) -> Located:
+    """The samples of all files in their order; `samples` gives those of one."""
+    found = Located({"train": [], "val": []}, {"train": [], "val": []})
+    for split, paths in files.items():
+        for path in paths:
+            for location, label in samples(path):
+                found.locations[split].append(location)
+                found.labels[split].append(label)
+    return found
+
+
+def numbered(root: Path, located: Located, names: Mapping[Label, str] | None = None, *, pixels: bool = False) -> Listing:
+    """The listing with labels 0 … K−1, from whatever a source calls its labels: the sorted values that train has.
 
     A class's name is what `names` calls it, or else the value itself. Raises DataError for a value that only validation has.
     """
+    train, val = located.labels["train"], located.labels["val"]
     values = sorted(set(train), key=lambda value: (isinstance(value, str), value))
-    index_of = {value: index for index, value in enumerate(values)}
-    if unknown := sorted(set(val) - set(index_of), key=str):
-        raise unknown_labels(root, [str(value) for value in unknown])
+    if unknown := sorted(map(str, set(val) - set(values))):
+        raise DataError(
+            f"{root}: validation has labels that train has not: {first_three(unknown)}; give the two splits of one data set"
+        )
     classes = tuple((names or {}).get(value, str(value)) for value in values)
     if len(set(classes)) < len(classes):  # two numbers under one name
         classes = tuple(str(value) for value in values)
-    return classes, *(np.array([index_of[value] for value in part], dtype=np.int64) for part in (train, val))  # type: ignore[return-value]
+    index_of = {value: index for index, value in enumerate(values)}
+    labels = {
+        split: np.array([index_of[value] for value in of_split], dtype=np.int64) for split, of_split in located.labels.items()
+    }
+    return Listing(classes, splits_of(located, labels), pixels)
 
 
-def unknown_labels(root: Path, labels: Sequence[str]) -> DataError:
-    """The refusal of labels that validation has and train has not."""
-    return DataError(f"{root}: validation has labels that train has not: {_some(labels)}; give the two splits of one data set")
+def splits_of(located: Located, labels: Mapping[Split, NDArray[np.int64]]) -> dict[Split, SplitListing]:
+    """Each split's samples with these labels."""
+    return {split: SplitListing(located.locations[split], labels[split]) for split in labels}
 
 
 def unnamed_labels(root: Path, labels: Sequence[str]) -> DataError:
     """The refusal of labels for which a source that names its classes has no name."""
-    return DataError(f"{root}: there are labels without a class's name: {_some(labels)}; give labelled images of one data set")
-
-
-def _some(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+    shown = first_three(labels)
+    return DataError(f"{root}: there are labels without a class's name: {shown}; give labelled images of one data set")
 
 
 def split_files(root: Path, files: Sequence[Path], what: str) -> dict[Split, list[Path]]:

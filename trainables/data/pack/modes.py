@@ -46,9 +46,7 @@ class Mode:
         return {"max_side": self.max_side, "quality": self.quality} if self.max_side is not None else {}
 
     def __str__(self) -> str:
-        if self.raw is not None:
-            return f"--raw {self.raw}"
-        return f"--max-side {self.max_side} --quality {self.quality}" if self.max_side is not None else "as is"
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.described().items()) or "as is"
 
     def apply(self, sample: Sample, pixels: bool) -> Packed:
         """The sample as a record keeps it, as pixels or as a file; see `stores_pixels`. Raises UnreadableImageError."""
@@ -56,12 +54,12 @@ class Mode:
             return _pixels(sample, self.raw)
         if isinstance(sample, np.ndarray):
             return _encoded(decode_image(sample), self.max_side, self.quality)
-        look = check_header(bytes(sample))
+        header = check_header(bytes(sample))
         if self.max_side is None:
-            width, height = (look.width, look.height) if look else decode_image(sample).size
+            width, height = (header.width, header.height) if header else decode_image(sample).size
             return Packed(sample, width, height)
-        if look and look.format == "JPEG" and look.channels != 4 and max(look.width, look.height) <= self.max_side:
-            return Packed(sample, look.width, look.height)
+        if header and header.format == "JPEG" and header.channels != 4 and max(header.width, header.height) <= self.max_side:
+            return Packed(sample, header.width, header.height)
         return _encoded(decode_image(sample), self.max_side, self.quality)
 
 

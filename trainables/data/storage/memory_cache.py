@@ -15,14 +15,14 @@ import os
 import struct
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainables.config import DataConfig
 from trainables.data.decode import Sample
 from trainables.data.folder import sampled_sha256
+from trainables.data.interface import Source
 from trainables.data.order import Split
 from trainables.data.storage.shared_folder import NO_ROOM, RAM, FolderLease, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.errors import DataError
@@ -31,19 +31,6 @@ from trainables.locks import locked
 _DEFAULT_FRACTION = 0.5  # of the free memory
 _SIZE = struct.Struct("q")  # before each sample: its length in bytes
 _log = logging.getLogger("raydistill")
-
-
-class _Source(Protocol):
-    """See `source.Source`."""
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def labels_N(self) -> NDArray[np.int64]: ...
-    def __len__(self) -> int: ...
-    def name(self, index: int) -> str: ...
-    def read(self, index: int) -> Sample: ...
-    def fingerprint(self) -> str: ...
 
 
 class SharedSamples:
@@ -97,16 +84,13 @@ class SharedSamples:
         return written == size
 
 
-class CachedSource:
+class CachedSource(Source):
     """A source that is read once per node and sample; see `cached`."""
 
-    def __init__(self, data: DataConfig, split: Split, source: _Source, samples: SharedSamples, lease: FolderLease) -> None:
+    def __init__(self, data: DataConfig, split: Split, source: Source, samples: SharedSamples, lease: FolderLease) -> None:
         self.classes, self.labels_N = source.classes, source.labels_N
         self.folder = lease.folder
         self._data, self._split, self._source, self._samples, self._lease = data, split, source, samples, lease
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cached, (self._data, self._split, self._source, self.folder.name)
@@ -115,7 +99,7 @@ class CachedSource:
         return self._source.name(index)
 
     def fingerprint(self) -> str:
-        """See `source.Source`."""
+        """See `Source`."""
         return self._source.fingerprint()
 
     def close(self) -> None:
@@ -138,7 +122,7 @@ class CachedSource:
         return content
 
 
-def cached(data: DataConfig, split: Split, source: _Source, identity: str | None = None) -> CachedSource:
+def cached(data: DataConfig, split: Split, source: Source, identity: str | None = None) -> CachedSource:
     """`source` with what this node has read of it in shared memory, `data.cache_mib` at most (absent: half of what is free).
 
     All processes of the node share it, and it is removed a while after the last one has ended. Images that were preprocessed
@@ -162,7 +146,7 @@ def cached(data: DataConfig, split: Split, source: _Source, identity: str | None
             raise
 
 
-def _identity(data: DataConfig, split: Split, source: _Source) -> str:
+def _identity(data: DataConfig, split: Split, source: Source) -> str:
     digest = hashlib.sha256(repr((data.path, split, len(source))).encode())
     for index in range(len(source)):
         digest.update(source.name(index).encode() + b"\0")

@@ -8,22 +8,14 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainables.data.index import File
+from trainables.data.order import Order
 
 _STRETCH = 4096  # positions: their samples are found in milliseconds, and a shard holds about as many
-
-
-class Positions(Protocol):
-    """An epoch's order; see `order.Order`."""
-
-    num_samples: int
-
-    def at(self, epoch: int, positions_B: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
 class _Stretch(NamedTuple):
@@ -42,12 +34,12 @@ class NextShards:
         self._bytes_S = [shard.bytes for shard in shards]
         self._num_read = sum(shard.rows > 0 for shard in shards)
         self._ends_S = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
-        self._order: Positions | None = None
-        self._followed: Positions | None = None
+        self._order: Order | None = None
+        self._followed: Order | None = None
         self._stretches: deque[_Stretch] = deque()
         self._at = (0, 0)  # where the next stretch begins
 
-    def advance(self, order: Positions, epoch: int, position: int) -> None:
+    def advance(self, order: Order, epoch: int, position: int) -> None:
         """What comes before this position is needed no more."""
         while self._stretches and (self._stretches[0].epoch, self._stretches[0].end) <= (epoch, position):
             self._stretches.popleft()
@@ -79,7 +71,7 @@ class NextShards:
         first = self._stretches[0]
         return self._at < (first.epoch + 1, first.begin if self._repeats else 0)
 
-    def _extend(self, order: Positions) -> None:
+    def _extend(self, order: Order) -> None:
         epoch, begin = self._at
         end = min(begin + _STRETCH, order.num_samples)
         shards_B = np.searchsorted(self._ends_S, order.at(epoch, np.arange(begin, end)), side="right")

@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, parse_index
-from trainables.data.order import Split
+from trainables.data.order import Order, Split
 from trainables.data.records import RecordsSource
-from trainables.data.storage.next_shards import Positions
 from trainables.data.storage.shard_fetcher import RemoteShards
 from trainables.data.storage.shared_folder import folder_bytes, format_bytes, free_bytes, lease_folder, reported_as
 from trainables.data.storage.staging import base_folder, is_whole
@@ -61,14 +60,12 @@ class Server:
 
     def read(self, name: str) -> bytes:
         """A small file. Raises DataError where `retry_s` was in vain."""
-        found: list[bytes] = []
 
-        def attempt() -> None:
+        def attempt() -> bytes:
             with self.open(name) as file:
-                found.append(file.read())
+                return file.read()
 
-        with_retries(self, name, attempt)
-        return found[0]
+        return with_retries(self, name, attempt)
 
 
 class RemoteRecords(RecordsSource):
@@ -77,7 +74,7 @@ class RemoteRecords(RecordsSource):
     _shards: RemoteShards
     opened_with: tuple[DataConfig, Split, float]
 
-    def follow(self, order: Positions, epoch: int, position: int) -> None:
+    def follow(self, order: Order, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         self._shards.follow(order, epoch, position)
 

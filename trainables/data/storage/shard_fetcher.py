@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from trainables.data.index import File, Index
-from trainables.data.order import Split
-from trainables.data.storage.next_shards import NextShards, Positions
+from trainables.data.order import Order, Split
+from trainables.data.storage.next_shards import NextShards
 from trainables.data.storage.shared_folder import FolderLease, format_bytes, reported_as
 from trainables.data.storage.staging import is_whole
 from trainables.data.storage.transfer import FileStore, NoRoomError, StoppedError, fetch, part_of
@@ -76,7 +76,7 @@ class RemoteShards:
     def prefetch(self, shard: int, offset: int, size: int) -> None:
         """Does nothing: fetched shards are in the page cache, and `follow` fetches the later ones."""
 
-    def follow(self, order: Positions, epoch: int, position: int) -> None:
+    def follow(self, order: Order, epoch: int, position: int) -> None:
         """Fetch ahead what `order` needs from this position on; called as reading goes on."""
         with self._changed:
             self._next_shards.advance(order, epoch, position)

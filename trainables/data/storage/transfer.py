@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
 
 from trainables.data.index import File
 from trainables.data.storage.shared_folder import NO_ROOM
@@ -18,6 +18,7 @@ from trainables.rundir import fsync_directory
 _CHUNK_BYTES = 8 << 20
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 _log = logging.getLogger("raydistill")
+Result = TypeVar("Result")
 
 
 class FileStore(Protocol):
@@ -95,11 +96,11 @@ def part_of(folder: Path, file: File) -> Path:
 def with_retries(
     store: FileStore,
     name: str,
-    attempt: Callable[[], None],
+    attempt: Callable[[], Result],
     stopped: Callable[[], bool] = lambda: False,
     done_bytes: Callable[[], int] = lambda: 0,
-) -> None:
-    """Call `attempt` until it succeeds, with growing pauses, for `store.retry_s` after the first failure.
+) -> Result:
+    """What `attempt` returns, called until it succeeds, with growing pauses, for `store.retry_s` after the first failure.
 
     An attempt that fails but brought `done_bytes` further begins both anew.
     Raises DataError where it is in vain, StoppedError where `stopped()` became true.

@@ -50,7 +50,7 @@ def fill(config: FillConfig, group: Group, classes: tuple[str, ...], loader: Loa
                 _check_written(teacher, group)
                 num_missing += int(teacher.store.open(epoch).missing_N.sum())
             report("step", (epoch + 1) * num_steps, epoch + 1.0, {})
-    return {"images": float(num_images), "missing": float(num_missing), "rows": float(loader.num_samples * num_epochs)}
+    return {"images": float(num_images), "missing": float(num_missing), "rows": float(len(loader.source) * num_epochs)}
 
 
 def _run_epoch(

@@ -43,7 +43,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     Raises:
         DataError, ExperimentError: one line, on every rank.
     """
-    local = _caught(lambda: (loader.num_samples, loader.fingerprint())) if group.local_rank == 0 else None
+    local = _caught(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
     ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)
     nodes = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
     for _, _, images in nodes:
@@ -62,7 +62,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     if len(decoders) > 1:
         raise ExperimentError(
             f"{key}: the workers decode JPEG by {' and '.join(decoders)}, which differ in a rounding: "
-            "install the same on all nodes, or set data.decoder"
+            "install the same libraries on all nodes"
         )
     num_samples, fingerprint = first
     return ImageSet(num_samples, fingerprint, decoders[0])

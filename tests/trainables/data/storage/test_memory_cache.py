@@ -16,7 +16,8 @@ from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.storage.small import file_system
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.source import Source, open_on_node, open_source
+from trainables.data.interface import Source
+from trainables.data.source import open_on_node, open_source
 from trainables.data.storage import folder_cleaner
 from trainables.data.storage import memory_cache as cache
 from trainables.data.storage.memory_cache import CachedSource, SharedSamples, cached

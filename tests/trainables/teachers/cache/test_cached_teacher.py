@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from service.config.experiment import load
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.teachers.cache.test_key import folder
 from trainables.config import TrainConfig
+from trainables.data import image_view
+from trainables.data.decoders import DECODERS
 from trainables.data.storage.shared_folder import format_bytes
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
@@ -81,6 +84,12 @@ def refusal(group: Group, each: Sequence[TrainConfig], connections: Sequence[Tea
     except DistillError as error:
         return str(error)
     return None
+
+
+def refusal_by_decoder(group: Group, each: Sequence[TrainConfig], decoders: Sequence[str]) -> str | None:
+    """The same on nodes where different decoders are installed."""
+    with patch.object(image_view, "open_decoder", DECODERS[decoders[group.rank]]):
+        return refusal(group, each)
 
 
 def test_a_second_run_reads_what_the_first_wrote_and_learns_the_same(tmp_path: Path) -> None:
@@ -146,7 +155,6 @@ def test_where_every_row_is_there_the_network_is_never_built(tmp_path: Path) -> 
         {"data": {"augment": "none"}},
         {"data": {"device_augment": {"random_erasing": 0.25}}},
         {"data": {"mean": (0.5, 0.5, 0.5)}},
-        {"data": {"decoder": "pil"}},
         {"data": {"fidelity": "exact"}},
         {"precision": "fp32"},
         {"teacher": {"cache_top_k": 3}},
@@ -161,6 +169,13 @@ def test_what_decides_the_logits_is_part_of_the_key(tmp_path: Path, change: dict
         write_teacher(other, seed=12)
         change = {"teacher": {"weights": str(other)}}
     assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1, **change))) == [1442]
+    assert len(keys(tmp_path)) == 2
+
+
+def test_the_decoder_in_use_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Group(), settings(tmp_path, "first", epochs=1))
+    monkeypatch.setattr(image_view, "open_decoder", DECODERS["pil"])
+    assert ran_for(train(Group(), settings(tmp_path, "second", epochs=1))) == [1442]
     assert len(keys(tmp_path)) == 2
 
 
@@ -212,8 +227,8 @@ def test_ranks_that_read_other_images_are_refused_in_one_line(tmp_path: Path, ra
     each = [of_photos(tmp_path, "job", folder(tmp_path / name, seed)) for name, seed in (("one", 0), ("other", 1))]
     for line in ranks.run(2, refusal, each):
         assert re.fullmatch(r"teacher.cache: \S+ has images of other .* \(rank 1\) than on \S+ \(rank 0\): copy .*", line)
-    each = [of_photos(tmp_path, "job", tmp_path / "one", data={"decoder": decoder}) for decoder in ("pil", "simplejpeg")]
-    for line in ranks.run(2, refusal, each):
+    each = [of_photos(tmp_path, "job", tmp_path / "one")] * 2
+    for line in ranks.run(2, refusal_by_decoder, each, ("pil", "simplejpeg")):
         assert line.startswith("teacher.cache: the workers decode JPEG by pil and simplejpeg, which differ in a rounding: ")
 
 

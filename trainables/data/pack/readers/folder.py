@@ -8,14 +8,11 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.folder import FolderSource
-from trainables.data.pack.layout_reader import Listing, SplitListing
+from trainables.data.pack.layout_reader import Listing, Reader, SplitListing
 
 
-class FolderReader:
-    """A place is a file's path below the root."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class FolderReader(Reader):
+    """A location is a file's path below the root."""
 
     @staticmethod
     def matches(root: Path) -> bool:

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, SplitListing, number_labels, split_files
+from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, locate, numbered, split_files
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 
@@ -27,31 +26,24 @@ _NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
 _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files under image-N with label-N beside them"
 
 
-class LmdbReader:
-    """A place is an environment below the root and a key, its bytes as Latin-1."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class LmdbReader(Reader):
+    """A location is an environment below the root and a key, its bytes as Latin-1."""
 
     @staticmethod
     def matches(root: Path) -> bool:
         return any(root.glob(f"*/{_FILE}"))
 
     def listing(self) -> Listing:
-        locations: dict[Split, list[tuple[str, str]]] = {"train": [], "val": []}
-        labels: dict[Split, list[int | str]] = {"train": [], "val": []}
         pixels = False
-        for split, files in split_files(self._root, sorted(self._root.glob(f"*/{_FILE}")), "LMDB environments").items():
-            for file in files:
-                folder = file.parent.name
-                for key, label, is_pixels in _samples(file.parent):
-                    locations[split].append((folder, key.decode("latin-1")))
-                    labels[split].append(label)
-                    pixels = is_pixels
-        classes, train, val = number_labels(self._root, labels["train"], labels["val"])
-        return Listing(
-            classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)}, pixels
-        )
+
+        def samples(file: Path) -> Iterator[tuple[Location, Label]]:
+            nonlocal pixels
+            for key, label, is_pixels in _samples(file.parent):
+                pixels = is_pixels
+                yield (file.parent.name, key.decode("latin-1")), label
+
+        located = locate(split_files(self._root, list(self._root.glob(f"*/{_FILE}")), "LMDB environments"), samples)
+        return numbered(self._root, located, pixels=pixels)
 
     def read(self, locations: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Sample | UnreadableImageError]]:
         with contextlib.ExitStack() as opened:

@@ -11,43 +11,49 @@ from typing import Any
 import numpy as np
 
 from trainables.data.decode import UnreadableImageError
-from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files, unnamed_labels
+from trainables.data.pack.layout_reader import (
+    Label,
+    Listing,
+    Location,
+    Reader,
+    files_below,
+    locate,
+    numbered,
+    split_files,
+    splits_of,
+    unnamed_labels,
+)
 from trainables.errors import DataError
 
 _LABELS = ("label", "labels", "fine_label")
 
 
-class ParquetReader:
-    """A place is a file below the root and a row in it."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class ParquetReader(Reader):
+    """A location is a file below the root and a row in it."""
 
     @staticmethod
     def matches(root: Path) -> bool:
         return bool(files_below(root, r".+\.parquet"))
 
     def listing(self) -> Listing:
-        locations: dict[Split, list[tuple[str, int]]] = {"train": [], "val": []}
-        labels: dict[Split, list[int | str]] = {"train": [], "val": []}
         names: dict[Path, tuple[str, ...]] = {}
-        for split, paths in split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files").items():
-            for path in paths:
-                part, names[path] = _labels(path)
-                labels[split] += part
-                locations[split] += [(str(path.relative_to(self._root)), row) for row in range(len(part))]
+
+        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
+            labels, names[path] = _labels(path)
+            file = str(path.relative_to(self._root))
+            return (((file, row), label) for row, label in enumerate(labels))
+
+        located = locate(split_files(self._root, files_below(self._root, r".+\.parquet"), "Parquet files"), samples)
         first, classes = next(iter(names.items()))
         if other := next((path for path in names if names[path] != classes), None):
             raise DataError(f"{other} has other class names than {first}; give the files of one data set")
-        if classes:
-            for split in locations:
-                if unknown := sorted({str(label) for label in labels[split]} - {str(n) for n in range(len(classes))}):
-                    raise unnamed_labels(self._root, unknown)
-            train, val = (np.array(labels[split], dtype=np.int64) for split in ("train", "val"))
-        else:
-            classes, train, val = number_labels(self._root, labels["train"], labels["val"])
-        return Listing(classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)})
+        if not classes:
+            return numbered(self._root, located)
+        for labels in located.labels.values():
+            if unknown := sorted({str(label) for label in labels} - {str(n) for n in range(len(classes))}):
+                raise unnamed_labels(self._root, unknown)
+        labels_N = {split: np.array(labels, dtype=np.int64) for split, labels in located.labels.items()}
+        return Listing(classes, splits_of(located, labels_N))
 
     def read(self, locations: Sequence[tuple[str, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
         for file, group in groupby(locations, key=lambda location: location[0]):

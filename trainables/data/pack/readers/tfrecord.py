@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
-from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, files_below, locate, numbered, split_files
 from trainables.data.pack.readers.protobuf import WireError, example_features
 from trainables.errors import DataError
 
@@ -25,33 +24,27 @@ _FILE_NAME = ("image/filename", "file_name")
 _Features = dict[str, list[memoryview] | list[int]]
 
 
-class TfrecordReader:
-    """A place is a file below the root, and where in it a record's content lies: offset and size."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class TfrecordReader(Reader):
+    """A location is a file below the root, and where in it a record's content lies: offset and size."""
 
     @staticmethod
     def matches(root: Path) -> bool:
         return bool(files_below(root, _FILES))
 
     def listing(self) -> Listing:
+        names: dict[Label, str] = {}
+
+        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
+            for offset, size, features in _records(path):
+                label = _first(features, _LABEL)
+                if not isinstance(label, int):
+                    raise DataError(f"{path}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
+                if label not in names and (name := _first(features, _CLASS_NAME)):
+                    names[label] = _text(name)
+                yield (str(path.relative_to(self._root)), offset, size), label
+
         files = split_files(self._root, files_below(self._root, _FILES), "TFRecord files")
-        locations: dict[Split, list[tuple[str, int, int]]] = {"train": [], "val": []}
-        labels: dict[Split, list[int]] = {"train": [], "val": []}
-        names: dict[int | str, str] = {}
-        for split, paths in files.items():
-            for path in paths:
-                for offset, size, features in _records(path):
-                    label = _first(features, _LABEL)
-                    if not isinstance(label, int):
-                        raise DataError(f"{path}: the record at byte {offset} has no {' or '.join(_LABEL)}; give labelled images")
-                    if label not in names and (name := _first(features, _CLASS_NAME)):
-                        names[label] = _text(name)
-                    locations[split].append((str(path.relative_to(self._root)), offset, size))
-                    labels[split].append(label)
-        classes, train, val = number_labels(self._root, labels["train"], labels["val"], names)
-        return Listing(classes, {"train": SplitListing(locations["train"], train), "val": SplitListing(locations["val"], val)})
+        return numbered(self._root, locate(files, samples), names)
 
     def read(self, locations: Sequence[tuple[str, int, int]]) -> Iterator[tuple[str, bytes | UnreadableImageError]]:
         for location in locations:

@@ -7,18 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.folder import EXTENSIONS
-from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, SplitListing, files_below, number_labels, split_files
+from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, files_below, locate, numbered, split_files
 from trainables.errors import DataError
 
 _BLOCK = 512
 
 
-class WebdatasetReader:
-    """A place is a tar below the root, offset and size of an image in it, and the member's name."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class WebdatasetReader(Reader):
+    """A location is a tar below the root, offset and size of an image in it, and the member's name."""
 
     @staticmethod
     def matches(root: Path) -> bool:
@@ -29,21 +25,15 @@ class WebdatasetReader:
             raise DataError(
                 f"{packed[0]} is compressed, so that its images cannot be reached one by one; unpack it to a plain .tar"
             )
-        locations: dict[Split, list[tuple[str, int, int, str]]] = {"train": [], "val": []}
-        labels: dict[Split, list[str]] = {"train": [], "val": []}
-        for split, paths in split_files(self._root, files_below(self._root, r".+\.tar"), "tars").items():
-            for path in paths:
-                for name, offset, size, label in _samples(path):
-                    locations[split].append((str(path.relative_to(self._root)), offset, size, name))
-                    labels[split].append(label)
-        train, val = labels["train"], labels["val"]
-        if all(label.isdecimal() for label in (*train, *val)):
-            classes, train_N, val_N = number_labels(self._root, [int(label) for label in train], [int(label) for label in val])
-        else:
-            classes, train_N, val_N = number_labels(self._root, train, val)
-        return Listing(
-            classes, {"train": SplitListing(locations["train"], train_N), "val": SplitListing(locations["val"], val_N)}
-        )
+
+        def samples(path: Path) -> Iterator[tuple[Location, Label]]:
+            for name, offset, size, label in _samples(path):
+                yield (str(path.relative_to(self._root)), offset, size, name), label
+
+        located = locate(split_files(self._root, files_below(self._root, r".+\.tar"), "tars"), samples)
+        if all(str(label).isdecimal() for labels in located.labels.values() for label in labels):
+            located = located._replace(labels={split: [*map(int, labels)] for split, labels in located.labels.items()})
+        return numbered(self._root, located)
 
     def read(self, locations: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, bytes]]:
         for file, offset, size, member in locations:

@@ -1,0 +1,53 @@
+"""The interface of a source of images. Shapes: N samples of the split, R samples of a read, H=W pixels, C=3 channels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainables.data.decode import Sample
+from trainables.data.order import Order
+
+
+class Source(ABC):
+    """One split of a labelled set of images. Reading is safe from several threads at once."""
+
+    classes: tuple[str, ...]
+    """Class names; a label is an index into them. The same for both splits."""
+    labels_N: NDArray[np.int64]
+    """The label of every sample."""
+    shard_sizes: Sequence[int] | None = None
+    """Of a source whose samples lie in shards, one after the other: the samples of each; their sum is the source's length."""
+    size: int | None = None
+    """Height and width of every image where all are stored as pixels of one size: `read_batch` is faster then."""
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """The sample's name for messages."""
+
+    @abstractmethod
+    def read(self, index: int) -> Sample:
+        """The sample as it is stored. Raises UnreadableImageError where it cannot be read, OSError where disk or network fail."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of the samples and their order: two sources with one fingerprint show the same image at each index."""
+
+    def read_batch(self, indices_R: NDArray[np.int64], out_RHWC: NDArray[np.uint8]) -> None:
+        """The pixels of these samples, where all have one `size`, into `out_RHWC`. Raises DataError as `read` does."""
+        raise NotImplementedError
+
+    def prefetch(self, indices_R: NDArray[np.int64]) -> None:  # noqa: B027
+        """These samples will be read next, one after the other. Raises DataError as `read` does."""
+
+    def follow(self, order: Order, epoch: int, position: int) -> None:  # noqa: B027
+        """What `order` has from this position on will be read next; called as reading goes on."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free a copy, a cache or threads on this node now, not with the last reference. The source is read no more."""
