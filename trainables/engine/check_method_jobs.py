@@ -20,7 +20,7 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
-from trainables.engine.step import Losses, losses
+from trainables.engine.losses import Losses, losses
 from trainables.methods import load, option_key
 from trainables.methods.contract import MethodBatch
 from trainables.models.registry import build_model
@@ -141,6 +141,7 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
         module.train()
         module.student.train(not student_in_eval_mode)
         module.begin_stage(epoch)
+        batch.wait()
         images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
         teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None
         gather = Gather(num_rows, group)

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,15 +24,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.distributed.group import GlobalCount, Group
-from trainables.engine.loss_groups import LossKeys
+from trainables.engine.losses import Losses
 from trainables.engine.optimizers import DotSGD, LossOptimizer
 from trainables.metrics.noise_scale import GradientNoise
-
-
-class WeightedLosses(Protocol):
-    """The losses of a micro-batch, see `trainables.engine.step.Losses`."""
-
-    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
 
     def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
@@ -89,7 +82,7 @@ class SharedUpdate(ParameterUpdate):
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
 
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, count: GlobalCount) -> None:
@@ -139,7 +132,7 @@ class _CollectedGradients:
 
 
 class PerLossUpdate(ParameterUpdate):
-    """An optimizer for each group of losses; `module` is not under DDP."""
+    """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
@@ -148,7 +141,7 @@ class PerLossUpdate(ParameterUpdate):
         counts = Counter(parameter for each in optimizers for parameter in each.parameters)
         self._shared = [parameter for parameter, count in counts.items() if count > 1]
 
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
@@ -162,9 +155,11 @@ class PerLossUpdate(ParameterUpdate):
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             collected.put_average(each.parameters, self._group)  # no loss's gradients outlive its update
             self._step_optimizer(each)
-            torch._foreach_add_(changes, torch._foreach_sub(shared, before))
-            torch._foreach_copy_(shared, before)
-        torch._foreach_add_(shared, changes)
+            if shared:
+                torch._foreach_add_(changes, torch._foreach_sub(shared, before))
+                torch._foreach_copy_(shared, before)
+        if shared:
+            torch._foreach_add_(shared, changes)
         self._scaler.update()
 
     def _name_shared_to_dot(self) -> None:
@@ -175,31 +170,6 @@ class PerLossUpdate(ParameterUpdate):
             shared = set.intersection(*(collected.reached(each.parameters) for each, collected in pairs))
             for dot in dots:
                 dot.shared = shared
-
-
-class InitStageUpdate(ParameterUpdate):
-    """The init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: LossOptimizer,
-        settings: UpdateSettings,
-        *,
-        parameters: Sequence[nn.Parameter],
-        losses: LossKeys,
-    ) -> None:
-        super().__init__(module, settings)
-        self._optimizer, self._parameters, self._losses = optimizer, parameters, losses
-        self._collected = _CollectedGradients()
-
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
-        self._collected.add(self._scaler.scale(losses.total(weight, self._losses)), self._parameters)
-
-    def step(self, count: GlobalCount) -> None:
-        self._collected.put_average(self._parameters, self._group)
-        self._step_optimizer(self._optimizer)
-        self._scaler.update()
 
 
 def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:

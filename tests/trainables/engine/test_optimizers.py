@@ -400,6 +400,26 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
     assert seen == [True] * 8
 
 
+def test_optimizers_without_a_common_parameter_change_each_its_own() -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method.optimizers = {"judge": LossOptimConfig(lr=0.25)}  # type: ignore[misc]
+    optimizers = build_optimizers(student, {"m": method}, OptimConfig(lr=0.5, weight_decay=0.0))
+    update = per_loss_update(optimizers)
+
+    class Sums:
+        """The gradient of each parameter that an optimizer changes is 1."""
+
+        def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+            changed = method.parameters() if keys == {"m/judge"} else student.parameters()
+            return torch.stack([p.sum() for p in changed]).sum()
+
+    before = {p: p.detach().clone() for p in (*method.parameters(), *student.parameters())}
+    update.backward(Sums(), torch.ones(()))
+    update.step(NOT_COUNTED)
+    for p in before:
+        torch.testing.assert_close(before[p] - p.detach(), torch.full_like(p, 0.5 if p in set(student.parameters()) else 0.25))
+
+
 def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:
     student = nn.Linear(2, 1).double()
     optim = OptimConfig(losses={"task": LossOptimConfig()})
