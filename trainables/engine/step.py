@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainables.data.loader import Batch
 from trainables.device.device_batches import DeviceBatch
@@ -24,7 +24,7 @@ from trainables.engine.optimizers import LossOptimizer
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
-from trainables.metrics.noise_scale import GradientNoise, num_parts
+from trainables.metrics.noise_scale import num_parts
 from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
 
@@ -51,12 +51,10 @@ class TrainState:
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
-    ddp_module: nn.Module
-    """`distillation_module`, under DDP where there are several ranks: what a step of the training calls."""
     teacher: TeacherInterface | None
     optimizers: tuple[LossOptimizer, ...]
     training_update: ParameterUpdate
-    """How a step of the training changes the parameters; an init stage has an update of its own."""
+    """How a step of the training changes the parameters; its module is `distillation_module`, under DDP on several ranks."""
     update_settings: UpdateSettings
     group: Group
     prepare: Callable[[DeviceBatch], DeviceBatch]
@@ -65,8 +63,6 @@ class TrainState:
     num_blank_images: int = 2
     """Images that a rank without samples runs instead."""
     accumulate: int = 1
-    noise: GradientNoise | None = None
-    """What `training_update` measures, where it does."""
     cpu_group: dist.ProcessGroup | None = None
     """See `trainables.distributed.gather.cpu_process_group`."""
     update: ParameterUpdate = field(init=False)
@@ -90,7 +86,7 @@ class TrainState:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
         module = self.distillation_module
-        self.ddp_module.train()
+        self.training_update.module.train()
         module.begin_stage(epoch.training)
         self.active_teacher = (
             self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()

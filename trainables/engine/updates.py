@@ -12,10 +12,12 @@ the shared parameters and a third of those that one changes; on several ranks a 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.losses import Losses
 from trainables.engine.optimizers import DotSGD, LossOptimizer
-from trainables.metrics.noise_scale import GradientNoise
+from trainables.metrics.noise_scale import GradientNoise, measure_noise
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class UpdateSettings:
 
 class ParameterUpdate(ABC):
     """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; and `step` at the end."""
+
+    noise: GradientNoise | None = None
+    """The measurement of the steps' gradient noise, where there is one."""
 
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
@@ -93,15 +98,17 @@ class SharedUpdate(ParameterUpdate):
 class MeasuredUpdate(SharedUpdate):
     """One optimizer for all losses, and a measurement of the steps' gradient noise."""
 
+    noise: GradientNoise
+
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise) -> None:
         super().__init__(module, optimizer, settings)
-        self._noise = noise
+        self.noise = noise
 
     def end_micro_batch(self, num_images: int) -> None:
-        self._noise.end_micro_batch(num_images)
+        self.noise.end_micro_batch(num_images)
 
     def step(self, count: GlobalCount) -> None:
-        self._noise.end_step(count, self._scaler)
+        self.noise.end_step(count, self._scaler)
         super().step(count)
 
 
@@ -190,3 +197,28 @@ def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None])
         if gradient is not None and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         parameter.grad = gradient
+
+
+def build_update(
+    module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings, *, accumulate: int
+) -> ParameterUpdate:
+    """How a step of the training changes the parameters; it measures the gradient noise where that can be done."""
+    if len(optimizers) > 1:
+        return PerLossUpdate(module, optimizers, settings)
+    ddp_module = wrap(module, settings.group)
+    noise = measure_noise(ddp_module, settings.group, accumulate)
+    if noise is None:
+        return SharedUpdate(ddp_module, optimizers[0], settings)
+    return MeasuredUpdate(ddp_module, optimizers[0], settings, noise)
+
+
+def wrap(model: nn.Module, group: Group) -> nn.Module:
+    """`model` under DDP where there are several ranks."""
+    if group.world_size == 1:
+        return model
+    # Ranks need not agree on batch norm's statistics before an evaluation, which takes rank 0's, as a checkpoint does.
+    signature = inspect.signature(DistributedDataParallel)  # torch 2.14 renamed the option
+    option = "forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"
+    unshared: dict[str, Any] = {option: False}
+    ids = [group.device] if group.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unshared)
