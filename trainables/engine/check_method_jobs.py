@@ -83,23 +83,14 @@ class KilledError(Exception):
     """Ends a job as if it had been killed."""
 
 
-class _Report:
-    """A report that drops what it gets, and kills the job at a step."""
+def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> contextlib.closing[Job]:
+    """The job, which ends at the step `kill_at`; what it reports is dropped."""
 
-    def __init__(self, kill_at: int | None = None):
-        self._kill_at = kill_at
-
-    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        if kind == "step" and step == self._kill_at:
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        if kind == "step" and step == kill_at:
             raise KilledError
 
-
-def _no_telemetry(whole: bool = False) -> dict[str, float]:
-    return {}
-
-
-def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> contextlib.closing[Job]:
-    return contextlib.closing(build(config, group, _Report(kill_at), _no_telemetry))
+    return contextlib.closing(build(config, group, report, lambda whole=False: {}))
 
 
 def train(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:

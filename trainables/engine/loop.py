@@ -137,7 +137,7 @@ def begin_step(job: Job) -> None:
 
 def begin_epoch(job: Job, epoch: Epoch) -> None:
     """Before an epoch's first step. After an init stage the optimizer's state and the best accuracy are reset."""
-    if job.epochs.begins_training(epoch.index):
+    if job.epochs.num_init and epoch.training == 0:
         for each in job.train_state.optimizers:
             each.optimizer.state.clear()
         job.progress.best_top1_pct, job.progress.best_epoch = -1.0, -1
