@@ -52,13 +52,13 @@ def build_modules(
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
     """
-    teacher, methods = config.teacher, methods_with_teacher(config)
+    methods = methods_with_teacher(config)
+    teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
     network = None
-    has_teacher = teacher is not None and teacher.weights is not None and bool(methods)
-    if teacher is not None and has_teacher and teacher.logits_only is None:
+    if teacher is not None and teacher.logits_only is None:
         network = load_network(teacher, classes, config.data.image_size, config.seed)
     module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
-    if teacher is None or not has_teacher:
+    if teacher is None:
         return module, None
     keys = [method.key for method in methods]
     if teacher.logits_only == "teacher.cache":
