@@ -183,7 +183,7 @@ class OtherTeacherConfig(ModelConfig):
     """A further model that is imitated; it has been trained before."""
 
     weights: str = Field(min_length=1, description="as teacher.weights")
-    share: Positive = Field(1.0, description="how much its answer counts beside the other teachers'")
+    share: Positive = Field(1.0, description="weight of its probabilities in the mean of all teachers'")
 
 
 class TeacherConfig(ModelConfig):
@@ -205,7 +205,7 @@ class TeacherConfig(ModelConfig):
     service: Annotated[Count, Field(le=1024)] | None = Field(
         None, description="so many Ray actors compute its logits for all students, instead of a network in each worker"
     )
-    share: Positive = Field(1.0, description="how much its answer counts beside those of `others`")
+    share: Positive = Field(1.0, description="weight of its probabilities in the mean with `others`")
     others: tuple[OtherTeacherConfig, ...] = Field(
         (), description="further teachers: the mean of their probabilities is imitated, each counting by its `share`"
     )
@@ -234,7 +234,7 @@ class TeacherConfig(ModelConfig):
 
     @property
     def logits_only(self) -> str | None:
-        """The key of what answers for the teacher with its logits, and with no more of it; None: a network in each worker."""
+        """The key of what gives the teacher's logits, and no more of it, in place of a network in each worker; None: neither."""
         return "teacher.cache" if self.cache is not None else "teacher.service" if self.service is not None else None
 
     @property
@@ -356,7 +356,7 @@ class OptimConfig(Section):
     weight_decay: NonNegative = Field(1e-4, description="of sgd and dot L2, of adamw decoupled")
     decay_norm_and_bias: bool = Field(True, description="false: no weight decay on norm layers and biases")
     accumulate: Count = Field(
-        1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to tell the noise_scale"
+        1, description="micro-batches per optimizer step, of the per-worker batch; one worker needs 2 to measure the noise_scale"
     )
     clip_grad_norm: Positive | None = Field(None, description="largest L2 norm of all gradients of a step; absent: no clipping")
 
@@ -405,7 +405,7 @@ class TrainingConfig(Section):
         None, description="stop after so many steps past the warm-up, without evaluation: a timing run"
     )
     until_top1_pct: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and say after how long"
+        None, description="the student: stop after the first evaluated epoch whose top-1 reaches this, and record after how long"
     )
     until_s: Positive | None = Field(
         None, description="the student: stop after the epoch in which training has taken so many seconds, evaluation apart"

@@ -163,44 +163,34 @@ def final_names(metrics: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("epoch/"): value for name, value in metrics.items()} | headline(metrics)
 
 
+class _Below:
+    """A path below the root of a directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, directory: StageDir | RunDir, owner: type) -> Path:
+        return directory.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class StageDir:
     """One training stage: the teacher's, or the student's."""
 
     root: Path
 
-    @property
-    def last(self) -> Path:
-        return self.root / "checkpoints" / "last.safetensors"
-
-    @property
-    def best(self) -> Path:
-        return self.root / "checkpoints" / "best.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The plain lines that rank 0 prints."""
-        return self.root / "logs" / "train.log"
-
-    @property
-    def result(self) -> Path:
-        """The stage's final numbers; exists only when the stage is complete."""
-        return self.root / "stage.json"
-
-    @property
-    def sessions(self) -> Path:
-        """JSON lines, one a driver's session that worked on this stage: {"began_s": unix seconds}."""
-        return self.root / "sessions.jsonl"
-
-    @property
-    def error(self) -> Path:
-        """Why a worker stopped the stage; see `trainables.failures`."""
-        return self.root / "error.json"
+    last = _Below("checkpoints", "last.safetensors")
+    best = _Below("checkpoints", "best.safetensors")
+    metrics = _Below("metrics.jsonl")
+    """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
+    log = _Below("logs", "train.log")
+    """The plain lines that rank 0 prints."""
+    result = _Below("stage.json")
+    """The stage's final numbers; exists only when the stage is complete."""
+    sessions = _Below("sessions.jsonl")
+    """JSON lines, one a driver's session that worked on this stage: {"began_s": unix seconds}."""
+    error = _Below("error.json")
+    """Why a worker stopped the stage; see `trainables.failures`."""
 
 
 @dataclass(frozen=True)
@@ -209,45 +199,19 @@ class RunDir:
 
     root: Path
 
-    @property
-    def experiment(self) -> Path:
-        return self.root / "experiment.yaml"
-
-    @property
-    def result(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def report(self) -> Path:
-        """The run as one HTML page."""
-        return self.root / "report.html"
-
-    @property
-    def spool(self) -> Path:
-        return self.root / "spool"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def tune(self) -> Path:
-        """Ray Tune's and Ray Train's own storage."""
-        return self.root / "ray"
-
-    @property
-    def trials(self) -> Path:
-        return self.root / "trials"
-
-    @property
-    def methods(self) -> Path:
-        """Copies of the method files that the experiment names."""
-        return self.root / "methods"
-
-    @property
-    def methods_index(self) -> Path:
-        """Which file each copy is of, and its hash."""
-        return self.methods / "index.json"
+    experiment = _Below("experiment.yaml")
+    result = _Below("result.json")
+    report = _Below("report.html")
+    """The run as one HTML page."""
+    spool = _Below("spool")
+    logs = _Below("logs")
+    tune = _Below("ray")
+    """Ray Tune's and Ray Train's own storage."""
+    trials = _Below("trials")
+    methods = _Below("methods")
+    """Copies of the method files that the experiment names."""
+    methods_index = _Below("methods", "index.json")
+    """Which file each copy is of, and its hash."""
 
     def stage(self, name: str) -> StageDir:
         return StageDir(self.root / name)

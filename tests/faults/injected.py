@@ -81,7 +81,7 @@ def slow_rank(job: Job, extra_s: float) -> Undo:
 
 def slow_all_reduce(job: Job, extra_s: float) -> Undo:
     """A network that brings each bucket's sum late, while the ranks compute on."""
-    noise = job.train_state.noise
+    noise = job.train_state.training_update.noise
     assert noise is not None  # its hook is the one that reduces a bucket
     network, reduce = ThreadPoolExecutor(1), noise._all_reduce
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
-from trainables.engine import checkpoint, loop
-from trainables.engine import job as building
+from trainables.engine import checkpoint, loop, updates
 from trainables.engine.job import Job, build
 from trainables.metrics.metrics_file import MetricsFile
 from trainables.models.registry import build_model
@@ -95,12 +94,12 @@ def train_on_record(settings: TrainConfig) -> dict[str, float]:
 
 def build_unmeasured(group: Group, settings: TrainConfig) -> Job:
     """The job as it would be if nothing measured the gradient noise: DDP as torch has it."""
-    proper = building.measure_noise
-    building.measure_noise = lambda *_: None
+    proper = updates.measure_noise
+    updates.measure_noise = lambda *_: None
     try:
         return build(settings, group, Recorded(), no_telemetry)
     finally:
-        building.measure_noise = proper
+        updates.measure_noise = proper
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from tests.trainables.jobs import config, equal, relative_difference, train, write_teacher
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
-from trainables.engine import job as building
+from trainables.engine import updates
 from trainables.errors import TrainingError
 
 
@@ -95,12 +95,12 @@ class Careless(nn.Module):
 
 def train_through_module(group: Group, settings: object) -> object:
     """What a careless method does: it calls the student behind DDP's back."""
-    proper = building.wrap
-    building.wrap = lambda distillation_module, group: Careless(proper(distillation_module, group))
+    proper = updates.wrap
+    updates.wrap = lambda distillation_module, group: Careless(proper(distillation_module, group))
     try:
         return train(group, settings)  # type: ignore[arg-type]
     finally:
-        building.wrap = proper
+        updates.wrap = proper
 
 
 def test_replicas_that_train_alone_stop_the_run_with_one_line(ranks: RankPool, tmp_path: Path) -> None:

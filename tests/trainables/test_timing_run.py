@@ -41,6 +41,14 @@ def test_a_timing_run_measures_all_its_steps_where_nobody_says_that_fewer_are_en
     assert 0.5 < sum(steps_s) / 30 / summary["step_s"] <= 1.001
 
 
+def test_the_loaders_costs_are_those_past_the_warm_up_and_no_sum_has_a_graph(tmp_path: Path) -> None:
+    settings = config(tmp_path, train=TIMING, teacher=None)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        loop.run(job)
+        assert 28 <= job.train_loader.costs.batches <= 31
+        assert not job.train_state.sums.requires_grad
+
+
 def test_asking_whether_it_is_enough_is_no_part_of_a_steps_time(tmp_path: Path) -> None:
     settings = config(tmp_path, train=TIMING, teacher=None)
     summary, steps_s = timed(Group(0, 1, 0), settings, 1000, pause_s=0.5)

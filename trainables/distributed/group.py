@@ -87,12 +87,12 @@ def seed_rank(seed: int, rank: int) -> None:
 def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     """A number over the bits of all parameters (scalar, int64): equal parameters give equal numbers.
 
-    Integer sums do not depend on their order and see any single changed bit.
+    Integer sums do not depend on their order and see any single changed bit: its weight is odd, and so never 0 modulo 2^64.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, parameter in enumerate(parameters, start=1):
+    for number, parameter in enumerate(parameters):
         bits = parameter.detach().contiguous().view(_BITS[parameter.element_size()])
-        total += number * bits.sum(dtype=torch.int64)
+        total += (2 * number + 1) * bits.sum(dtype=torch.int64)
     return total
 
 

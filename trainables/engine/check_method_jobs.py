@@ -20,7 +20,7 @@ from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
-from trainables.engine.step import Losses, losses
+from trainables.engine.losses import Losses, losses
 from trainables.methods import load, option_key
 from trainables.methods.contract import MethodBatch
 from trainables.models.registry import build_model
@@ -83,23 +83,14 @@ class KilledError(Exception):
     """Ends a job as if it had been killed."""
 
 
-class _Report:
-    """A report that drops what it gets, and kills the job at a step."""
+def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> contextlib.closing[Job]:
+    """The job, which ends at the step `kill_at`; what it reports is dropped."""
 
-    def __init__(self, kill_at: int | None = None):
-        self._kill_at = kill_at
-
-    def __call__(self, kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        if kind == "step" and step == self._kill_at:
+    def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        if kind == "step" and step == kill_at:
             raise KilledError
 
-
-def _no_telemetry(whole: bool = False) -> dict[str, float]:
-    return {}
-
-
-def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> contextlib.closing[Job]:
-    return contextlib.closing(build(config, group, _Report(kill_at), _no_telemetry))
+    return contextlib.closing(build(config, group, report, lambda whole=False: {}))
 
 
 def train(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:
@@ -141,6 +132,7 @@ def batch_gradients(group: Group, config: TrainConfig, epoch: float = 0.0, stude
         module.train()
         module.student.train(not student_in_eval_mode)
         module.begin_stage(epoch)
+        batch.wait()
         images, num_rows = train_state.prepare(batch).images_BCHW, len(batch.labels_B)
         teacher_outputs = train_state.teacher(images, num_rows) if train_state.teacher is not None else None
         gather = Gather(num_rows, group)

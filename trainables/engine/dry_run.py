@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 
 from trainables.config import TrainConfig
-from trainables.distributed.batch_norm import convert
 from trainables.distributed.group import Group
-from trainables.engine.modules import build_distillation_module, methods_with_teacher, selected_methods
-from trainables.methods.select import student_name
-from trainables.models.registry import build_model, construct
+from trainables.engine.modules import build_distillation_module, build_student, methods_with_teacher
+from trainables.models.registry import construct
 from trainables.teachers.ensemble import TeacherEnsemble
 
 
@@ -22,15 +20,12 @@ def check_fit(config: TrainConfig, num_classes: int) -> None:
     Raises:
         ExperimentError, ModelError: one line.
     """
-    size, seed = config.data.image_size, config.seed
-    name = student_name(config.model, config.teacher, selected_methods(config))
-    student = build_model(name, num_classes=num_classes, image_size=size, seed=seed)
-    if config.scale.sync_batch_norm:
-        student = convert(student, Group())
+    _, student = build_student(config, Group(), num_classes)
     network, teacher = None, config.teacher
     if teacher is not None and teacher.logits_only is None and methods_with_teacher(config):
         names = (teacher.model, *(other.model for other in teacher.others))
-        models = [construct(model, num_classes=num_classes, image_size=size, seed=seed) for model in names]
+        size = config.data.image_size
+        models = [construct(model, num_classes=num_classes, image_size=size, seed=config.seed) for model in names]
         network = (TeacherEnsemble(models) if teacher.others else models[0]).eval().requires_grad_(False)
     labels_M = torch.arange(num_classes)  # a small training split, so that buffers with a row a sample are small
     build_distillation_module(config, Group(), student, network, num_classes, labels_M)

@@ -36,10 +36,6 @@ class Epochs:
         """The epoch with this index in the stage."""
         return Epoch(index, index - self.num_init, self.augmentation(index))
 
-    def begins_training(self, index: int) -> bool:
-        """Whether this epoch is the first one after an init stage."""
-        return self.num_init > 0 and index == self.num_init
-
     def training_step(self, step: int) -> int:
         """A step of the stage counted from the training's first one; below 0 in an init stage."""
         return step - self.num_init * self.steps_per_epoch

@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, float]:
         job.report("epoch", **progress.epoch_record)
     if config.train.max_steps is not None:
         return run_timing(job)
-    if job.train_state.noise is None and job.group.is_main:
+    if job.train_state.training_update.noise is None and job.group.is_main:
         several = "losses have optimizers of their own"
         why = several if len(job.train_state.optimizers) > 1 else "one worker compares micro-batches, and optim.accumulate is 1"
         log.info("%s: no noise_scale: %s", config.stage, why)
@@ -98,8 +98,7 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     try:
         for batch in ready:
             timer.mark("data")
-            job.metrics.peak_memory.before_step(progress.step)
-            schedule_learning_rates(job)
+            begin_step(job)
             with single_image_errors(job):
                 train_step(job.train_state, batch, progress.step, timer)
             job.metrics.stop_step()
@@ -123,21 +122,22 @@ def train_batches(job: Job, batches: Generator[Batch, None, None], epoch: Epoch,
     return False
 
 
-def schedule_learning_rates(job: Job) -> None:
-    """Of the next step."""
-    step = job.epochs.training_step(job.progress.step)
-    for each in job.train_state.optimizers:
-        each.schedule_learning_rate(
-            step,
+def begin_step(job: Job) -> None:
+    """Before a step: set its learning rates, and let the peak of the memory begin anew where that is due."""
+    progress, train_state = job.progress, job.train_state
+    job.metrics.peak_memory.before_step(progress.step)
+    for each in train_state.optimizers:
+        each.set_learning_rate(
+            job.epochs.training_step(progress.step),
             steps_per_epoch=job.epochs.steps_per_epoch,
             global_batch_size=job.config.data.global_batch_size,
-            init_lr=job.train_state.distillation_module.init_lr,
+            init_lr=train_state.distillation_module.init_lr,
         )
 
 
 def begin_epoch(job: Job, epoch: Epoch) -> None:
     """Before an epoch's first step. After an init stage the optimizer's state and the best accuracy are reset."""
-    if job.epochs.begins_training(epoch.index):
+    if job.epochs.num_init and epoch.training == 0:
         for each in job.train_state.optimizers:
             each.optimizer.state.clear()
         job.progress.best_top1_pct, job.progress.best_epoch = -1.0, -1

@@ -11,16 +11,24 @@ from torch import Tensor, nn
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.device.model_input import AUTOCAST
-from trainables.distributed.batch_norm import has_global_batch_norm, use_batch_statistics
+from trainables.device.model_input import AUTOCAST, tensor_format
+from trainables.distributed.batch_norm import convert, has_global_batch_norm, use_batch_statistics
 from trainables.distributed.group import Group
 from trainables.engine.loss_groups import group_losses
 from trainables.errors import ExperimentError
 from trainables.methods.contract import BuildContext
 from trainables.methods.distillation_module import DistillationModule
 from trainables.methods.features import TeacherNormOptions
-from trainables.methods.select import SelectedMethod, check_cache_top_k, check_logits_only, select_methods, task_weight
+from trainables.methods.select import (
+    SelectedMethod,
+    check_cache_top_k,
+    check_logits_only,
+    select_methods,
+    student_name,
+    task_weight,
+)
 from trainables.methods.tap_reader import TapReader
+from trainables.models.registry import build_model
 from trainables.models.reused_classifier import ReusedClassifier
 from trainables.rules import first_problem_of_method, splits_no_batch
 from trainables.teachers.build import cached_teacher, load_network, service_teacher, teacher_reader, to_device
@@ -44,13 +52,13 @@ def build_modules(
     Raises:
         ExperimentError, ModelError, CheckpointError: what the experiment names does not fit together.
     """
-    teacher, methods = config.teacher, methods_with_teacher(config)
+    methods = methods_with_teacher(config)
+    teacher = config.teacher if methods and config.teacher is not None and config.teacher.weights is not None else None
     network = None
-    has_teacher = teacher is not None and teacher.weights is not None and bool(methods)
-    if teacher is not None and has_teacher and teacher.logits_only is None:
+    if teacher is not None and teacher.logits_only is None:
         network = load_network(teacher, classes, config.data.image_size, config.seed)
     module, reader = build_distillation_module(config, group, student, network, len(classes), loader.labels_M)
-    if teacher is None or not has_teacher:
+    if teacher is None:
         return module, None
     keys = [method.key for method in methods]
     if teacher.logits_only == "teacher.cache":
@@ -89,11 +97,11 @@ def build_distillation_module(
     if config.distill is None or not selected:
         weight = task_weight(config.distill, ()) if config.distill is not None else 1.0
         return DistillationModule(student, task_weight=weight), None
-    check_methods(config, student, selected, num_classes)
+    _check_methods(config, student, selected, num_classes)
     size, with_teacher = config.data.image_size, methods_with_teacher(config)
     teacher_taps = None
     if teacher is not None and config.teacher is not None:
-        prepare_teacher(teacher, student, group, with_teacher, size)
+        _prepare_teacher(teacher, student, group, with_teacher, size)
         teacher_taps = teacher_reader(config.teacher, teacher, with_teacher, size)
     student_taps = TapReader(student, {each.key: each.student_taps for each in selected}, name=config.model, image_size=size)
     methods = {}
@@ -117,11 +125,11 @@ def build_distillation_module(
         task_weight=task_weight(config.distill, selected),
         epochs=config.optim.epochs,
     )
-    check_module(config, module)
+    _check_module(config, module)
     return module, teacher_taps
 
 
-def check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[SelectedMethod], num_classes: int) -> None:
+def _check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[SelectedMethod], num_classes: int) -> None:
     """Check methods against the configuration before any is built.
 
     Raises:
@@ -147,7 +155,7 @@ def check_methods(config: TrainConfig, student: nn.Module, selected: Sequence[Se
         )
 
 
-def prepare_teacher(
+def _prepare_teacher(
     teacher: nn.Module, student: nn.Module, group: Group, methods: Sequence[SelectedMethod], image_size: int
 ) -> None:
     """Give the student the teacher's classifier, and the teacher batch statistics, where a method is so."""
@@ -159,7 +167,7 @@ def prepare_teacher(
             return
 
 
-def check_module(config: TrainConfig, module: DistillationModule) -> None:
+def _check_module(config: TrainConfig, module: DistillationModule) -> None:
     """Check the methods as they are built: against `optim.accumulate`, and against the optimizers.
 
     Raises:
@@ -182,3 +190,12 @@ def check_module(config: TrainConfig, module: DistillationModule) -> None:
         raise ExperimentError(
             f"distill.method: {key} has an init stage, which has one optimizer: leave out {key}, or {' and '.join(several)}"
         )
+
+
+def build_student(config: TrainConfig, group: Group, num_classes: int) -> tuple[str, nn.Module]:
+    """The student's full name and the student on its device."""
+    name = student_name(config.model, config.teacher, selected_methods(config))
+    student = build_model(name, num_classes=num_classes, image_size=config.data.image_size, seed=config.seed)
+    dtype, layout = tensor_format(config)
+    student = student.to(group.device, dtype).to(memory_format=layout)
+    return name, convert(student, group) if config.scale.sync_batch_norm else student

@@ -86,9 +86,3 @@ def learning_rate(step: int, steps_per_epoch: int, optim: OptimConfig, peak: flo
     if optim.schedule == "step":
         return float(peak * optim.gamma ** bisect.bisect_right(sorted(optim.milestones), epoch))
     return peak
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set `lr` on every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,37 +11,25 @@ from torch import nn
 
 from trainables.config import OptimConfig
 from trainables.engine.loss_groups import LossKeys, group_losses
-from trainables.engine.optim import (
-    build_optimizer,
-    init_momentum_buffers,
-    learning_rate,
-    parameter_groups,
-    peak_learning_rate,
-    set_learning_rate,
-)
+from trainables.engine.optim import build_optimizer, init_momentum_buffers, learning_rate, parameter_groups, peak_learning_rate
 from trainables.methods.contract import Method
 
 
 @dataclass(frozen=True)
 class LossOptimizer:
-    """An optimizer, the losses that it minimises, and its settings."""
+    """An optimizer, its settings, the losses that it minimises, and the parameters that it changes."""
 
     losses: LossKeys
     optimizer: torch.optim.Optimizer
     optim: OptimConfig
+    parameters: Sequence[nn.Parameter]
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def schedule_learning_rate(
-        self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None
-    ) -> None:
+    def set_learning_rate(self, step: int, *, steps_per_epoch: int, global_batch_size: int, init_lr: float | None = None) -> None:
         """Of a step counted from the first one of the training; those of an init stage, below 0, use `init_lr`, else the peak."""
         peak = peak_learning_rate(self.optim, global_batch_size)
-        init_peak = peak if init_lr is None else init_lr
-        lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else init_peak
-        set_learning_rate(self.optimizer, lr)
+        lr = learning_rate(step, steps_per_epoch, self.optim, peak) if step >= 0 else peak if init_lr is None else init_lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
 
 class DotSGD(torch.optim.SGD):
@@ -92,13 +80,16 @@ def build_optimizers(student: nn.Module, methods: Mapping[str, Method], optim: O
         ExperimentError: see `group_losses`.
     """
     groups = group_losses(student, methods, optim)
-    if optim.name != "dot" or len(groups) == 1:
-        return tuple(LossOptimizer(g.losses, build_optimizer(g.parameters, g.optim), g.optim) for g in groups)
-    shared_settings: tuple[dict[str, float], ...] = (
-        {"momentum": optim.momentum - optim.delta},
-        {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0},
-    )
+    optimizers: list[torch.optim.Optimizer]
+    if optim.name == "dot" and len(groups) == 2:
+        task, distilled = (parameter_groups(group.parameters, group.optim) for group in groups)
+        optimizers = [
+            DotSGD(task, optim, {"momentum": optim.momentum - optim.delta}),
+            DotSGD(distilled, optim, {"momentum": optim.momentum + optim.delta, "weight_decay": 0.0}),
+        ]
+    else:
+        optimizers = [build_optimizer(group.parameters, group.optim) for group in groups]
     return tuple(
-        LossOptimizer(g.losses, DotSGD(parameter_groups(g.parameters, g.optim), g.optim, settings), g.optim)
-        for g, settings in zip(groups, shared_settings, strict=True)
+        LossOptimizer(group.losses, optimizer, group.optim, [p for each in optimizer.param_groups for p in each["params"]])
+        for group, optimizer in zip(groups, optimizers, strict=True)
     )

@@ -19,7 +19,8 @@ from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.batch_norm import GlobalBatchNorm
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.engine.step import TrainState, losses
+from trainables.engine.losses import losses
+from trainables.engine.step import TrainState
 from trainables.failures import kind_of
 from trainables.methods.contract import MethodBatch
 

@@ -66,8 +66,8 @@ def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
     """Over all ranks: the sums since the last log line, which are reset; how many ranks had a bad loss; the noise's sums."""
     train_state = job.train_state
     parts = [train_state.sums, (train_state.bad_step.double() >= 0).double().reshape(1)]
-    if train_state.noise is not None:
-        parts.append(train_state.noise.take())
+    if train_state.training_update.noise is not None:
+        parts.append(train_state.training_update.noise.take())
     reduced = all_reduce_sum(torch.cat(parts), job.group).tolist()
     train_state.sums.zero_()
     n = len(train_state.sum_names)

@@ -1,41 +1,31 @@
 """One training step: with a teacher it distils, without one it trains on labels alone. Nothing here waits for the GPU.
 
-Shapes: B batch of this rank, C channels, H W pixels, K classes. Losses of samples stay (B,) until they are summed,
-so that a gradient weights samples, not ranks or micro-batches; a loss of the global batch is a scalar, the same on every rank.
+Shapes: B batch of this rank, C channels, H W pixels, K classes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainables.device.device_batches import DeviceBatch
-from trainables.device.mixing import Mix
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
 from trainables.engine.evaluate import correct_counts
+from trainables.engine.losses import Losses, losses
 from trainables.engine.optimizers import LossOptimizer
-from trainables.engine.updates import InitStageUpdate, ParameterUpdate, UpdateSettings
+from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
-from trainables.metrics.noise_scale import GradientNoise, num_parts
+from trainables.metrics.noise_scale import num_parts
+from trainables.metrics.phase_timer import PhaseTimer
 from trainables.teachers.interface import TeacherInterface, TeacherRequest
-
-
-class StepTimer(Protocol):
-    """What the step uses of a timer."""
-
-    def mark(self, phase: str) -> None:
-        """Close the phase that ran since the last mark."""
 
 
 class NoTeacher(TeacherInterface):
@@ -51,12 +41,10 @@ class TrainState:
 
     distillation_module: DistillationModule
     """The bare student with its methods."""
-    ddp_module: nn.Module
-    """`distillation_module`, under DDP where there are several ranks: what a step of the training calls."""
     teacher: TeacherInterface | None
     optimizers: tuple[LossOptimizer, ...]
     training_update: ParameterUpdate
-    """How a step of the training changes the parameters; an init stage has an update of its own."""
+    """How a step of the training changes the parameters; its module is `distillation_module`, under DDP on several ranks."""
     update_settings: UpdateSettings
     group: Group
     prepare: Callable[[DeviceBatch], DeviceBatch]
@@ -65,8 +53,6 @@ class TrainState:
     num_blank_images: int = 2
     """Images that a rank without samples runs instead."""
     accumulate: int = 1
-    noise: GradientNoise | None = None
-    """What `training_update` measures, where it does."""
     cpu_group: dist.ProcessGroup | None = None
     """See `trainables.distributed.gather.cpu_process_group`."""
     update: ParameterUpdate = field(init=False)
@@ -90,21 +76,16 @@ class TrainState:
     def begin_epoch(self, epoch: Epoch) -> None:
         """Choose what the steps of this epoch train, by which losses, and whether they call the teacher."""
         module = self.distillation_module
-        self.ddp_module.train()
+        self.training_update.module.train()
         module.begin_stage(epoch.training)
         self.active_teacher = (
             self.teacher if self.teacher is not None and module.requires_teacher(epoch.training) else NoTeacher()
         )
         self.update = self.training_update
-        selected = module.init_targets(epoch.training)
-        if selected is not None:
-            self.update = InitStageUpdate(
-                module,
-                self.optimizers[0],
-                self.update_settings,
-                parameters=selected.parameters,
-                losses=selected.losses,
-            )
+        targets = module.init_targets(epoch.training)
+        if targets is not None:
+            optimizer = replace(self.optimizers[0], losses=targets.losses, parameters=targets.parameters)
+            self.update = PerLossUpdate(module, [optimizer], self.update_settings)
 
     def absent_terms(self, epoch: Epoch) -> frozenset[str]:
         """Those of `sum_names` that no method computes in an epoch: an init stage has terms of its own."""
@@ -113,57 +94,6 @@ class TrainState:
         return frozenset(
             {"distill_loss", *self.distillation_module.term_names} - self.distillation_module.active_terms(epoch.training)
         )
-
-
-class Losses(NamedTuple):
-    """The losses of a micro-batch, and their terms."""
-
-    weighted: dict[str, Tensor]
-    """`task` and `method/term` of every term, weighted: each (B,), of samples, or a scalar, of the global batch."""
-    named: dict[str, Tensor]
-    """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
-
-    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
-        """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
-
-        `weight` is that of a sample's loss, see `GlobalCount.weight`.
-        """
-        terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
-        per_sample, per_batch = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
-        sums = [_sum(per_sample).sum() * weight.to(per_sample[0].dtype)] if per_sample else []
-        return _sum([*sums, *per_batch])
-
-
-def _sum(terms: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.add, terms)
-
-
-def losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
-    """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
-
-    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
-    auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
-    """
-    task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
-    for weight, aux_BK in outputs.aux:
-        task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
-    named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
-    distilled = {f"{key}/{name}": weights[key] * term for key, terms in outputs.terms.items() for name, term in terms.items()}
-    weighted = {"task": weights["task"] * task_B, **distilled}
-    with torch.no_grad():
-        named["loss"] = _sum(list(weighted.values()))
-        if distilled:
-            named["distill_loss"] = _sum(list(distilled.values()))
-    return Losses(weighted, {**named, "task_loss": task_B})
-
-
-def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
-    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed."""
-    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
-    if mix is None:
-        return plain_B
-    share_B = mix.share_B.to(plain_B.dtype)
-    return share_B * plain_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
 
 
 def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2) -> list[DeviceBatch]:
@@ -179,7 +109,7 @@ def micro_batches(batch: DeviceBatch, accumulate: int, num_blank_images: int = 2
     return batch.split(min(accumulate, len(batch.labels_B)))
 
 
-def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: StepTimer) -> None:
+def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: PhaseTimer) -> None:
     """Forward, loss, backward, update; adds to `train_state.sums`."""
     group, update = train_state.group, train_state.update
     batch.wait()

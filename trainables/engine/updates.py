@@ -12,11 +12,12 @@ the shared parameters and a third of those that one changes; on several ranks a 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +26,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from trainables.distributed.group import GlobalCount, Group
-from trainables.engine.loss_groups import LossKeys
+from trainables.engine.losses import Losses
 from trainables.engine.optimizers import DotSGD, LossOptimizer
-from trainables.metrics.noise_scale import GradientNoise
-
-
-class WeightedLosses(Protocol):
-    """The losses of a micro-batch, see `trainables.engine.step.Losses`."""
-
-    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor: ...
+from trainables.metrics.noise_scale import GradientNoise, measure_noise
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,9 @@ class UpdateSettings:
 class ParameterUpdate(ABC):
     """A step calls `module` and `backward` within `micro_batch`, then `end_micro_batch`, for each; and `step` at the end."""
 
+    noise: GradientNoise | None = None
+    """The measurement of the steps' gradient noise, where there is one."""
+
     def __init__(self, module: nn.Module, settings: UpdateSettings) -> None:
         """`module` is what a step's forward calls."""
         self.module = module
@@ -59,7 +57,7 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
 
     def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
@@ -89,7 +87,7 @@ class SharedUpdate(ParameterUpdate):
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
 
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, count: GlobalCount) -> None:
@@ -100,15 +98,17 @@ class SharedUpdate(ParameterUpdate):
 class MeasuredUpdate(SharedUpdate):
     """One optimizer for all losses, and a measurement of the steps' gradient noise."""
 
+    noise: GradientNoise
+
     def __init__(self, module: nn.Module, optimizer: LossOptimizer, settings: UpdateSettings, noise: GradientNoise) -> None:
         super().__init__(module, optimizer, settings)
-        self._noise = noise
+        self.noise = noise
 
     def end_micro_batch(self, num_images: int) -> None:
-        self._noise.end_micro_batch(num_images)
+        self.noise.end_micro_batch(num_images)
 
     def step(self, count: GlobalCount) -> None:
-        self._noise.end_step(count, self._scaler)
+        self.noise.end_step(count, self._scaler)
         super().step(count)
 
 
@@ -139,7 +139,7 @@ class _CollectedGradients:
 
 
 class PerLossUpdate(ParameterUpdate):
-    """An optimizer for each group of losses; `module` is not under DDP."""
+    """An optimizer for each group of losses, or one for some losses of an init stage. `module` is not under DDP."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings) -> None:
         super().__init__(module, settings)
@@ -148,7 +148,7 @@ class PerLossUpdate(ParameterUpdate):
         counts = Counter(parameter for each in optimizers for parameter in each.parameters)
         self._shared = [parameter for parameter, count in counts.items() if count > 1]
 
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor) -> None:
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])
@@ -162,9 +162,11 @@ class PerLossUpdate(ParameterUpdate):
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             collected.put_average(each.parameters, self._group)  # no loss's gradients outlive its update
             self._step_optimizer(each)
-            torch._foreach_add_(changes, torch._foreach_sub(shared, before))
-            torch._foreach_copy_(shared, before)
-        torch._foreach_add_(shared, changes)
+            if shared:
+                torch._foreach_add_(changes, torch._foreach_sub(shared, before))
+                torch._foreach_copy_(shared, before)
+        if shared:
+            torch._foreach_add_(shared, changes)
         self._scaler.update()
 
     def _name_shared_to_dot(self) -> None:
@@ -175,31 +177,6 @@ class PerLossUpdate(ParameterUpdate):
             shared = set.intersection(*(collected.reached(each.parameters) for each, collected in pairs))
             for dot in dots:
                 dot.shared = shared
-
-
-class InitStageUpdate(ParameterUpdate):
-    """The init stage: some parameters learn by some losses. `module` is not under DDP, which would wait for all gradients."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: LossOptimizer,
-        settings: UpdateSettings,
-        *,
-        parameters: Sequence[nn.Parameter],
-        losses: LossKeys,
-    ) -> None:
-        super().__init__(module, settings)
-        self._optimizer, self._parameters, self._losses = optimizer, parameters, losses
-        self._collected = _CollectedGradients()
-
-    def backward(self, losses: WeightedLosses, weight: Tensor) -> None:
-        self._collected.add(self._scaler.scale(losses.total(weight, self._losses)), self._parameters)
-
-    def step(self, count: GlobalCount) -> None:
-        self._collected.put_average(self._parameters, self._group)
-        self._step_optimizer(self._optimizer)
-        self._scaler.update()
 
 
 def average(gradients: Sequence[Tensor | None], group: Group) -> list[Tensor | None]:
@@ -220,3 +197,28 @@ def _put(parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor | None])
         if gradient is not None and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         parameter.grad = gradient
+
+
+def build_update(
+    module: nn.Module, optimizers: Sequence[LossOptimizer], settings: UpdateSettings, *, accumulate: int
+) -> ParameterUpdate:
+    """How a step of the training changes the parameters; it measures the gradient noise where that can be done."""
+    if len(optimizers) > 1:
+        return PerLossUpdate(module, optimizers, settings)
+    ddp_module = wrap(module, settings.group)
+    noise = measure_noise(ddp_module, settings.group, accumulate)
+    if noise is None:
+        return SharedUpdate(ddp_module, optimizers[0], settings)
+    return MeasuredUpdate(ddp_module, optimizers[0], settings, noise)
+
+
+def wrap(model: nn.Module, group: Group) -> nn.Module:
+    """`model` under DDP where there are several ranks."""
+    if group.world_size == 1:
+        return model
+    # Ranks need not agree on batch norm's statistics before an evaluation, which takes rank 0's, as a checkpoint does.
+    signature = inspect.signature(DistributedDataParallel)  # torch 2.14 renamed the option
+    option = "forward_sync_buffers" if "forward_sync_buffers" in signature.parameters else "broadcast_buffers"
+    unshared: dict[str, Any] = {option: False}
+    ids = [group.device] if group.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **unshared)

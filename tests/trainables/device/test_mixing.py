@@ -13,7 +13,8 @@ from tests.trainables.methods.calls import make, terms
 from trainables.device.device_batches import DeviceBatch
 from trainables.device.mixing import Mix, Mixing, cut_boxes, own_area, partners, symmetric_beta
 from trainables.device.random_numbers import Draws
-from trainables.engine.step import losses, micro_batches
+from trainables.engine.losses import losses
+from trainables.engine.step import micro_batches
 from trainables.methods.distillation_module import DistillationOutputs
 
 COUNT = 64

@@ -51,6 +51,11 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "place", "says"),
     [
+        (
+            "MissingTerm",
+            1,
+            "no loss reaches methods.MissingTerm.unused.weight, methods.MissingTerm.unused.bias: several workers would wait",
+        ),
         ("WrongInitStage", 0, "in the init stage it returns zzz and declares reconstruction"),
         ("WrongInitStage", 1, "in the init stage its terms do not move what it trains"),
         ("InitGather", 0, "in the init stage it calls batch.all_gather: declare requires = Requirements(whole_batch=True)"),
@@ -59,7 +64,7 @@ def test_every_method_of_ours_keeps_the_contract(ranks: RankPool, name: str) -> 
         ("EndlessInitStage", 0, "it declares init_terms, and its Options have no init_epochs: its init stage has no length"),
     ],
 )
-def test_mistakes_in_an_init_stage_are_found_out(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_found_out_in_single_batches(name: str, place: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(without_training(name, monkeypatch)[place].problem).startswith(says)
 
 

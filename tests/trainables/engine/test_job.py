@@ -1,4 +1,4 @@
-"""A job's beginning is tested with what is built; here is its end."""
+"""A job's loaders, and its end. Its beginning is tested with what is built."""
 
 from __future__ import annotations
 
@@ -47,3 +47,11 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, di
         assert time.monotonic() < deadline, (set(threading.enumerate()) - before, "or the folder is in use")
         time.sleep(0.02)
     assert not folders[0].exists()
+
+
+@pytest.mark.parametrize("loader_auto", [False, True])
+def test_only_the_training_loader_of_an_automatic_choice_looks_for_fewer_threads(tmp_path: Path, loader_auto: bool) -> None:
+    settings = config(tmp_path, teacher=None, loader_auto=loader_auto)
+    with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
+        assert (job.train_loader._auto_workers is not None) == loader_auto
+        assert job.val_loader._auto_workers is None

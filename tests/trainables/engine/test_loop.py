@@ -48,8 +48,9 @@ def test_a_target_out_of_reach_leaves_no_time_to_it(ranks: RankPool, tmp_path: P
     assert not {"time_to_accuracy_s", "steps_to_accuracy"} & result["calls"][-1][2].keys()
 
 
-def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: RankPool, tmp_path: Path) -> None:
-    result = ranks.run(2, train, until(tmp_path, until_top1_pct=100, until_s=1e-3))[0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_training_whose_time_is_up_ends_with_its_epoch(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    result = ranks.run(world_size, train, until(tmp_path, until_top1_pct=100, until_s=1e-3))[0]
     assert len(result["progress"].history) == 1
     assert result["calls"][-1][2]["train_s"] > 1e-3
     assert "time_to_accuracy_s" not in result["calls"][-1][2]
@@ -84,6 +85,7 @@ def test_epochs_between_evaluations_and_always_the_last_one(tmp_path: Path, ever
     result = train(Group(), until(tmp_path, evaluate_every=every))
     summary, history = result["calls"][-1][2], result["progress"].history
     assert evaluated(result["calls"]) == epochs
+    assert summary["skipped_images"] == 0
     assert summary["best_epoch"] in epochs
     assert summary["best_top1_pct"] == max(row["val/top1_pct"] for row in history if "val/top1_pct" in row)
     assert summary["top1_pct"] == history[-1]["val/top1_pct"]

@@ -297,7 +297,7 @@ def test_dot_changes_what_one_side_alone_reaches_as_sgd_would(fused: bool) -> No
     optimizers = build_optimizers(student, {"kd": method}, optim)
     update = per_loss_update(optimizers)
     for each in optimizers:
-        each.schedule_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
+        each.set_learning_rate(0, steps_per_epoch=10, global_batch_size=1)
         for group in each.optimizer.param_groups:
             group["fused"] = fused  # as on a GPU
     values = {name: p.detach().clone() for name, p in student.named_parameters()}
@@ -354,7 +354,7 @@ def test_dot_is_the_references_whatever_each_side_reaches_in_a_step(decay_norm_a
         reach["task"] = [name for name in reach["task"] if not name.startswith("method.")]
         found = {side: {name: numbers.normal(size=named[name].shape) for name in names} for side, names in reach.items()}
         for each in optimizers:
-            each.schedule_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
+            each.set_learning_rate(step, steps_per_epoch=6, global_batch_size=1)
         update.backward(Reaching(named, found), torch.ones(()))
         update.step(NOT_COUNTED)
         lr = learning_rate(step, 6, optim, optim.lr)
@@ -400,6 +400,26 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
     update.backward(Sums(), torch.ones(()))
     update.step(NOT_COUNTED)
     assert seen == [True] * 8
+
+
+def test_optimizers_without_a_common_parameter_change_each_its_own() -> None:
+    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method.optimizers = {"judge": LossOptimConfig(lr=0.25)}  # type: ignore[misc]
+    optimizers = build_optimizers(student, {"m": method}, OptimConfig(lr=0.5, weight_decay=0.0))
+    update = per_loss_update(optimizers)
+
+    class Sums:
+        """The gradient of each parameter that an optimizer changes is 1."""
+
+        def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+            changed = method.parameters() if keys == {"m/judge"} else student.parameters()
+            return torch.stack([p.sum() for p in changed]).sum()
+
+    before = {p: p.detach().clone() for p in (*method.parameters(), *student.parameters())}
+    update.backward(Sums(), torch.ones(()))
+    update.step(NOT_COUNTED)
+    for p in before:
+        torch.testing.assert_close(before[p] - p.detach(), torch.full_like(p, 0.5 if p in set(student.parameters()) else 0.25))
 
 
 def test_a_losss_gradients_are_gone_when_the_next_optimizer_begins() -> None:

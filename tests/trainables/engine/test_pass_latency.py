@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,19 +52,41 @@ def test_it_changes_neither_parameters_nor_statistics_nor_gradients_nor_random_n
         assert all(parameter.grad is None for parameter in job.student.parameters())
 
 
+@pytest.mark.parametrize(
+    ("shortest_s", "micro_batch", "timed"),
+    [
+        (lambda num_images: 0.01, 2, [2, 4, 8, 16]),  # up to as many images as a micro-batch can have
+        (lambda num_images: 0.0001, 1, [1, 2, 4, 8, 16]),
+        (lambda num_images: 0.01 * num_images, 2, [2, 4]),  # an image gets no cheaper
+        (lambda num_images: 0.24, 2, [2, 4, 8, 16]),
+        (lambda num_images: 0.26, 2, [2]),  # the next one may take more than half a second
+    ],
+)
+def test_larger_batches_are_timed_as_long_as_that_is_worth_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch, shortest_s: Callable[[int], float], micro_batch: int, timed: list[int]
+) -> None:
+    monkeypatch.setattr(latency, "_shortest_s", lambda train_state, image_size, num_images: shortest_s(num_images))
+    with contextlib.closing(job):
+        found = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=micro_batch, step_s=0.0, max_images=16))
+    expected = {f"passes/{num_images}_images_ms": 1e3 * shortest_s(num_images) for num_images in timed}
+    assert found == {"one_image_ms": 1e3 * shortest_s(1), **expected}
+
+
 def test_a_batch_that_does_not_fit_is_recorded_and_the_ones_before_it_are_timed(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shortest_s = latency._shortest_s
-
     def with_little_memory(train_state: TrainState, image_size: int, num_images: int) -> float:
         if num_images >= 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return shortest_s(train_state, image_size, num_images)
+        return 0.001
 
     monkeypatch.setattr(latency, "_shortest_s", with_little_memory)
     with contextlib.closing(job), caplog.at_level("INFO", logger="raydistill"):
         timed = pass_latency(job.train_state, IMAGE_SIZE, TrainingShape(micro_batch=2, step_s=0.0, max_images=64))
-    assert timed["passes/out_of_memory_images"] == 8
-    assert "passes/4_images_ms" in timed
+    assert timed == {
+        "one_image_ms": 1.0,
+        "passes/2_images_ms": 1.0,
+        "passes/4_images_ms": 1.0,
+        "passes/out_of_memory_images": 8.0,
+    }
     assert "no passes on 8 images are timed: out of memory" in caplog.text

@@ -16,7 +16,8 @@ from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.job import build
-from trainables.engine.step import losses, micro_batches, train_step
+from trainables.engine.losses import losses
+from trainables.engine.step import micro_batches, train_step
 from trainables.errors import ExperimentError, TrainingError
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
 from trainables.models.registry import build_model

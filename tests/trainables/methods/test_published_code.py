@@ -81,7 +81,7 @@ def test_ab_leaves_a_wrns_last_norm_out_of_its_init_stage_as_repdistiller_does(t
                 loss.backward()
                 sgd.step()
                 for each in train_state.optimizers:
-                    each.schedule_learning_rate(step - job.train_loader.steps_per_epoch, steps_per_epoch=1, global_batch_size=20)
+                    each.set_learning_rate(step - job.train_loader.steps_per_epoch, steps_per_epoch=1, global_batch_size=20)
                 train_step(train_state, batch, step, job.metrics.timer)
         ours = {name: p.detach() for name, p in train_state.distillation_module.student.named_parameters()}
         assert relative_difference({n: p.detach() for n, p in student.named_parameters()}, ours) < 1e-11

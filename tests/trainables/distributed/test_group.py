@@ -1,0 +1,87 @@
+"""Sums, counts and buffers over ranks, their seeds, and the check that the replicas are equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainables.distributed.group import (
+    GlobalCount,
+    Group,
+    all_reduce_sum,
+    broadcast_buffers,
+    check_replicas,
+    checksum,
+    gather_objects,
+    seed_rank,
+)
+from trainables.distributed.rank_pool import RankPool
+from trainables.errors import TrainingError
+
+CPU = torch.device("cpu")
+
+
+def collectives(group: Group) -> dict[str, Any]:
+    """What each function gives this rank."""
+    norm = nn.BatchNorm1d(2)
+    assert norm.running_mean is not None
+    norm.running_mean.fill_(group.rank + 5.0)
+    broadcast_buffers(norm, group)
+    count, nothing = GlobalCount(group.rank + 1, group, parts=group.rank), GlobalCount(0, group)
+    return {
+        "sum": float(all_reduce_sum(torch.tensor(group.rank + 1.0), group)),
+        "totals": count.totals.tolist(),
+        "weight": float(count.weight()),
+        "weight of nothing": float(nothing.weight()),
+        "objects": gather_objects(str(group.rank), group),
+        "running_mean": norm.running_mean.tolist(),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_rank_gets_the_same_of_all(ranks: RankPool, n: int) -> None:
+    num_samples = n * (n + 1) / 2
+    expected = {
+        "sum": num_samples,
+        "totals": [num_samples, n * (n - 1) / 2],
+        "weight": n / num_samples,
+        "weight of nothing": n,
+        "objects": [str(rank) for rank in range(n)],
+        "running_mean": [5.0, 5.0],
+    }
+    assert ranks.run(n, collectives) == [expected] * n
+
+
+def differ_on(group: Group, rank: int) -> None:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25 if group.rank == rank else 0.5)
+    check_replicas(model, group, 7)
+
+
+def test_replicas_that_differ_are_named_and_equal_ones_pass(ranks: RankPool) -> None:
+    ranks.run(3, differ_on, 9)
+    with pytest.raises(TrainingError, match=r"^step 7: the parameters of rank 2 differ from rank 0's"):
+        ranks.run(3, differ_on, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_a_checksum_depends_on_each_bit_and_on_the_order(dtype: torch.dtype) -> None:
+    a, b = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    different = [(a, b), (b, a), (a, a)]
+    if dtype.is_floating_point:
+        different.append((a, -b))
+    assert len({int(checksum(pair, CPU)) for pair in different}) == len(different)
+    assert int(checksum((a, b), CPU)) == int(checksum((a.clone(), b.clone()), CPU))
+
+
+def test_each_rank_of_each_seed_draws_numbers_of_its_own() -> None:
+    with torch.random.fork_rng():
+        seeds = []
+        for seed, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            seed_rank(seed, rank)
+            seeds.append(torch.initial_seed())
+    assert len(set(seeds)) == 4

@@ -1,0 +1,69 @@
+"""The losses of a micro-batch: the labels' and the methods', each of samples, (B,), or of the global batch, a scalar.
+
+Losses of samples stay (B,) until they are summed, so that a gradient weights samples, not ranks or micro-batches; a loss of the
+global batch is the same on every rank. Shapes: B batch of this rank, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainables.device.mixing import Mix
+from trainables.methods.distillation_module import DistillationOutputs
+
+
+class Losses(NamedTuple):
+    """The losses of a micro-batch, and their terms."""
+
+    weighted: dict[str, Tensor]
+    """`task` and `method/term` of every term, weighted: each (B,), of samples, or a scalar, of the global batch."""
+    named: dict[str, Tensor]
+    """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
+
+    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+        """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
+
+        `weight` is that of a sample's loss, see `GlobalCount.weight`.
+        """
+        terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
+        per_sample, per_batch = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
+        sums = [_sum(per_sample).sum() * weight.to(per_sample[0].dtype)] if per_sample else []
+        return _sum([*sums, *per_batch])
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, terms)
+
+
+def losses(outputs: DistillationOutputs, labels_B: Tensor, mix: Mix | None, weights: Mapping[str, float]) -> Losses:
+    """task_weight·CE + Σ over methods of weight·Σ terms. `weights`: of `task` and of each method.
+
+    The CE of mixed images is share·CE(own label) + (1 - share)·CE(the other's); the methods see the image as it is. The CE of
+    auxiliary heads (Inception) belongs to the task. Every term is in the graph, whatever its weight: DDP waits for each gradient.
+    """
+    task_B = cross_entropy(outputs.logits_BK, labels_B, mix)
+    for weight, aux_BK in outputs.aux:
+        task_B = task_B + weight * cross_entropy(aux_BK, labels_B, mix)
+    named = {f"{key}/{name}": term for key, terms in outputs.terms.items() for name, term in terms.items()}
+    distilled = {f"{key}/{name}": weights[key] * term for key, terms in outputs.terms.items() for name, term in terms.items()}
+    weighted = {"task": weights["task"] * task_B, **distilled}
+    with torch.no_grad():
+        named["loss"] = _sum(list(weighted.values()))
+        if distilled:
+            named["distill_loss"] = _sum(list(distilled.values()))
+    return Losses(weighted, {**named, "task_loss": task_B})
+
+
+def cross_entropy(logits_BK: Tensor, labels_B: Tensor, mix: Mix | None) -> Tensor:
+    """Cross-entropy of each sample (B,), with the labels of both images where two are mixed."""
+    plain_B = F.cross_entropy(logits_BK, labels_B, reduction="none")
+    if mix is None:
+        return plain_B
+    share_B = mix.share_B.to(plain_B.dtype)
+    return share_B * plain_B + (1 - share_B) * F.cross_entropy(logits_BK, mix.labels_B, reduction="none")
