@@ -7,6 +7,7 @@ carries what identifies it: a metric its time and step, a run and a model a tag,
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,6 @@ PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 
 NOT_FOLLOWED = ("start", "resume", "summary")
 """Records of a stage that say where it began, which is in its parameters, or what the driver records itself when it has ended."""
-
-OPENS_ON = "images_per_s"
-"""MLflow's compare page opens on the metric that its first run was first given, where the store is SQLite or PostgreSQL."""
 
 MLFLOW_NAMES = {"git_commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
@@ -201,7 +199,8 @@ class Sender:
 
     def _begin(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
-        found = [self._cursor.runs[key]] if key in self._cursor.runs else store.find_runs(self._tag(key))
+        known = key in self._cursor.runs
+        found = [self._cursor.runs[key]] if known else store.find_runs(self._tag(key))
         if found:
             store.reopen_run(found[0])
             self._cursor.runs[key] = found[0]
@@ -214,6 +213,8 @@ class Sender:
         tags = event["tags"]
         self._rows[key, "params"] = list(event["params"].items())
         self._rows[key, "tags"] = [*tags.items(), *((MLFLOW_NAMES[name], tags[name]) for name in tags if name in MLFLOW_NAMES)]
+        if not known and (first := event.get("first_metric")):
+            self._rows[key, "metrics"] = [(first, math.nan, event["time_ms"], 0)]
 
     def _tag(self, key: str) -> str:
         return f"{self._target.spool_id}/{key}"
@@ -264,8 +265,7 @@ def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
         if "values" in record:
             return list(record["values"].items())
         time_ms, step = int(record["time_ms"]), int(record["step"])
-        metrics = sorted(record["metrics"].items(), key=lambda item: not item[0].endswith(OPENS_ON))
-        return [(prefix + name, float(value), time_ms, step) for name, value in metrics]
+        return [(prefix + name, float(value), time_ms, step) for name, value in record["metrics"].items()]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RefusedError(f"not a record of ours: {error!r}") from error
 
