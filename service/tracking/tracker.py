@@ -83,8 +83,8 @@ def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> li
 def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:
     """MLflow's compare page (its parallel-coordinates plot first) of those runs of `keys` that its store has; "" for none.
 
-    The plot opens on the first metric that SQLite has of the first run, whatever the address says (read in the page's script, MLflow
-    3.17), and on parameters that differ.
+    The plot opens on parameters that differ and, whatever the address says, on the first metric that SQLite has of the first run
+    (as the script of MLflow 3.17's page has it).
 
     `base`: the address of a server, or of the UI that `ui_command` opens.
     """
@@ -129,16 +129,16 @@ class Tracker:
     ) -> None:
         """Begin a run, or take up again the one that was begun under this key.
 
-        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column. `first_metric`: one that is
-        NaN until it is known, and the first of the run, see `compare_url`.
+        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column. `first_metric` is NaN
+        until it is known, so that it is the first of the run, see `compare_url`.
 
         Raises:
             ValueError: a key that MLflow could not search for.
         """
         if not re.fullmatch(r"[\w.:/ -]+", key):
             raise ValueError(f"run key {key!r}: use letters, digits and _.:/ -")
-        values = {"params": flat(params or {}), "tags": flat(tags or {})}
-        self._append("run", key, name=name, parent=parent_key, first_metric=first_metric, **values)
+        params, tags = flat(params or {}), flat(tags or {})
+        self._append("run", key, name=name, parent=parent_key, params=params, tags=tags, first_metric=first_metric)
 
     def params(self, key: str, params: Mapping[str, Any]) -> None:
         """Add parameters; MLflow keeps the first value of each."""
