@@ -125,7 +125,7 @@ def run_page(records: Records) -> Page:
             "Where the time goes",
             figures=without_none(
                 wall.figure([(stage.stage, stage) for stage in stages], result),
-                timeline.stage_phases([stage for stage in stages if stage.metrics], figures.PHASE_COLOURS),
+                wall.stage_phases(stages),
                 timeline.waits_over_time(histories),
                 timeline.speeds(histories),
                 timeline.drift(histories, labels),

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.report import labels as names
-from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, line, plain, y_axis
+from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, joined_dots, line, y_axis
 from service.report.run_records import History, Row
-from service.runs.result import StageRow
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60
@@ -65,7 +64,7 @@ def series(index: int | None, label: str, xs: Sequence[float], ys: Sequence[floa
         return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
             "line": {"color": GREY, "width": 1}
         }
-    return dots(label, index, xs, ys, tips) | {"mode": "lines+markers", "line": line("", index, [], [])["line"]}
+    return joined_dots(label, index, xs, ys, tips)
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
@@ -239,48 +238,4 @@ def over_steps(
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
         ["stage", "least", "median", "most", "last"],
         table,
-    )
-
-
-def stage_phases(stages: Sequence[StageRow], colours: Mapping[str, str]) -> Figure | None:
-    """Where a step's time goes in each stage of a run."""
-    timed = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
-    if not timed:
-        return None
-    traces = []
-    for phase, colour in colours.items():
-        part = [stage.metrics.get(f"phase/{phase}_ms", 0.0) for stage in timed]
-        if any(part):
-            tips = [
-                hover(stage.stage, f"{phase}: {names.short(ms)} ms, {ms / stage.metrics['phase/step_ms']:.0%}")
-                for ms, stage in zip(part, timed, strict=True)
-            ]
-            stages_named = [plain(stage.stage) for stage in timed]
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": phase,
-                    "x": part,
-                    "y": stages_named,
-                    "hovertext": tips,
-                    "hoverinfo": "text",
-                    "marker": {"color": colour},
-                }
-            )
-    parts = ("", "_min", "_p50", "_p95", "_max")
-    table = [
-        [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
-        for stage in timed
-        for phase in (*colours, "step")
-    ]
-    return Figure(
-        "phases",
-        "Where a step's time goes",
-        "Mean milliseconds of a step, by phase.",
-        traces,
-        {"xaxis": {"title": {"text": "ms a step"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
-        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"],
-        table,
-        height=160 + 60 * len(timed),
     )
