@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from service.report.labels import short
@@ -39,7 +39,7 @@ class Figure:
     traces: list[Trace]
     layout: dict[str, Any]
     columns: Sequence[str]
-    numbers: list[list[str]] = field(default_factory=list)
+    numbers: Sequence[Sequence[Any]] = ()
     height: int = 380
 
     @property
