@@ -62,11 +62,9 @@ def page_of(records: Records) -> Page:
 def sweep_page(records: Records) -> Page:
     """What won and why, the table, speed over each axis, and all else that was measured."""
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
-    points = probes(rows)
+    points, workers = probes(rows), f"{unit[0].upper()}{unit[1:]}s"
     sections = [
-        Section.of(
-            f"{unit[0].upper()}{unit[1:]}s × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)
-        ),
+        Section.of(f"{workers} × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)),
         Section.of("Trials without a result", page_tables.bad(records)),
         Section.of("Over seeds", seeds.page_table(result), seeds.figure(result)),
         Section.of("Speed over each axis", *over_axes(records)),

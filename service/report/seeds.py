@@ -116,16 +116,8 @@ def page_table(result: RunResult) -> Table | None:
     metric, mode = judged(result)
     what, digits = names.METRICS.get(metric, (metric, 3))
     first = found[0].label
-    heads = [
-        "point",
-        "seeds",
-        f"mean {what}",
-        "±",
-        f"difference to {first}",
-        f"{1 - LEVEL:.0%} interval",
-        "p (Holm)",
-        "significant",
-    ]
+    heads = ["point", "seeds", f"mean {what}", "±"]
+    heads += [f"difference to {first}", f"{1 - LEVEL:.0%} interval", "p (Holm)", "significant"]
     rows = []
     for group in found:
         difference = ["–"] * 4

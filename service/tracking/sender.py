@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.config.uris import without_password
@@ -132,9 +132,19 @@ class Sender:
     def _carry_out(self, store: Store, event: dict[str, Any]) -> None:
         """Every other event is a request of its own."""
         try:
-            if event["op"] not in HANDLERS:
-                raise RefusedError(f"no event {event['op']!r} is known")
-            HANDLERS[event["op"]](self, store, event)
+            match event["op"]:
+                case "run":
+                    self._begin(store, event)
+                case "follow":
+                    self._follow(event)
+                case "artifact":
+                    store.log_artifact(self._run_id(event["key"]), self._spool.path_of(event["path"]), event["artifact_path"])
+                case "model":
+                    store.log_model(self._run_id(event["key"]), self._spool.path_of(event["path"]), self._tag(event["key"]))
+                case "end":
+                    self._end(store, event)
+                case op:
+                    raise RefusedError(f"no event {op!r} is known")
         except RefusedError as refusal:
             self._set_aside(event, refusal)
         self._num_unsaved += 1
@@ -219,18 +229,12 @@ class Sender:
     def _tag(self, key: str) -> str:
         return f"{self._target.spool_id}/{key}"
 
-    def _follow(self, store: Store, event: dict[str, Any]) -> None:
+    def _follow(self, event: dict[str, Any]) -> None:
         for tail in self._cursor.tails:
             if (tail.key, tail.path) == (event["key"], event["path"]):
                 tail.open = True
                 return
         self._cursor.tails.append(Tail(event["key"], event["path"], event["prefix"]))
-
-    def _add_artifact(self, store: Store, event: dict[str, Any]) -> None:
-        store.log_artifact(self._run_id(event["key"]), self._spool.path_of(event["path"]), event["artifact_path"])
-
-    def _add_model(self, store: Store, event: dict[str, Any]) -> None:
-        store.log_model(self._run_id(event["key"]), self._spool.path_of(event["path"]), self._tag(event["key"]))
 
     def _end(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
@@ -244,15 +248,6 @@ class Sender:
             for twin in store.find_runs(self._tag(key)):
                 if twin != run_id:
                     store.delete_run(twin)
-
-
-HANDLERS: dict[str, Callable[[Sender, Store, dict[str, Any]], None]] = {
-    "run": Sender._begin,
-    "follow": Sender._follow,
-    "artifact": Sender._add_artifact,
-    "model": Sender._add_model,
-    "end": Sender._end,
-}
 
 
 def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from service.config.uris import checked_uri
-from service.tracking.sender import NO_TELEMETRY, Sender
+from service.tracking.sender import Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable_reason
@@ -29,8 +29,6 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 MAX_WAIT_S = 15.0
 DESCRIPTION = "mlflow.note.content"
 _SQLITE = b"SQLite format 3\0"
-
-__all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
 
 
 def default_uri(runs_root: Path) -> str:
