@@ -64,7 +64,8 @@ def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
             if problem := rule(experiment):
                 raise ExperimentError(problem)
     except ExperimentError as error:
-        raise ConfigProblems.of_message(str(error)) from error
+        key, message = str(error).partition(":")[0], str(error)
+        raise ConfigProblems([(key, message)]) from error
 
 
 def _check_options_of_all(experiment: Experiment) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.report import labels as names
@@ -21,12 +21,9 @@ def thin(lines: Sequence[Any]) -> list[Any]:
     return [*lines[::-1][::step]][::-1]
 
 
-def clock(seconds: Iterable[float]) -> tuple[list[float], str]:
-    """Times in the unit that suits the longest of them: seconds, minutes or hours."""
-    values_s = list(seconds)
-    longest = max(values_s, default=0.0)
-    unit, factor = ("s", 1.0) if longest < 180 else ("min", 60.0) if longest < 10_800 else ("h", 3600.0)
-    return [one / factor for one in values_s], unit
+def clock(longest_s: float) -> tuple[str, float]:
+    """The unit that suits the longest of several times, and its seconds."""
+    return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 10_800 else ("h", 3600.0)
 
 
 def since(history: History, record: Mapping[str, Any]) -> float:
@@ -76,9 +73,7 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
     if not evaluated:
         return None
     drawn, colours = in_colour(evaluated, chosen)
-    times = [since(h, one) for h in evaluated for one in h.of("epoch")]
-    _, unit = clock(times)
-    factor = {"s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
     traces: list[Trace] = []
     for index, h in drawn:
         epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
