@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from service.config.space import SCALE_AXES
-from service.report.labels import natural, number
+from service.report.labels import epoch_seconds, natural, number
 from service.report.run_records import rows_of
 from service.report.seeds import seed_table, sentence
 from service.report.text_table import text_table
@@ -73,11 +73,6 @@ def data_seconds(m: Mapping[str, float]) -> str:
         return "–"
     mean, least, most = (m[f"phase/data{part}_ms"] / 1e3 for part in ("", "_min", "_max"))
     return f"{mean:.4f} ({least:.4f}–{most:.4f})"
-
-
-def epoch_seconds(m: Mapping[str, float]) -> str:
-    """Seconds an epoch takes; a star where that is projected from fewer steps."""
-    return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
 
 
 def phase_table(metrics: Mapping[str, float], title: str) -> Table:

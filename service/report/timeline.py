@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,26 +70,27 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
 
     `rows`: of a sweep, all its trials.
     """
-    evaluated = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
+    epochs = {h.label: [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]] for h in histories}
+    evaluated = by_rank([h for h in histories if epochs[h.label]], chosen)
     if not evaluated:
         return None
-    drawn, colours = in_colour(evaluated, chosen)
     unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
+    drawn, colours = in_colour(evaluated, chosen)
+    times = {h.label: [since(h, one) / factor for one in epochs[h.label]] for h in evaluated}
+    top1 = {h.label: [one["metrics"]["val/top1_pct"] for one in epochs[h.label]] for h in evaluated}
     traces: list[Trace] = []
     for index, h in drawn:
-        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
-        xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
+        xs, ys = times[h.label], top1[h.label]
         tips = [
             hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
-            for one, x, y in zip(epochs, xs, ys, strict=True)
+            for one, x, y in zip(epochs[h.label], xs, ys, strict=True)
         ]
         traces.append(series(index, h.label, xs, ys, tips))
     table = []
-    for h in by_rank(evaluated, chosen):
-        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
-        ys = [one["metrics"]["val/top1_pct"] for one in epochs]
-        took = f"{since(h, epochs[-1]) / factor:.3g} {unit}"
-        table.append([h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
+    for h in evaluated:
+        last, ys = epochs[h.label][-1], top1[h.label]
+        took = f"{times[h.label][-1]:.3g} {unit}"
+        table.append([h.label, f"{last['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
     caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
     caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
@@ -143,14 +145,8 @@ def losses(histories: Sequence[History]) -> Figure | None:
     for index, h in enumerate(histories):
         steps, epochs = thin([one for one in h.of("step") if finite(one, "train/loss")]), h.of("epoch")
         if steps:
-            traces.append(
-                line(
-                    f"{h.label}, training",
-                    index,
-                    [one["epoch"] for one in steps],
-                    [one["metrics"]["train/loss"] for one in steps],
-                )
-            )
+            ys = [one["metrics"]["train/loss"] for one in steps]
+            traces.append(line(f"{h.label}, training", index, [one["epoch"] for one in steps], ys))
         validated = [one for one in epochs if finite(one, "val/loss")]
         if validated:
             ys = [one["metrics"]["val/loss"] for one in validated]
@@ -219,10 +215,7 @@ def over_steps(
             low, high = ([one["metrics"][part] for one in steps] for part in span)
             traces.append(band(PALETTE[index % MOST_SERIES], xs, low, high, h.label))
         traces.append(line(h.label, index, xs, ys, legendgroup=h.label))
-        ordered = sorted(ys)
-        table.append(
-            [h.label, *(names.number(value_s, 2) for value_s in (ordered[0], ordered[len(ordered) // 2], ordered[-1], ys[-1]))]
-        )
+        table.append([h.label, *(names.number(one, 2) for one in (min(ys), statistics.median_high(ys), max(ys), ys[-1]))])
     if not traces:
         return None
     return Figure(
