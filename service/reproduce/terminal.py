@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table as Grid
@@ -89,8 +90,6 @@ def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) 
 
 def summary(found: Sequence[Cell]) -> str:
     """How many of each verdict."""
-    counts: dict[str, int] = {}
-    for cell in found:
-        counts[cell.verdict.outcome] = counts.get(cell.verdict.outcome, 0) + 1
+    counts = Counter(cell.verdict.outcome for cell in found)
     names = {"-": "not run"}
     return f"{len(found)} published numbers: " + ", ".join(f"{count} {names.get(name, name)}" for name, count in counts.items())
