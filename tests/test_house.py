@@ -49,6 +49,7 @@ LAYERS = {
         "config",
         "rules",
         "rundir",
+        "stage_result",
         "locks",
         "failures",
         "distributed",

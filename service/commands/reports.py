@@ -42,13 +42,14 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
     from service.report.compare import compare as run_compare
-    from service.report.comparison import comparison_lines, write_comparison
+    from service.report.comparison import comparison_lines, comparison_page
+    from service.report.document import write
     from service.report.run_records import open_records
 
     comparison = run_compare(open_records(a), open_records(b))
     print_all(output(), comparison_lines(comparison))
     if html:
-        write_comparison(comparison, html)
+        write(comparison_page(comparison), html)
         click.echo(f"page: {html}")
 
 

@@ -28,11 +28,14 @@ class WrittenExperiment:
 
 def recipes() -> dict[str, str]:
     """Shipped recipes: name → the comment in their first line."""
-    found = {}
-    for file in sorted(resources.files("service.recipes").iterdir(), key=lambda entry: entry.name):
-        if file.name.endswith(".yaml"):
-            found[file.name.removesuffix(".yaml")] = file.read_text().splitlines()[0].lstrip("# ")
-    return found
+    return shipped("service.recipes")
+
+
+def shipped(package: str) -> dict[str, str]:
+    """The YAML files of a package: name → the comment in their first line."""
+    files = sorted(resources.files(package).iterdir(), key=lambda entry: entry.name)
+    found = {file.name: file.read_text() for file in files if file.name.endswith(".yaml")}
+    return {name.removesuffix(".yaml"): text.splitlines()[0].lstrip("# ") for name, text in found.items()}
 
 
 def read_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from trainables.config import Section
 from trainables.errors import near
@@ -52,11 +53,6 @@ class ConfigProblems(Exception):
         super().__init__("; ".join(line for _, line in problems))
         self.problems = tuple(problems)
 
-    @classmethod
-    def of_message(cls, message: str) -> ConfigProblems:
-        """One problem, whose line begins with its key and a colon."""
-        return cls([(message.partition(":")[0], message)])
-
     def text(self, where: str, sources: Mapping[str, str] | None = None) -> str:
         """One line a problem, `MAX_LINES` at most; each begins with the source of its key, or else with `where`."""
         lines = [f"{source_of_key(key, sources or {}, where)}: {line}" for key, line in self.problems]
@@ -67,25 +63,20 @@ class ConfigProblems(Exception):
 
 def known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key that a section can have."""
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}"
-        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, Section):
-                yield from known_keys(part, f"{prefix}{name}.")
+    return (key for key, _ in _fields(section, prefix))
 
 
 def _free_keys(section: type[BaseModel]) -> set[str]:
     """The dotted keys below which users write names of their own, such as those of methods."""
-    found = set()
-    for key in known_keys(section):
-        model: Any = section
-        *around, last = key.split(".")
-        for name in around:
-            parts = (annotation := model.model_fields[name].annotation, *getattr(annotation, "__args__", ()))
-            model = next(part for part in parts if isinstance(part, type) and issubclass(part, Section))
-        if get_origin(model.model_fields[last].annotation) is dict:
-            found.add(key)
-    return found
+    return {key for key, field in _fields(section) if get_origin(field.annotation) is dict}
+
+
+def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", field
+        for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from _fields(part, f"{prefix}{name}.")
 
 
 def nearest(key: str, keys: Sequence[str]) -> str:
@@ -118,11 +109,6 @@ def problems_of(
     return ConfigProblems(
         [(prefix + key, _line(prefix + key, plain, details, keys, missing)) for (key, plain), details in grouped.items()]
     )
-
-
-def explain(error: ValidationError, section: type[BaseModel], where: str) -> str:
-    """The problems of a `section` as text, see `problems_of` and `ConfigProblems.text`."""
-    return problems_of(error, section).text(where)
 
 
 def _key(detail: Any, keys: Sequence[str], free: Container[str]) -> tuple[str, str]:

@@ -6,23 +6,25 @@ Importing this costs no torch. A method is loaded, and torch with it, only where
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
 from service.config.messages import SETTABLE, ConfigProblems, problems_of
-from service.config.rules import ExperimentSettings
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, OptimConfig
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, check_name, file_of, load, option_key
 from trainables.rules import Problem, first_problem_of_method
 
+if TYPE_CHECKING:
+    from service.config.experiment import Experiment
+
 MethodFiles = Literal["run", "run if present", "ignore"]
 """What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
 
 
-def distills(experiment: ExperimentSettings) -> bool:
+def distills(experiment: Experiment) -> bool:
     """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
     method = experiment.distill.method
     return bool(method) and (experiment.teacher is not None or method != ("kd",))
@@ -42,12 +44,12 @@ def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     return any(load(name).requires.teacher for name in distill.method)
 
 
-def method_names(experiment: ExperimentSettings) -> list[str]:
+def method_names(experiment: Experiment) -> list[str]:
     """The methods of an experiment and those that its sweep may choose, each once."""
     return list(dict.fromkeys([*experiment.distill.method, *_searched_methods(experiment.sweep)]))
 
 
-def check_methods(experiment: ExperimentSettings, files: MethodFiles = "run") -> None:
+def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
     """Refuse methods that do not exist, options that they do not have, and what a method cannot work with.
 
     Raises:
@@ -62,10 +64,11 @@ def check_methods(experiment: ExperimentSettings, files: MethodFiles = "run") ->
             if problem := rule(experiment):
                 raise ExperimentError(problem)
     except ExperimentError as error:
-        raise ConfigProblems.of_message(str(error)) from error
+        key, message = str(error).partition(":")[0], str(error)
+        raise ConfigProblems([(key, message)]) from error
 
 
-def _check_options_of_all(experiment: ExperimentSettings) -> None:
+def _check_options_of_all(experiment: Experiment) -> None:
     distill, searched = experiment.distill, _searched_methods(experiment.sweep)
     for name in distill.method:
         check_name(name)
@@ -112,13 +115,13 @@ def _weighted(distill: DistillConfig) -> list[str]:
     return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
 
 
-def _some_loss_counts(experiment: ExperimentSettings) -> Problem:
+def _some_loss_counts(experiment: Experiment) -> Problem:
     if not distills(experiment) or experiment.distill.task_weight != 0 or _weighted(experiment.distill):
         return None
     return "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
 
 
-def _losses_exist(experiment: ExperimentSettings) -> Problem:
+def _losses_exist(experiment: Experiment) -> Problem:
     methods = [option_key(name) for name in experiment.distill.method]
     unknown = sorted(key for key in experiment.optim.losses if not _is_loss(key, methods))
     if not unknown or not distills(experiment):
@@ -126,7 +129,7 @@ def _losses_exist(experiment: ExperimentSettings) -> Problem:
     return f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(['task', *methods]))}"
 
 
-def _logits_are_enough(experiment: ExperimentSettings) -> Problem:
+def _logits_are_enough(experiment: Experiment) -> Problem:
     """Raises ExperimentError too, see `check_logits_only`."""
     distill, teacher = experiment.distill, experiment.teacher
     only_kd = distill.method == ("kd",) and not distill.options
@@ -137,7 +140,7 @@ def _logits_are_enough(experiment: ExperimentSettings) -> Problem:
     return None
 
 
-def _assistants_have_classifiers(experiment: ExperimentSettings) -> Problem:
+def _assistants_have_classifiers(experiment: Experiment) -> Problem:
     if not experiment.assistants or not distills(experiment) or experiment.distill.method == ("kd",):
         return None
     name = next((name for name in experiment.distill.method if load(name).requires.reuses_classifier), None)
@@ -149,7 +152,7 @@ def _assistants_have_classifiers(experiment: ExperimentSettings) -> Problem:
     )
 
 
-def _several_teachers_are_enough(experiment: ExperimentSettings) -> Problem:
+def _several_teachers_are_enough(experiment: Experiment) -> Problem:
     """Raises ExperimentError too, see `check_ensemble`."""
     if experiment.teacher is not None and experiment.teacher.others and experiment.distill.method != ("kd",):
         from trainables.methods.select import check_ensemble, select_methods
@@ -158,7 +161,7 @@ def _several_teachers_are_enough(experiment: ExperimentSettings) -> Problem:
     return None
 
 
-def _methods_have_what_they_need(experiment: ExperimentSettings) -> Problem:
+def _methods_have_what_they_need(experiment: Experiment) -> Problem:
     only_kd = experiment.distill.method == ("kd",)
     limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
     if only_kd or not limits or not distills(experiment):  # no method is loaded for nothing
@@ -167,14 +170,14 @@ def _methods_have_what_they_need(experiment: ExperimentSettings) -> Problem:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _dot_has_a_method(experiment: ExperimentSettings) -> Problem:
+def _dot_has_a_method(experiment: Experiment) -> Problem:
     methods = _searched_methods(experiment.sweep) or (distills(experiment) and _weighted(experiment.distill))
     if experiment.optim.name != "dot" or methods:
         return None
     return "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd"
 
 
-_RULES: tuple[Callable[[ExperimentSettings], Problem], ...] = (
+_RULES: tuple[Callable[[Experiment], Problem], ...] = (
     _some_loss_counts,
     _losses_exist,
     _logits_are_enough,

@@ -7,33 +7,21 @@ to load one, are in `service.config.method_rules`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from service.config.sweep import SweepConfig
-from trainables.config import AssistantConfig, DistillConfig, TrainingConfig
-from trainables.rules import JobSettings, Problem, first_problem, warmup_leaves_an_epoch
+from trainables.rules import Problem, first_problem, warmup_leaves_an_epoch
 
-
-class ExperimentSettings(JobSettings, Protocol):
-    """The sections of an experiment that rules are about."""
-
-    @property
-    def assistants(self) -> tuple[AssistantConfig, ...]: ...
-    @property
-    def distill(self) -> DistillConfig: ...
-    @property
-    def train(self) -> TrainingConfig: ...
-    @property
-    def sweep(self) -> SweepConfig: ...
+if TYPE_CHECKING:
+    from service.config.experiment import Experiment
 
 
-def assistants_have_a_teacher(experiment: ExperimentSettings) -> Problem:
+def assistants_have_a_teacher(experiment: Experiment) -> Problem:
     if experiment.teacher is not None or not experiment.assistants:
         return None
     return "assistants: there is no teacher whom they could assist: write teacher.model"
 
 
-def warmup_leaves_an_epoch_of_each_stage(experiment: ExperimentSettings) -> Problem:
+def warmup_leaves_an_epoch_of_each_stage(experiment: Experiment) -> Problem:
     lengths = {"teacher.epochs": experiment.teacher.epochs if experiment.teacher else None}
     lengths |= {f"assistants[{n}].epochs": assistant.epochs for n, assistant in enumerate(experiment.assistants)}
     for key, epochs in lengths.items():
@@ -43,7 +31,7 @@ def warmup_leaves_an_epoch_of_each_stage(experiment: ExperimentSettings) -> Prob
     return None
 
 
-def asha_compares_evaluated_epochs(experiment: ExperimentSettings) -> Problem:
+def asha_compares_evaluated_epochs(experiment: Experiment) -> Problem:
     grace, every = experiment.sweep.grace_epochs, experiment.train.evaluate_every
     if experiment.sweep.policy != "asha" or grace % every == 0:
         return None
@@ -53,7 +41,7 @@ def asha_compares_evaluated_epochs(experiment: ExperimentSettings) -> Problem:
     )
 
 
-RULES: tuple[Callable[[ExperimentSettings], Problem], ...] = (
+RULES: tuple[Callable[[Experiment], Problem], ...] = (
     first_problem,
     assistants_have_a_teacher,
     warmup_leaves_an_epoch_of_each_stage,

@@ -184,25 +184,3 @@ def verdict(pair: Pair) -> str:
     if pair.beyond_noise is None:
         return "spread unknown"
     return ("B faster" if pair.ratio > 1 else "B slower") if pair.beyond_noise else "within noise"
-
-
-def cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The table of common points: columns and rows."""
-    unit = comparison.a.unit
-    accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
-    columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
-    columns += ["A top-1 %", "B top-1 %"] if accurate else []
-    rows = []
-    for pair in comparison.pairs:
-        speeds = [names.number(row.metrics["images_per_s"], 1) for row in (pair.a, pair.b)]
-        error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
-        tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
-        rows.append(
-            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
-        )
-    return columns, rows
-
-
-def difference_cells(comparison: Comparison) -> list[list[str]]:
-    """What differs in the experiments: key, A's value, B's value."""
-    return [[key, str(a), str(b)] for key, a, b in comparison.differences]

@@ -3,72 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from rich.table import Table as TextTable
+import rich.table
 
 from service.report import labels as names
-from service.report.compare import Comparison, Pair, cells, difference_cells, lead, verdict
-from service.report.document import Page, Section, Table, render
-from service.report.page import without_none
+from service.report.compare import Comparison, Pair, lead, verdict
+from service.report.document import Page, Section, Table
 from service.report.plotly_marks import GREY, Figure, dots, hover, line, plain, whiskers
-from trainables.errors import ExperimentError
-from trainables.rundir import write_atomic
+from service.report.text_table import text_table
 
 VERDICTS = ("B faster", "within noise", "B slower", "spread unknown")
 
 
-def comparison_lines(comparison: Comparison) -> Iterator[str | TextTable]:
+def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]:
     """The comparison as the terminal shows it."""
     yield f"A: {comparison.a.root}"
     yield f"B: {comparison.b.root}"
-    if comparison.pairs:
-        columns, rows = cells(comparison)
-        table = TextTable(title="points that both have run", title_justify="left")
-        for name in columns:
-            table.add_column(name, justify="left" if name == "verdict" else "right")
-        for row in rows:
-            table.add_row(*row)
-        yield table
-    if comparison.differences:
-        table = TextTable(title="what differs in the experiments", title_justify="left")
-        for name in ("key", "A", "B"):
-            table.add_column(name, overflow="fold")
-        for row in difference_cells(comparison):
-            table.add_row(*row)
-        yield table
+    if common := common_points(comparison):
+        yield text_table("points that both have run", common.columns, common.rows, left=("verdict",))
+    if found := differences(comparison):
+        yield text_table("what differs in the experiments", found.columns, found.rows, left=found.columns)
     yield from lead(comparison)
-
-
-def write_comparison(comparison: Comparison, path: Path) -> None:
-    """The comparison as a page, atomically.
-
-    Raises:
-        ExperimentError: it cannot be written there.
-    """
-    try:
-        write_atomic(path, render(comparison_page(comparison)).encode())
-    except OSError as error:
-        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html") from error
 
 
 def comparison_page(comparison: Comparison) -> Page:
     """The comparison as a page."""
-    columns, rows = cells(comparison)
-    differences = Table("What differs in the experiments", ["key", "A", "B"], difference_cells(comparison))
     sections = [
-        Section(
-            "Points that both have run",
-            tables=[Table("Common points", columns, rows)] if rows else [],
-            figures=without_none(ratios(comparison)),
-        ),
-        Section("What differs in the experiments", tables=[differences] if differences.rows else []),
+        Section.of("Points that both have run", common_points(comparison), ratios(comparison)),
+        Section.of("What differs in the experiments", differences(comparison)),
     ]
     a, b = comparison.a, comparison.b
     sentences = lead(comparison)
     title, foot = f"{a.result.name} (A) and {b.result.name} (B)", f"A: {a.root} · B: {b.root}"
-    shown = [section for section in sections if section.tables or section.figures]
-    return Page("comparison", title, "", sentences[:2], shown, notes=sentences[2:], foot=foot)
+    return Page("comparison", title, "", sentences[:2], sections, notes=sentences[2:], foot=foot)
+
+
+def common_points(comparison: Comparison) -> Table | None:
+    """Both speeds at each point that both have run."""
+    if not comparison.pairs:
+        return None
+    unit = comparison.a.unit
+    accurate = any("top1_pct" in row.metrics for pair in comparison.pairs for row in (pair.a, pair.b))
+    columns = [*(names.axis(key, unit) for key in comparison.keys), "A images/s", "B images/s", "B ÷ A", "±", "verdict"]
+    columns += ["A top-1 %", "B top-1 %"] if accurate else []
+    rows = []
+    for pair in comparison.pairs:
+        speeds = [names.number(row.metrics["images_per_s"], 1) for row in (pair.a, pair.b)]
+        error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
+        tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
+        rows.append(
+            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
+        )
+    return Table("Common points", columns, rows)
+
+
+def differences(comparison: Comparison) -> Table | None:
+    """What differs in the experiments."""
+    rows = [[key, str(a), str(b)] for key, a, b in comparison.differences]
+    return Table("What differs in the experiments", ["key", "A", "B"], rows) if rows else None
 
 
 def ratios(comparison: Comparison) -> Figure | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from rich.table import Table
 
+from service.report.text_table import text_table
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import Index
 from trainables.data.order import Split
@@ -40,9 +41,8 @@ def describe(root: Path, index: Index) -> Iterator[str | Table]:
 
 
 def _splits(index: Index, sources: dict[Split, RecordsSource]) -> Table:
-    table = Table(title="splits", title_justify="left", min_width=_TITLE)
-    for column in ("split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"):
-        table.add_column(column, justify="left" if column == "split" else "right")
+    columns = ["split", "images", "classes", "per class: least", "median", "most", "shards", "MiB"]
+    table = text_table("splits", columns, left=("split",), min_width=_TITLE)
     for split, source in sources.items():
         counts_K = np.bincount(source.labels_N, minlength=len(index.classes))
         part = index.splits[split]
@@ -66,27 +66,22 @@ def _classes(classes: tuple[str, ...], sources: dict[Split, RecordsSource]) -> T
         by_count = np.argsort(counts["train"], kind="stable")
         shown = np.concatenate([by_count[: _MOST_CLASSES // 2], by_count[-_MOST_CLASSES // 2 :]])
         title = f"classes with the fewest and the most train images, {_MOST_CLASSES} of {len(classes):,}"
-    table = Table(title=title, title_justify="left", min_width=_TITLE)
-    for column in ("label", "class", *sources):
-        table.add_column(column, justify="left" if column == "class" else "right")
-    for label in shown.tolist():
-        table.add_row(str(label), classes[label], *(f"{counts[split][label]:,}" for split in sources))
-    return table
+    rows = [[str(label), classes[label], *(f"{counts[split][label]:,}" for split in sources)] for label in shown.tolist()]
+    return text_table(title, ["label", "class", *sources], rows, left=("class",), min_width=_TITLE)
 
 
 def _histogram(title: str, values_N: NDArray[np.generic], number: str) -> Table:
     """Ten bins of equal width between the 0.5th and the 99.5th percentile; what lies outside is in the first and the last."""
-    table = Table(title=title, title_justify="left", min_width=_TITLE)
-    for column, side in (("from", "right"), ("to", "right"), ("images", "right"), ("", "left")):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
     values = values_N.astype(np.float64)
     low, high = np.percentile(values, (0.5, 99.5))
     edges = np.linspace(low, high, 11) if high > low else np.array([low, high])
     counts, _ = np.histogram(np.clip(values, low, high), edges) if high > low else (np.array([len(values)]), edges)
     edges[0], edges[-1] = np.min(values), np.max(values)
-    for begin, end, count in zip(edges, edges[1:], counts, strict=False):
-        table.add_row(number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / np.max(counts)))
-    return table
+    rows = [
+        [number.format(begin), number.format(end), f"{count:,}", "█" * round(_BAR * count / np.max(counts))]
+        for begin, end, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+    return text_table(title, ["from", "to", "images", ""], rows, left=("",), min_width=_TITLE)
 
 
 def write_sheet(root: Path, path: Path) -> int:

@@ -15,11 +15,14 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
 from service.report.plotly_marks import Figure
+from trainables.errors import ExperimentError
+from trainables.rundir import write_atomic
 
 _NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
 
@@ -51,12 +54,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """A part of the page; one without tables and figures is not shown."""
 
     title: str
-    text: str = ""
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
+
+    @classmethod
+    def of(cls, title: str, *parts: Table | Figure | None) -> Section:
+        """A section of the tables and figures that there are."""
+        return cls(title, [one for one in parts if isinstance(one, Table)], [one for one in parts if isinstance(one, Figure)])
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,18 @@ class Page:
     command: str = ""
     foot: str = ""
     refresh_s: int | None = None  # the page loads itself again: while a run is running
+
+
+def write(page: Page, path: Path) -> None:
+    """Write the page, atomically.
+
+    Raises:
+        ExperimentError: it cannot be written there.
+    """
+    try:
+        write_atomic(path, render(page).encode())
+    except OSError as error:
+        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html FILE") from error
 
 
 def render(page: Page) -> str:

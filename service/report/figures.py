@@ -7,42 +7,25 @@ from typing import Any
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
 from service.report import labels as names
-from service.report.plotly_marks import (
-    BLUE,
-    GREEN,
-    GREY,
-    MOST_SERIES,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Figure,
-    Trace,
-    dots,
-    hover,
-    line,
-    numbers_axis,
-    plain,
-    whiskers,
-    y_axis,
-)
+from service.report import plotly_marks as marks
+from service.report.plotly_marks import Figure, Trace
 from service.report.run_records import Row, axes, gpu_s_per_epoch, ran, value
 from service.report.speed_by_axis import NAMED, spans, tip
 from trainables.metrics.phases import PHASES
 
-PHASE_COLOURS = dict(zip(PHASES, (VERMILION, "#F0E442", SKY, BLUE, GREEN, PURPLE, ORANGE), strict=True))
+YELLOW = "#F0E442"
+COLOURS = (marks.VERMILION, YELLOW, marks.SKY, marks.BLUE, marks.GREEN, marks.PURPLE, marks.ORANGE)
+PHASE_COLOURS = dict(zip(PHASES, COLOURS, strict=True))
 
 
 def phases(rows: Sequence[Row], unit: str) -> Figure | None:
     """Where each trial's time goes, per 1,000 images so that batches compare, the fastest first."""
     keys = axes(rows)
-    shown = [row for row in ran(rows) if row.metrics.get("phase/step_ms")]
-    shown.sort(key=lambda row: -row.metrics["images_per_s"])
+    shown, labels, axis = by_speed(rows, "phase/step_ms")
     if not shown:
         return None
     few = len(shown) <= NAMED
-    labels = [plain(row.id) for row in shown] if few else list(range(1, len(shown) + 1))
-    traces, table = [], []
+    traces = []
     for phase in PHASES:
         part = [row.metrics.get(f"phase/{phase}_ms", 0.0) for row in shown]
         if not any(part):
@@ -52,27 +35,15 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
             tip(row, unit, keys, f"{phase}: {names.short(ms)} ms a step, {ms / row.metrics['phase/step_ms']:.0%}")
             for ms, row in zip(part, shown, strict=True)
         ]
-        traces.append(
-            {
-                "type": "bar",
-                "name": phase,
-                "x": labels,
-                "y": heights,
-                "hovertext": tips,
-                "hoverinfo": "text",
-                "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
-            }
-        )
-    for row in shown:
-        m = row.metrics
-        table.append(
-            [
-                row.id,
-                names.point(row, unit, keys),
-                *(names.number(m.get(f"phase/{phase}_ms")) for phase in PHASES),
-                names.number(m["phase/step_ms"]),
-            ]
-        )
+        traces.append(marks.bars(phase, PHASE_COLOURS[phase], labels, heights, tips))
+    table = [
+        [
+            row.id,
+            names.point(row, unit, keys),
+            *(names.number(row.metrics.get(f"phase/{phase}_ms")) for phase in (*PHASES, "step")),
+        ]
+        for row in shown
+    ]
     return Figure(
         "phases",
         "Where a step's time goes",
@@ -80,8 +51,8 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
         + names.left_out(rows, {row.id for row in shown}, "phase times"),
         traces,
         {
-            "xaxis": ranks(few),
-            "yaxis": y_axis("s per 1,000 images"),
+            "xaxis": axis,
+            "yaxis": marks.y_axis("s per 1,000 images"),
             "barmode": "stack",
             "bargap": 0.15 if few else 0,
             "legend": {"traceorder": "normal"},
@@ -94,13 +65,11 @@ def phases(rows: Sequence[Row], unit: str) -> Figure | None:
 def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     """What steps of each trial wait for data: the mean, and the least and the most that any step waited."""
     keys = axes(rows)
-    shown = [row for row in ran(rows) if "phase/data_max_ms" in row.metrics]
+    shown, labels, axis = by_speed(rows, "phase/data_max_ms")
     if not shown:
         return None
-    shown.sort(key=lambda row: -row.metrics["images_per_s"])
     few = len(shown) <= NAMED
     m = [row.metrics for row in shown]
-    labels = [plain(row.id) for row in shown] if few else list(range(1, len(shown) + 1))
     tips = [
         tip(
             row,
@@ -113,15 +82,16 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     ]
     mean = [one["phase/data_ms"] for one in m]
     p95 = [one.get("phase/data_p95_ms") for one in m]
-    whole = dots("mean, with the least and the most", 0, labels, mean, tips)
+    whole = marks.dots("mean, with the least and the most", 0, labels, mean, tips)
     whole["marker"]["size"] = 9 if few else 4
-    whole["error_y"] = whiskers(
-        GREY,
+    whole["error_y"] = marks.whiskers(
+        marks.GREY,
         [max(0.0, one["phase/data_max_ms"] - one["phase/data_ms"]) for one in m],
         [max(0.0, one["phase/data_ms"] - one["phase/data_min_ms"]) for one in m],
     ) | {"width": 3 if few else 0}
-    upper = dots("95% of steps wait less", 1, labels, p95, [hover(f"95%: {names.number(value_ms)} ms") for value_ms in p95])
-    upper["marker"] = {"color": VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
+    upper_tips = [marks.hover(f"95%: {names.number(value_ms)} ms") for value_ms in p95]
+    upper = marks.dots("95% of steps wait less", 1, labels, p95, upper_tips)
+    upper["marker"] = {"color": marks.VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
     worst = max(m, key=lambda one: float(one["phase/data_max_ms"]))["phase/data_max_ms"]
     parts = ("", "_min", "_p95", "_max")
     table = [
@@ -139,16 +109,19 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
         f"The longest wait was {names.short(worst)} ms." + names.left_out(rows, {row.id for row in shown}, "waits"),
         [whole, upper],
-        {"xaxis": ranks(few), "yaxis": y_axis("ms")},
+        {"xaxis": axis, "yaxis": marks.y_axis("ms")},
         ["trial", "point", "mean ms", "least", "p95", "most", "% of a step"],
         table,
     )
 
 
-def ranks(few: bool) -> dict[str, Any]:
-    """The horizontal axis of figures with a place for each trial: named where these are few."""
-    title = {"title": {"text": "trial, fastest first" if few else "rank by speed"}}
-    return title | {"type": "category", "showgrid": False} if few else title
+def by_speed(rows: Sequence[Row], metric: str) -> tuple[list[Row], list[Any], dict[str, Any]]:
+    """The trials that have a metric, the fastest first; their labels along a figure's axis, ids where they are few; that axis."""
+    shown = sorted((row for row in ran(rows) if metric in row.metrics), key=lambda row: -row.metrics["images_per_s"])
+    if len(shown) > NAMED:
+        return shown, list(range(1, len(shown) + 1)), {"title": {"text": "rank by speed"}}
+    axis = {"title": {"text": "trial, fastest first"}, "type": "category", "showgrid": False}
+    return shown, [marks.plain(row.id) for row in shown], axis
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
@@ -177,8 +150,7 @@ def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
         xs = [value(row, NUM_WORKERS) for row in ordered]
         counts |= set(xs)
         tips = [tip(row, unit, axes(rows), f"{pct:.0f}% of ideal") for row, pct in zip(ordered, share, strict=True)]
-        marks = dots(name, index, xs, share, tips)
-        traces.append(marks | {"mode": "lines+markers", "line": line("", index, [], [])["line"]})
+        traces.append(marks.joined_dots(name, index, xs, share, tips))
         table += [
             [name, str(x), row.id, names.number(row.metrics["images_per_s"], 1), f"{pct:.0f}%"]
             for x, row, pct in zip(xs, ordered, share, strict=True)
@@ -187,13 +159,15 @@ def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
     if not traces:
         return None
     span = [min(counts), max(counts)]
-    ideal = line("ideal", 0, span, [100, 100], hoverinfo="skip") | {"line": {"color": GREY, "dash": "dot", "width": 2}}
+    ideal = marks.line("ideal", 0, span, [100, 100], hoverinfo="skip") | {
+        "line": {"color": marks.GREY, "dash": "dot", "width": 2}
+    }
     return Figure(
         "efficiency",
         "Scaling against ideal",
         f"Images/s of each {unit}, as a share of what it is with the fewest {unit}s. {summary}",
         [ideal, *traces],
-        {"xaxis": numbers_axis(f"{unit}s", sorted(counts), spans(counts)), "yaxis": y_axis("% of ideal")},
+        {"xaxis": marks.numbers_axis(f"{unit}s", sorted(counts), spans(counts)), "yaxis": marks.y_axis("% of ideal")},
         ["series", f"{unit}s", "trial", "images/s", "of ideal"],
         table,
     )
@@ -222,29 +196,31 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         return gpu_s_per_epoch(row) or 0.0
 
     name = "the search's front" if found else "nothing is faster and cheaper"
-    stairs = line(name, 0, [cost(row) for row in front_rows], [r.metrics["images_per_s"] for r in front_rows], hoverinfo="skip")
-    stairs["line"] = {"color": GREY, "shape": "hv", "dash": "dot", "width": 2}
+    stairs = marks.line(
+        name, 0, [cost(row) for row in front_rows], [r.metrics["images_per_s"] for r in front_rows], hoverinfo="skip"
+    )
+    stairs["line"] = {"color": marks.GREY, "shape": "hv", "dash": "dot", "width": 2}
     traces: list[Trace] = [stairs]
     counts = sorted({value(row, NUM_WORKERS) for row in costed})
-    for index, group in enumerate(counts if len(counts) <= MOST_SERIES else [None]):
+    for index, group in enumerate(counts if len(counts) <= marks.MOST_SERIES else [None]):
         group_rows = [row for row in costed if group is None or value(row, NUM_WORKERS) == group]
         on = [row in front_rows for row in group_rows]
-        marks = dots(
+        points = marks.dots(
             names.counted(group, unit) if group else "trials",
             index,
             [cost(row) for row in group_rows],
             [row.metrics["images_per_s"] for row in group_rows],
             [tip(row, unit, keys, f"{names.short(cost(row))} {unit}-s an epoch") for row in group_rows],
         )
-        marks["marker"] |= {"size": [12 if one else 7 for one in on], "opacity": [1.0 if one else 0.5 for one in on]}
-        traces.append(marks)
+        points["marker"] |= {"size": [12 if one else 7 for one in on], "opacity": [1.0 if one else 0.5 for one in on]}
+        traces.append(points)
     summary = "; ".join(names.point(row, unit, keys) for row in front_rows[:4]) + (" …" if len(front_rows) > 4 else "")
     return Figure(
         "pareto",
         "Speed against cost",
         f"Up is faster, left is cheaper. On the front: {summary}." + names.left_out(rows, {row.id for row in costed}, "a cost"),
         traces,
-        {"xaxis": {"title": {"text": f"{unit}-seconds an epoch"}}, "yaxis": y_axis("images/s", zero=False)},
+        {"xaxis": {"title": {"text": f"{unit}-seconds an epoch"}}, "yaxis": marks.y_axis("images/s", zero=False)},
         ["trial", "point", "images/s", f"{unit}-s an epoch", "s an epoch"],
         [
             [

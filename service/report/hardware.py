@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 
 from service.report import labels as names
@@ -31,15 +32,16 @@ def hardware(histories: Sequence[History]) -> list[Figure]:
     if not samples:
         return []
     begin = min(h.start_ms for h in histories if h.lines)
-    xs, unit = clock((at - begin) / 1e3 for at, _, _ in samples)
+    unit, factor = clock((samples[-1][0] - begin) / 1e3)
+    xs = [(at - begin) / 1e3 / factor for at, _, _ in samples]
     figures = []
     for figure_name, title, field, unit_of_field, from_zero in HARDWARE:
         form = re.compile(r"node\d+/gpu\d+/" + field if figure_name != "cpu" else r"node\d+/" + field)
         series = sorted({key for _, _, m in samples for key in m if form.fullmatch(key)}, key=names.natural)
         if not series:
             continue
-        table = [_row(name, samples) for name in series]
-        lowest, highest = min(_number(row[1]) for row in table), max(_number(row[3]) for row in table)
+        values = {name: [m[name] for _, _, m in samples if name in m] for name in series}
+        lowest, highest = min(map(min, values.values())), max(map(max, values.values()))
         many = len(series) > MOST_SERIES
         caption = f"Means of each epoch or trial{', with the band from the lowest to the highest' if many else ''}."
         figures.append(
@@ -50,24 +52,19 @@ def hardware(histories: Sequence[History]) -> list[Figure]:
                 _mean_and_band(series, samples, xs) if many else _lines(series, samples, xs, unit_of_field),
                 {"xaxis": {"title": {"text": f"{unit} since the start"}}, "yaxis": y_axis(unit_of_field, from_zero)},
                 ["where", "lowest mean", "mean", "highest mean", "peak"],
-                table,
+                [_row(name, values[name], samples) for name in series],
                 height=300,
             )
         )
     return figures
 
 
-def _row(name: str, samples: Sequence[Sample]) -> list[str]:
+def _row(name: str, values: Sequence[float], samples: Sequence[Sample]) -> list[str]:
     """Lowest, mean and highest value of a series, and its peak between samples."""
-    values = [m[name] for _, _, m in samples if name in m]
-    suffix = unit_suffix(name)
-    peaks = [m[peak] for _, _, m in samples if (peak := name.replace(suffix, f"_max{suffix}")) in m]
-    numbers = (min(values), sum(values) / len(values), max(values), max(peaks, default=None))
+    what, _, unit = name.rpartition("_")
+    peaks = [m[peak] for _, _, m in samples if (peak := f"{what}_max_{unit}") in m]
+    numbers = (min(values), statistics.fmean(values), max(values), max(peaks, default=None))
     return [name.rpartition("/")[0], *(names.number(number, 1) for number in numbers)]
-
-
-def _number(cell: str) -> float:
-    return float(cell.replace(",", ""))
 
 
 def _lines(series: Sequence[str], samples: Sequence[Sample], xs: Sequence[float], unit: str) -> list[Trace]:
@@ -93,10 +90,5 @@ def _mean_and_band(series: Sequence[str], samples: Sequence[Sample], xs: Sequenc
     at = [x for x, _ in per_sample]
     return [
         band(PALETTE[0], at, [min(values) for _, values in per_sample], [max(values) for _, values in per_sample]),
-        line(f"mean of {len(series)}", 0, at, [sum(values) / len(values) for _, values in per_sample]),
+        line(f"mean of {len(series)}", 0, at, [statistics.fmean(values) for _, values in per_sample]),
     ]
-
-
-def unit_suffix(name: str) -> str:
-    """The unit that ends a telemetry name: `_pct`, `_c`, `_mhz`."""
-    return "_" + name.rpartition("_")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
@@ -32,6 +32,11 @@ ENDS = {"oom": " (out of memory)", "infeasible": " (cannot run on this cluster)"
 def number(value: Any, digits: int = 2) -> str:
     """A number for a cell; a dash where there is none."""
     return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def epoch_seconds(m: Mapping[str, float]) -> str:
+    """Seconds an epoch takes; a star where that is projected from fewer steps."""
+    return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
 
 
 def short(value: float) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from service.report.text_table import text_table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 from trainables.methods import available_methods, load, option_key
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
 
     from trainables.methods.contract import Method
 
-HEADINGS = ("name", "paper", "loss, beside task_weight·CE", "weight", "task_weight", "taps")
+LOSS = "loss, beside task_weight·CE"
+HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps")
 
 
 def method_table() -> Table:
     """A row for each method that goes by a name: its paper and loss, its default weights and taps; or why it cannot be loaded."""
-    table = Table(title="distill.method", title_justify="left", show_lines=True)
-    for heading in HEADINGS:
-        table.add_column(heading, overflow="fold", justify="right" if "weight" in heading.split(",")[0] else "left")
+    table = text_table("distill.method", HEADINGS, left=("name", "paper", LOSS, "taps"), show_lines=True)
     for name in sorted(available_methods()):
         try:
             kind = load(name)
@@ -54,12 +54,10 @@ def method_parts(name: str) -> Iterator[str | Table]:
     defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""
     yield "\n\n".join(text for text in (f"{option_key(name)}: {loss}", module, defaults, options) if text) + "\n"
-    table = Table(title=f"distill.options.{option_key(name)}", title_justify="left")
-    for heading in ("option", "default", "description"):
-        table.add_column(heading, overflow="fold")
-    for option, field in kind.Options.model_fields.items():
-        table.add_row(*(Text(cell) for cell in (option, _default(field), _description(kind.Options, option))))
-    yield table
+    columns = ("option", "default", "description")
+    fields = kind.Options.model_fields.items()
+    rows = [[Text(cell) for cell in (option, _default(field), _description(kind.Options, option))] for option, field in fields]
+    yield text_table(f"distill.options.{option_key(name)}", columns, rows, left=columns)
 
 
 def _docs(kind: type[Method]) -> tuple[str, str]:

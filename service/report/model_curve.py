@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
+from service.config.space import GLOBAL_BATCH, NUM_WORKERS, SCALE_AXES
 from service.report.run_records import Row, ran
 from service.runs.result import RunResult
 from service.search.points import Point
@@ -60,8 +60,3 @@ def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Cu
     batch = np.array([float(point[GLOBAL_BATCH]) for point in points])
     speed, off = batch / predicted.step_s, predicted.step_sd_s / predicted.step_s
     return Curve(at.tolist(), speed.tolist(), (speed / (1 + off)).tolist(), (speed * (1 + off)).tolist())
-
-
-def can_follow(key: str) -> bool:
-    """Whether the model has an axis of this key along which it can be asked between the values tried."""
-    return key in (NUM_WORKERS, GLOBAL_BATCH, LOADER_WORKERS)

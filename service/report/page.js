@@ -24,8 +24,8 @@ function laidOut(layout, width) {
 
 function draw(figures) {
   for (const { id, traces, layout } of figures) {
-    const place = document.getElementById(id);
-    Plotly.react(place, traces, laidOut(layout, place.clientWidth), { responsive: true, displayModeBar: false });
+    const element = document.getElementById(id);
+    Plotly.react(element, traces, laidOut(layout, element.clientWidth), { responsive: true, displayModeBar: false });
   }
 }
 
@@ -50,16 +50,16 @@ async function figures() {
 }
 
 function sortable(table) {
-  const number = (text) => { const held = parseFloat(text.replace(/[,*%]/g, "")); return Number.isNaN(held) ? null : held; };
+  const number = (text) => { const value = parseFloat(text.replace(/[,*%]/g, "")); return Number.isNaN(value) ? null : value; };
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
   const sort = (column) => {
     const up = heads[column].getAttribute("aria-sort") !== "ascending";
     heads.forEach((head) => head.removeAttribute("aria-sort"));
     heads[column].setAttribute("aria-sort", up ? "ascending" : "descending");
-    const keyed = [...body.rows].map((row) => ({ row, text: row.cells[column].textContent, held: number(row.cells[column].textContent) }));
+    const keyed = [...body.rows].map((row) => ({ row, text: row.cells[column].textContent, value: number(row.cells[column].textContent) }));
     keyed.sort((a, b) => {
-      if (a.held === null || b.held === null) return (a.held === null) - (b.held === null) || a.text.localeCompare(b.text) * (up ? 1 : -1);
-      return (a.held - b.held) * (up ? 1 : -1);
+      if (a.value === null || b.value === null) return (a.value === null) - (b.value === null) || a.text.localeCompare(b.text) * (up ? 1 : -1);
+      return (a.value - b.value) * (up ? 1 : -1);
     });
     body.append(...keyed.map((one) => one.row));
   };

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from service.config.experiment import read_resolved
-from service.report import figures, hardware, page_tables, seeds, timeline, winner
+from service.report import document, figures, hardware, page_tables, seeds, timeline, winner
 from service.report import labels as names
 from service.report import speed_by_axis as along
 from service.report import wall_time as wall
-from service.report.document import Page, Section, render
+from service.report.document import Page, Section
 from service.report.model_curve import model_of
 from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records
 from service.runs.result import RunResult, StageRow
 from service.search.rows import probes
-from trainables.errors import ExperimentError
-from trainables.rundir import RunDir, write_atomic
+from trainables.rundir import RunDir
 
 RELOAD_S = 5
 FACTS = {
-    "images_per_s": "images/s",
-    "epoch_s": "s of steps an epoch",
-    "epoch_wall_s": "s an epoch by the clock",
-    "step_s": "s a step",
-    "data_pct": "% of it waiting for data",
-    "top1_pct": "top-1 %",
-    "best_top1_pct": "best top-1 %",
-    "peak_memory_mib": "MiB of GPU memory, peak",
+    "images_per_s": ("images/s", 1),
+    "epoch_s": ("s of steps an epoch", 2),
+    "epoch_wall_s": ("s an epoch by the clock", 2),
+    "step_s": ("s a step", 4),
+    "data_pct": ("% of it waiting for data", 1),
+    "top1_pct": ("top-1 %", 2),
+    "best_top1_pct": ("best top-1 %", 2),
+    "peak_memory_mib": ("MiB of GPU memory, peak", 0),
 }
+"""Metric → what it is, and its digits."""
 
 
 def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> Path:
@@ -44,69 +43,56 @@ def write_page(run_dir: RunDir, result: RunResult, path: Path | None = None) -> 
     """
     path = path or run_dir.report
     resolved = read_resolved(run_dir.experiment, reading=True)
-    records = read_records(run_dir, result, resolved.experiment, result.sources or {})
-    try:
-        write_atomic(path, render(page_of(records)).encode())
-    except OSError as error:
-        raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html FILE") from error
+    document.write(page_of(read_records(run_dir, result, resolved.experiment, result.sources or {})), path)
     return path
 
 
 def page_of(records: Records) -> Page:
-    """The page of a sweep or of a run."""
-    return sweep_page(records) if records.is_sweep else run_page(records)
+    """The page of a sweep or of a run; it loads itself again while that goes on."""
+    page, result = sweep_page(records) if records.is_sweep else run_page(records), records.result
+    when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
+    return replace(
+        page,
+        notes=[*page.notes, result.reason] if result.reason else page.notes,
+        foot=f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}",
+        refresh_s=RELOAD_S if result.status == "running" else None,
+    )
 
 
 def sweep_page(records: Records) -> Page:
-    """What won and why, the table, speed over each axis, and all that was measured beside."""
+    """What won and why, the table, speed over each axis, and all else that was measured."""
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
-    keys, points = axes(rows), probes(rows)
-    if best is None:
-        lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
-        facts: Sequence[tuple[str, str]] = ()
-        notes = winner.without_result(rows)
-    else:
-        metric, mode = winner.judged(result)
-        lead = [
-            f"{winner.won(best, unit, keys, metric)} (trial {best.id})",
-            winner.why(rows, best, metric, mode, unit),
-        ]
-        lead += seeds.sentence(result)
-        if shares := winner.step_shares(best.metrics):
-            lead[1] += f" Its step: {shares}."
-        facts, notes = facts_of(best.metrics), [*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)]
+    points, workers = probes(rows), f"{unit[0].upper()}{unit[1:]}s"
     sections = [
-        Section(
-            f"{unit}s × batch × loader workers".capitalize() if unit != "GPU" else "GPUs × batch × loader workers",
-            tables=[*page_tables.heat(records), *without_none(page_tables.trials(records))],
-        ),
-        Section("Trials without a result", tables=without_none(page_tables.bad(records))),
-        Section("Over seeds", tables=without_none(seeds.page_table(result)), figures=without_none(seeds.figure(result))),
-        Section("Speed over each axis", figures=over_axes(records)),
-        Section("Where the time goes", figures=without_none(figures.phases(rows, unit), figures.waits(rows, unit))),
-        Section(
+        Section.of(f"{workers} × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)),
+        Section.of("Trials without a result", page_tables.bad(records)),
+        Section.of("Over seeds", seeds.page_table(result), seeds.figure(result)),
+        Section.of("Speed over each axis", *over_axes(records)),
+        Section.of("Where the time goes", figures.phases(rows, unit), figures.waits(rows, unit)),
+        Section.of(
             "Scaling and cost",
-            figures=without_none(
-                figures.efficiency(points, best, unit) if best else None,
-                figures.pareto(points, unit, result.search.front if result.search else ()),
-            ),
+            figures.efficiency(points, best, unit) if best else None,
+            figures.pareto(points, unit, result.search.front if result.search else ()),
         ),
-        Section("Over time", figures=over_time(records)),
+        Section.of("Over time", *over_time(records)),
         page_tables.settings(records),
     ]
-    return finished(
-        records,
-        Page(
-            "sweep",
-            result.name,
-            result.status,
-            lead,
-            [one for one in sections if one.tables or one.figures],
-            facts,
-            notes,
-            "Train at that point" if best else "",
-            winner.command(records.root, best) if best else "",
-        ),
+    if best is None:
+        lead = ["No trial is complete: nothing to compare yet.", f"{len(ended(points))} of {len(points)} trials have ended."]
+        return Page("sweep", result.name, result.status, lead, sections, notes=winner.without_result(rows))
+    metric, mode = winner.judged(result)
+    shares = winner.step_shares(best.metrics)
+    reason = winner.why(rows, best, metric, mode, unit) + (f" Its step: {shares}." if shares else "")
+    return Page(
+        "sweep",
+        result.name,
+        result.status,
+        [f"{winner.won(best, unit, axes(rows), metric)} (trial {best.id})", reason, *seeds.sentence(result)],
+        sections,
+        facts=facts_of(best.metrics),
+        notes=[*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)],
+        command_title="Train at that point",
+        command=winner.command(records.root, best),
     )
 
 
@@ -120,31 +106,19 @@ def run_page(records: Records) -> Page:
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [
-        Section("Learning", figures=without_none(timeline.losses(histories), timeline.accuracy(histories, labels))),
-        Section(
+        Section.of("Learning", timeline.losses(histories), timeline.accuracy(histories, labels)),
+        Section.of(
             "Where the time goes",
-            figures=without_none(
-                wall.figure([(stage.stage, stage) for stage in stages], result),
-                timeline.stage_phases([stage for stage in stages if stage.metrics], figures.PHASE_COLOURS),
-                timeline.waits_over_time(histories),
-                timeline.speeds(histories),
-                timeline.drift(histories, labels),
-            ),
+            wall.figure([(stage.stage, stage) for stage in stages], result),
+            wall.stage_phases(stages),
+            timeline.waits_over_time(histories),
+            timeline.speeds(histories),
+            timeline.drift(histories, labels),
         ),
-        Section("Hardware", figures=hardware.hardware(histories)),
+        Section.of("Hardware", *hardware.hardware(histories)),
         page_tables.settings(records),
     ]
-    return finished(
-        records,
-        Page(
-            "run",
-            result.name,
-            result.status,
-            lead,
-            [one for one in sections if one.tables or one.figures],
-            facts_of(student.metrics) if student else (),
-        ),
-    )
+    return Page("run", result.name, result.status, lead, sections, facts_of(student.metrics) if student else ())
 
 
 def reached(stage: StageRow) -> str:
@@ -161,36 +135,26 @@ def reached(stage: StageRow) -> str:
     return " ".join(parts) + "."
 
 
-def finished(records: Records, page: Page) -> Page:
-    """The page with what stands on every one: where it comes from, and that it loads itself again while the run goes on."""
-    result = records.result
-    notes = [*page.notes, result.reason] if result.reason else page.notes
-    when = f"{result.started} to {result.finished or 'now'}".replace("T", " ")
-    foot = f"raydistill {version('raydistill')} · {records.root} · {when} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
-    return replace(page, notes=notes, foot=foot, refresh_s=RELOAD_S if result.status == "running" else None)
-
-
 def facts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The numbers that one looks for first."""
-    digits = {"images_per_s": 1, "epoch_s": 2, "epoch_wall_s": 2, "step_s": 4, "data_pct": 1, "peak_memory_mib": 0}
     return [
-        (text, names.number(metrics[name], digits.get(name, 2)))
-        for name, text in FACTS.items()
+        (text, names.number(metrics[name], digits))
+        for name, (text, digits) in FACTS.items()
         if name in metrics and not (name == "best_top1_pct" and metrics[name] == metrics.get("top1_pct"))
     ]
 
 
-def over_axes(records: Records) -> list[Figure]:
+def over_axes(records: Records) -> list[Figure | None]:
     """A figure an axis, the three of every sweep first."""
     best = records.best
     if best is None:
         return []
     measured = probes(records.rows)  # a training to a target has its probe's point, and a speed of other steps
     model = model_of(records.result, measured)
-    return without_none(*(along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)))
+    return [along.over_axis(measured, best, key, model, records.unit) for key in axes(measured)]
 
 
-def over_time(records: Records) -> list[Figure]:
+def over_time(records: Records) -> list[Figure | None]:
     """Accuracy of the best trial and of the most accurate ones, their epochs, and the hardware under all of them.
 
     Where accuracies are the same, or there are none, the fastest ones.
@@ -203,15 +167,8 @@ def over_time(records: Records) -> list[Figure]:
     labels = [f"trial {row.id}" for row in ranked[:MOST_SERIES]]
     histories, rows = records.histories, records.rows
     return [
-        *without_none(
-            timeline.accuracy(histories, labels, rows),
-            timeline.drift(histories, labels, rows),
-            wall.of_trials(ranked[:MOST_SERIES], rows),
-        ),
+        timeline.accuracy(histories, labels, rows),
+        timeline.drift(histories, labels, rows),
+        wall.of_trials(ranked[:MOST_SERIES], rows),
         *hardware.hardware(histories),
     ]
-
-
-def without_none(*parts: Any) -> list[Any]:
-    """Those that have something to show."""
-    return [part for part in parts if part is not None]

@@ -148,12 +148,8 @@ def trials(records: Records) -> Table | None:
     rows, best = [], records.best
     for row in tried:
         m = row.metrics
-        data_s = [
-            names.number(m[f"phase/data{part}_ms"] / 1e3, 4) if f"phase/data{part}_ms" in m else "–"
-            for part in ("", "_min", "_max")
-        ]
-        epoch = names.number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-        cost = gpu_s_per_epoch(row)
+        waits_ms = (m.get(f"phase/data{part}_ms") for part in ("", "_min", "_max"))
+        mean, least, most = (names.number(ms / 1e3 if ms is not None else None, 4) for ms in waits_ms)
         status = row.status + (" oversubscribed" if row.oversubscribed else "")
         status += f" measured {len(row.measurements)} times" if row.measurements else ""
         rows.append(
@@ -162,13 +158,13 @@ def trials(records: Records) -> Table | None:
                 status,
                 *(str(value(row, key)) for key in (*SCALE_AXES, *extras)),
                 names.number(m.get("step_s"), 4),
-                data_s[0],
-                f"{data_s[1]}–{data_s[2]}" if data_s[1] != "–" else "–",
+                mean,
+                f"{least}–{most}" if least != "–" else "–",
                 names.number(m.get("data_pct"), 1),
                 names.number(m.get("images_per_s"), 1),
                 along.error_cell(row),
-                epoch,
-                names.number(cost),
+                names.epoch_seconds(m),
+                names.number(gpu_s_per_epoch(row)),
                 names.number(m.get("top1_pct")),
                 names.number(row.seconds, 1),
             ]

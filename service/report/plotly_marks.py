@@ -7,9 +7,11 @@ their marks and dashes too. Text of the ground's own colour (axes, grids, legend
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from service.report.labels import short
 
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY = (
     "#0072B2",
@@ -37,7 +39,7 @@ class Figure:
     traces: list[Trace]
     layout: dict[str, Any]
     columns: Sequence[str]
-    numbers: list[list[str]] = field(default_factory=list)
+    numbers: Sequence[Sequence[Any]] = ()
     height: int = 380
 
     @property
@@ -95,9 +97,41 @@ def dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Seq
     }
 
 
+def joined_dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str]) -> Trace:
+    """Marks with a tooltip each, and lines between them."""
+    return dots(name, index, xs, ys, texts) | {"mode": "lines+markers", "line": line("", index, [], [])["line"]}
+
+
 def faint(name: str, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str]) -> Trace:
     """Marks in the background."""
     return dots(name, 0, xs, ys, texts) | {"marker": {"color": GREY, "symbol": "circle-open", "size": 6}, "opacity": 0.6}
+
+
+def bars(name: str, colour: str, labels: Sequence[Any], lengths: Sequence[float], texts: Sequence[str]) -> Trace:
+    """A part of stacked bars, with a tooltip each."""
+    trace = {"type": "bar", "name": name, "x": list(labels), "y": list(lengths), "hovertext": list(texts), "hoverinfo": "text"}
+    return trace | {"marker": {"color": colour}}
+
+
+def flat_bars(wholes: Sequence[tuple[str, float, Mapping[str, float]]], colours: Mapping[str, str], unit: str) -> list[Trace]:
+    """A horizontal bar for each label, whole and its parts, stacked; a part that is nothing in all of them is left out."""
+    traces = []
+    labels = [plain(label) for label, _, _ in wholes]
+    for part, colour in colours.items():
+        lengths = [parts.get(part, 0.0) for _, _, parts in wholes]
+        if any(length >= 0.001 for length in lengths):
+            texts = [
+                hover(label, f"{part}: {short(length)} {unit}, {length / whole:.0%}")
+                for (label, whole, _), length in zip(wholes, lengths, strict=True)
+            ]
+            trace = bars(part, colour, labels, lengths, texts)
+            traces.append(trace | {"orientation": "h", "x": trace["y"], "y": trace["x"]})
+    return traces
+
+
+def flat_bars_layout(title: str) -> dict[str, Any]:
+    """The layout of `flat_bars`."""
+    return {"xaxis": {"title": {"text": title}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"}
 
 
 def whiskers(colour: str, up: Sequence[float | None], down: Sequence[float | None] | None = None) -> dict[str, Any]:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 
 from service.report import terminal_tables as terminal
+from service.report.terminal_tables import verdict
 from service.runs.result import RunResult
 from trainables.rundir import RunDir
+
+__all__ = ["tables", "verdict", "write_page_at_end"]
 
 
 def tables(result: RunResult) -> Sequence[RenderableType]:
@@ -17,11 +20,6 @@ def tables(result: RunResult) -> Sequence[RenderableType]:
         return terminal.compared(result)
     phases = terminal.phase_table(result.stages[-1].metrics, "a step of the student")
     return [terminal.stage_table(result), phases]
-
-
-def verdict(result: RunResult) -> Sequence[str]:
-    """Which trial of a sweep won and why, in sentences."""
-    return terminal.verdict(result)
 
 
 def write_page_at_end(run_dir: RunDir, result: RunResult, echo: Callable[[str], None]) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import rich.table
 
-from service.report import document
 from service.report import labels as names
 from service.report import plotly_marks as marks
+from service.report.document import Table
 from service.report.run_records import Row, rows_of, value
 from service.report.statistics import LEVEL, holm, paired_t_test
+from service.report.text_table import text_table
 from service.report.winner import judged
 from service.runs.result import RunResult
 
@@ -107,44 +108,39 @@ def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Differenc
     return None if test is None else Difference(test.mean, test.half_width, test.p_value, len(differences))
 
 
-def cells(result: RunResult) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of the table; no rows where there is nothing to compare."""
+def page_table(result: RunResult) -> Table | None:
+    """For the page, a row a point; None where no point was run with two seeds."""
     found = groups(result)
     if not found:
-        return [], []
+        return None
     metric, mode = judged(result)
     what, digits = names.METRICS.get(metric, (metric, 3))
-    heads = [
-        "point",
-        "seeds",
-        f"mean {what}",
-        "±",
-        f"difference to {found[0].label}",
-        f"{1 - LEVEL:.0%} interval",
-        "p (Holm)",
-        "significant",
-    ]
+    first = found[0].label
+    heads = ["point", "seeds", f"mean {what}", "±"]
+    heads += [f"difference to {first}", f"{1 - LEVEL:.0%} interval", "p (Holm)", "significant"]
     rows = []
     for group in found:
         difference = ["–"] * 4
         if (d := group.difference) is not None:
             sure = ("better" if (d.mean > 0) == (mode == "max") else "worse") if d.significant else "no"
-            difference = [
-                f"{d.mean:+.{digits}f}",
-                f"{d.mean - d.half:+.{digits}f} to {d.mean + d.half:+.{digits}f}",
-                names.number(d.p, 3),
-                sure,
-            ]
-        rows.append(
-            [
-                group.label,
-                str(len(group.of)),
-                names.number(group.mean, digits),
-                names.number(group.std, digits),
-                *difference,
-            ]
-        )
-    return heads, rows
+            interval = f"{d.mean - d.half:+.{digits}f} to {d.mean + d.half:+.{digits}f}"
+            difference = [f"{d.mean:+.{digits}f}", interval, names.number(d.p, 3), sure]
+        mean, std = names.number(group.mean, digits), names.number(group.std, digits)
+        rows.append([group.label, str(len(group.of)), mean, std, *difference])
+    caption = (
+        f"Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all"
+        " rows together (Holm). What is not significant may be chance: more seeds tell."
+    )
+    return Table("Over seeds", heads, rows, caption)
+
+
+def seed_table(result: RunResult) -> rich.table.Table | None:
+    """`page_table` for the terminal."""
+    found = page_table(result)
+    if found is None:
+        return None
+    left = ("point", "significant")
+    return text_table(f"{result.name}: over seeds", found.columns, found.rows, left=left, caption=found.caption)
 
 
 def sentence(result: RunResult) -> list[str]:
@@ -162,39 +158,11 @@ def sentence(result: RunResult) -> list[str]:
     return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
 
 
-def caption(result: RunResult) -> str:
-    """What the table is, in words."""
-    first = groups(result)[0]
-    return (
-        f"Means over seeds ± their standard deviation, and paired differences to {first.label} with Student's t; p is for all"
-        " rows together (Holm). What is not significant may be chance: more seeds tell."
-    )
-
-
-def seed_table(result: RunResult) -> rich.table.Table | None:
-    """For the terminal; None where no point was run with two seeds."""
-    heads, rows = cells(result)
-    if not rows:
-        return None
-    table = rich.table.Table(title=f"{result.name}: over seeds", title_justify="left", caption=caption(result))
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("point", "significant") else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def page_table(result: RunResult) -> document.Table | None:
-    """For the page."""
-    heads, rows = cells(result)
-    return document.Table("Over seeds", heads, rows, caption(result)) if rows else None
-
-
 def figure(result: RunResult) -> marks.Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
     all_groups = groups(result)
-    found = [group for group in all_groups if group.difference is not None]
-    if not found:
+    found, numbers = [group for group in all_groups if group.difference is not None], page_table(result)
+    if not found or numbers is None:
         return None
     first, metric = all_groups[0].label, judged(result)[0]
     what, digits = names.METRICS.get(metric, (metric, 3))
@@ -205,7 +173,6 @@ def figure(result: RunResult) -> marks.Figure | None:
     ]
     dots = marks.dots(f"difference to {first}", 0, labels, [d.mean for d in differences], tips)
     dots["error_y"] = marks.whiskers(marks.GREY, [d.half for d in differences], [d.half for d in differences])
-    heads, rows = cells(result)
     read_as = f"{what}, mean difference with its {1 - LEVEL:.0%} interval; across zero it may be chance."
     return marks.Figure(
         "seeds",
@@ -213,6 +180,6 @@ def figure(result: RunResult) -> marks.Figure | None:
         read_as,
         [dots],
         {"xaxis": {"type": "category", "showgrid": False}, "yaxis": marks.y_axis(what)},
-        heads,
-        rows,
+        numbers.columns,
+        numbers.rows,
     )

@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
+from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
-from service.report.model_curve import can_follow, curve
-from service.report.plotly_marks import (
-    MOST_SERIES,
-    PALETTE,
-    Figure,
-    Trace,
-    band,
-    dots,
-    faint,
-    hover,
-    line,
-    numbers_axis,
-    plain,
-    whiskers,
-    y_axis,
-)
+from service.report import plotly_marks as marks
+from service.report.model_curve import Curve, curve
+from service.report.plotly_marks import MOST_SERIES, Figure, Trace
 from service.report.run_records import Row, axes, ordered, ran, value
 from service.search.rows import point_of
 from service.search.step_time_model import StepTime
@@ -41,79 +28,64 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     if len(axis_values) < 2 or key not in keys:
         return None
     numeric = all(is_number(value) for value in axis_values)
+    model = model if numeric and key in SCALE_AXES else None
     second = companion(keys, key)
     distinct = [k for k in keys if k not in (key, second) and len({repr(value(row, k)) for row in rows}) <= CONTINUOUS]
     drawn = series(measured, best, second)
-    values = [chosen for _, chosen in drawn]
-    slice_ = [row for row in measured if all(value(row, k) == value(best, k) for k in distinct)]
-    slice_ = [row for row in slice_ if second is None or value(row, second) in values]
-    traces: list[Trace] = []
-    inside = {row.id for row in slice_}
-    rest = [row for row in measured if row.id not in inside]
-    if rest:
-        xs = [value(row, key) if numeric else plain(value(row, key)) for row in rest]
-        traces.append(
-            faint("other trials", xs, [row.metrics["images_per_s"] for row in rest], [tip(r, unit, keys) for r in rest])
-        )
-    follows = model is not None and can_follow(key) and numeric
+    inside = [row for row in measured if all(value(row, k) == value(best, k) for k in distinct)]
+    inside = [row for row in inside if second is None or value(row, second) in [chosen for _, chosen in drawn]]
+    inside.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
+
+    def points(part: Sequence[Row]) -> tuple[list[Any], list[float], list[str]]:
+        xs = [value(row, key) if numeric else marks.plain(value(row, key)) for row in part]
+        return xs, [row.metrics["images_per_s"] for row in part], [tip(row, unit, keys) for row in part]
+
+    rest = [row for row in measured if row not in inside]
+    traces: list[Trace] = [marks.faint("other trials", *points(rest))] if rest else []
     for index, chosen in drawn:
-        slice_rows = [row for row in slice_ if second is None or value(row, second) == chosen]
-        if not slice_rows:
+        part = [row for row in inside if second is None or value(row, second) == chosen]
+        if not part:
             continue
-        slice_rows.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
-        name = names.at(second, chosen, unit) if second else "measured"
-        colour, group = PALETTE[index % MOST_SERIES], f"s{index}"
-        if follows and model is not None:
+        name, group = names.at(second, chosen, unit) if second else "measured", f"s{index}"
+        colour = marks.PALETTE[index % MOST_SERIES]
+        measurements = marks.dots(name, index, *points(part), legendgroup=group)
+        measurements["error_y"] = marks.whiskers(colour, [(row.error or 0.0) * row.metrics["images_per_s"] for row in part])
+        if model is not None:
             base = {**point_of(best), **({second: chosen} if second else {})}
-            predicted = curve(model, base, key, float(min(axis_values)), float(max(axis_values)))
-            traces.append(band(colour, predicted.at, predicted.low, predicted.high, group))
-            traces.append(
-                line(name, index, predicted.at, predicted.images_per_s, legendgroup=group, showlegend=False, hoverinfo="skip")
-            )
-        speeds = [row.metrics["images_per_s"] for row in slice_rows]
-        marks = dots(
-            name,
-            index,
-            [value(row, key) if numeric else plain(value(row, key)) for row in slice_rows],
-            speeds,
-            [tip(row, unit, keys) for row in slice_rows],
-            legendgroup=group,
-        )
-        marks["error_y"] = whiskers(colour, [(row.error or 0.0) * row.metrics["images_per_s"] for row in slice_rows])
-        if numeric and not follows:
-            marks |= {"mode": "lines+markers", "line": {"color": colour, "width": 1}}
-        traces.append(marks)
+            traces += curve_traces(curve(model, base, key, float(min(axis_values)), float(max(axis_values))), name, index, group)
+        elif numeric:
+            measurements |= {"mode": "lines+markers", "line": {"color": colour, "width": 1}}
+        traces.append(measurements)
     fixed = ", ".join(names.at(k, value(best, k), unit) for k in distinct)
-    caption = "Marks are measured" + (", bars one standard error" if any(row.error for row in slice_) else "")
-    caption += ", lines are the step-time model with one standard deviation." if follows else "."
+    caption = "Marks are measured" + (", bars one standard error" if any(row.error for row in inside) else "")
+    caption += ", lines are the step-time model with one standard deviation." if model is not None else "."
     caption += f" The series have {fixed}, as the best trial." if fixed else ""
-    ticks = (
-        numbers_axis(names.axis(key, unit), [float(one) for one in axis_values], log=spans(axis_values))
-        if numeric
-        else {"title": {"text": plain(names.axis(key, unit))}, "type": "category"}
-    )
-    caption += names.left_out(rows, {row.id for row in measured}, "a speed")
-    shown = sorted(measured, key=lambda row: -row.metrics["images_per_s"])
-    table = [
-        [
-            str(value(row, key)),
-            *(str(value(row, k)) for k in keys if k != key),
-            names.number(row.metrics["images_per_s"], 1),
-            error_cell(row),
-            row.id,
-        ]
-        for row in shown
-    ]
-    columns = [names.axis(key, unit), *(names.axis(k, unit) for k in keys if k != key), "images/s", "± images/s", "trial"]
+    title = names.axis(key, unit)
+    ticks = {"title": {"text": marks.plain(title)}, "type": "category"}
+    if numeric:
+        ticks = marks.numbers_axis(title, [float(one) for one in axis_values], log=spans(axis_values))
+    columns = [key, *(k for k in keys if k != key)]
     return Figure(
         f"speed-{keys.index(key)}",
-        f"Speed over {names.axis(key, unit)}",
-        caption,
+        f"Speed over {title}",
+        caption + names.left_out(rows, {row.id for row in measured}, "a speed"),
         traces,
-        {"xaxis": ticks, "yaxis": y_axis("images/s")},
-        columns,
-        table,
+        {"xaxis": ticks, "yaxis": marks.y_axis("images/s")},
+        [*(names.axis(k, unit) for k in columns), "images/s", "± images/s", "trial"],
+        [
+            [*(str(value(row, k)) for k in columns), names.number(row.metrics["images_per_s"], 1), error_cell(row), row.id]
+            for row in sorted(measured, key=lambda row: -row.metrics["images_per_s"])
+        ],
     )
+
+
+def curve_traces(predicted: Curve, name: str, index: int, group: str) -> list[Trace]:
+    """The model's curve of a series, with a band of its standard deviation."""
+    hidden = {"legendgroup": group, "showlegend": False, "hoverinfo": "skip"}
+    return [
+        marks.band(marks.PALETTE[index % MOST_SERIES], predicted.at, predicted.low, predicted.high, group),
+        marks.line(name, index, predicted.at, predicted.images_per_s, **hidden),
+    ]
 
 
 def companion(keys: Sequence[str], key: str) -> str | None:
@@ -144,7 +116,7 @@ def tip(row: Row, unit: str, keys: Sequence[str], *more: str) -> str:
     """A trial's tooltip."""
     m, error = row.metrics, row.error
     speed = names.number(m["images_per_s"], 1) + (f" ± {names.short(error * m['images_per_s'])}" if error else "")
-    return hover(f"trial {row.id}", names.point(row, unit, keys), f"{speed} images/s", *more)
+    return marks.hover(f"trial {row.id}", names.point(row, unit, keys), f"{speed} images/s", *more)
 
 
 def error_cell(row: Row) -> str:

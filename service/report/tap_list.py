@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from service.report.text_table import text_table
+
 
 def points_table(model: str, image_size: int, num_classes: int, show_all: bool) -> Table:
     """Names, other names and shape of one sample's value; `show_all`: of all modules.
@@ -16,9 +18,7 @@ def points_table(model: str, image_size: int, num_classes: int, show_all: bool) 
 
     built = construct(model, num_classes=num_classes, image_size=image_size, seed=0)
     check_forward(built, image_size, num_classes, name=model)
-    table = Table(title=f"taps of {model} at {image_size}×{image_size}", title_justify="left")
-    for column in ("name", "aliases", "shape per sample"):
-        table.add_column(column, justify="right" if column.startswith("shape") else "left")
-    for point in list_taps(built, image_size, every=show_all):
-        table.add_row(point.name, ", ".join(point.aliases), "×".join(map(str, point.shape)))
-    return table
+    points = list_taps(built, image_size, every=show_all)
+    rows = [[point.name, ", ".join(point.aliases), "×".join(map(str, point.shape))] for point in points]
+    title = f"taps of {model} at {image_size}×{image_size}"
+    return text_table(title, ["name", "aliases", "shape per sample"], rows, left=("name", "aliases"))

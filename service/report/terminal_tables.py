@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from service.config.space import SCALE_AXES
-from service.report.labels import natural, number
+from service.report.labels import epoch_seconds, natural, number
 from service.report.run_records import rows_of
 from service.report.seeds import seed_table, sentence
+from service.report.text_table import text_table
 from service.report.winner import command
 from service.report.winner import lines as sentences
 from service.runs.result import RunResult
@@ -74,23 +75,27 @@ def data_seconds(m: Mapping[str, float]) -> str:
     return f"{mean:.4f} ({least:.4f}–{most:.4f})"
 
 
-def epoch_seconds(m: Mapping[str, float]) -> str:
-    """Seconds an epoch takes; a star where that is projected from fewer steps."""
-    return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
-
-
 def phase_table(metrics: Mapping[str, float], title: str) -> Table:
     """Where a step's time goes: milliseconds per phase and their share of the step."""
-    table = Table(title=title, title_justify="left")
-    for name in ("phase", "mean ms", "min", "p50", "p95", "max", "share %"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
     step = metrics.get("phase/step_ms") or float("nan")
+    rows = []
     for phase in (*PHASES, "step"):
         mean = metrics.get(f"phase/{phase}_ms")
         if mean is not None:
             spread = (number(metrics.get(f"phase/{phase}_{name}_ms")) for name in ("min", "p50", "p95", "max"))
-            table.add_row(phase, number(mean), *spread, number(100 * mean / step, 1))
-    return table
+            rows.append([phase, number(mean), *spread, number(100 * mean / step, 1)])
+    return text_table(title, ["phase", "mean ms", "min", "p50", "p95", "max", "share %"], rows, left=("phase",))
+
+
+HARDWARE = {
+    "busy %": ("util", "pct"),
+    "memory MiB": ("memory", "mib"),
+    "disk read MiB/s": ("disk_read", "mib_per_s"),
+    "°C": ("temperature", "c"),
+    "W": ("power", "w"),
+    "SM MHz": ("sm_clock", "mhz"),
+}
+"""Column of `node_table` → name and unit of the metric."""
 
 
 def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
@@ -98,28 +103,18 @@ def node_table(metrics: Mapping[str, float], title: str) -> Table | None:
     names = sorted({re.sub(r"/[^/]+$", "", name) for name in metrics if re.match(r"node\d+/", name)}, key=natural)
     if not names:
         return None
-    table = Table(title=title, title_justify="left")
-    columns = {
-        "busy %": ("util", "pct"),
-        "memory MiB": ("memory", "mib"),
-        "disk read MiB/s": ("disk_read", "mib_per_s"),
-        "°C": ("temperature", "c"),
-        "W": ("power", "w"),
-        "SM MHz": ("sm_clock", "mhz"),
-    }
-    for name in ("where", *columns, "slowed by"):
-        table.add_column(name, justify="left" if name in ("where", "slowed by") else "right")
+    rows = []
     for name in names:
         cells = []
-        for what, unit in columns.values():
+        for what, unit in HARDWARE.values():
             field = "cpu" if what == "util" and "/gpu" not in name else what
             mean, most = (metrics.get(f"{name}/{field}{part}_{unit}") for part in ("", "_max"))
             cells.append(f"{number(mean, 0)} ({number(most, 0)})" if mean is not None else "–")
         bits = int(metrics.get(f"{name}/throttle_reasons", 0))
         # A GPU without work and one whose clocks were set by hand were not held back.
         slowed = [name for name in decode_throttle(bits) if name not in ("gpu_idle", "applications_clocks_setting")]
-        table.add_row(name, *cells, ", ".join(slowed) or "–")
-    return table
+        rows.append([name, *cells, ", ".join(slowed) or "–"])
+    return text_table(title, ["where", *HARDWARE, "slowed by"], rows, left=("where", "slowed by"))
 
 
 def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
@@ -130,20 +125,14 @@ def measured(metrics: Mapping[str, float], who: str) -> list[Table]:
 
 def stage_table(result: RunResult) -> Table:
     """One row a stage of a `train` run."""
-    table = Table(title=result.name, title_justify="left")
-    for name in ("stage", "model", "top-1 %", "top-5 %", "best top-1 %", "images/s", "s/epoch", "steps"):
-        table.add_column(name, justify="left" if name in ("stage", "model") else "right")
+    columns = ["stage", "model", "top-1 %", "top-5 %", "best top-1 %", "images/s", "s/epoch", "steps"]
+    rows = []
     for stage in result.stages:
         m = stage.metrics
-        table.add_row(
-            stage.stage,
-            stage.model,
-            *(number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct")),
-            number(m.get("images_per_s"), 1),
-            epoch_seconds(m),
-            number(m.get("steps"), 0),
-        )
-    return table
+        accuracies = (number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct"))
+        speed, steps = number(m.get("images_per_s"), 1), number(m.get("steps"), 0)
+        rows.append([stage.stage, stage.model, *accuracies, speed, epoch_seconds(m), steps])
+    return text_table(result.name, columns, rows, left=("stage", "model"))
 
 
 def verdict(result: RunResult) -> list[str]:

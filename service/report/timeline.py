@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.report import labels as names
-from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, line, plain, y_axis
+from service.report.plotly_marks import GREY, MOST_SERIES, PALETTE, Figure, Trace, band, dots, hover, joined_dots, line, y_axis
 from service.report.run_records import History, Row
-from service.runs.result import StageRow
 
 MOST_POINTS = 400  # of one line: more are not seen
 MOST_FAINT = 60
@@ -22,12 +22,9 @@ def thin(lines: Sequence[Any]) -> list[Any]:
     return [*lines[::-1][::step]][::-1]
 
 
-def clock(seconds: Iterable[float]) -> tuple[list[float], str]:
-    """Times in the unit that suits the longest of them: seconds, minutes or hours."""
-    values_s = list(seconds)
-    longest = max(values_s, default=0.0)
-    unit, factor = ("s", 1.0) if longest < 180 else ("min", 60.0) if longest < 10_800 else ("h", 3600.0)
-    return [one / factor for one in values_s], unit
+def clock(longest_s: float) -> tuple[str, float]:
+    """The unit that suits the longest of several times, and its seconds."""
+    return ("s", 1.0) if longest_s < 180 else ("min", 60.0) if longest_s < 10_800 else ("h", 3600.0)
 
 
 def since(history: History, record: Mapping[str, Any]) -> float:
@@ -65,7 +62,7 @@ def series(index: int | None, label: str, xs: Sequence[float], ys: Sequence[floa
         return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
             "line": {"color": GREY, "width": 1}
         }
-    return dots(label, index, xs, ys, tips) | {"mode": "lines+markers", "line": line("", index, [], [])["line"]}
+    return joined_dots(label, index, xs, ys, tips)
 
 
 def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Row] = ()) -> Figure | None:
@@ -73,28 +70,27 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
 
     `rows`: of a sweep, all its trials.
     """
-    evaluated = [h for h in histories if any("val/top1_pct" in one["metrics"] for one in h.of("epoch"))]
+    epochs = {h.label: [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]] for h in histories}
+    evaluated = by_rank([h for h in histories if epochs[h.label]], chosen)
     if not evaluated:
         return None
+    unit, factor = clock(max(since(h, one) for h in evaluated for one in h.of("epoch")))
     drawn, colours = in_colour(evaluated, chosen)
-    times = [since(h, one) for h in evaluated for one in h.of("epoch")]
-    _, unit = clock(times)
-    factor = {"s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    times = {h.label: [since(h, one) / factor for one in epochs[h.label]] for h in evaluated}
+    top1 = {h.label: [one["metrics"]["val/top1_pct"] for one in epochs[h.label]] for h in evaluated}
     traces: list[Trace] = []
     for index, h in drawn:
-        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
-        xs, ys = [since(h, one) / factor for one in epochs], [one["metrics"]["val/top1_pct"] for one in epochs]
+        xs, ys = times[h.label], top1[h.label]
         tips = [
             hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
-            for one, x, y in zip(epochs, xs, ys, strict=True)
+            for one, x, y in zip(epochs[h.label], xs, ys, strict=True)
         ]
         traces.append(series(index, h.label, xs, ys, tips))
     table = []
-    for h in by_rank(evaluated, chosen):
-        epochs = [one for one in h.of("epoch") if "val/top1_pct" in one["metrics"]]
-        ys = [one["metrics"]["val/top1_pct"] for one in epochs]
-        took = f"{since(h, epochs[-1]) / factor:.3g} {unit}"
-        table.append([h.label, f"{epochs[-1]['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
+    for h in evaluated:
+        last, ys = epochs[h.label][-1], top1[h.label]
+        took = f"{times[h.label][-1]:.3g} {unit}"
+        table.append([h.label, f"{last['epoch']:g}", names.number(max(ys)), names.number(ys[-1]), took])
     caption = "Validation top-1 at each epoch's end, by the time since the stage began." + colours
     caption += names.left_out(rows, {trial_of(h) for h in evaluated}, "an evaluated epoch")
     return Figure(
@@ -149,14 +145,8 @@ def losses(histories: Sequence[History]) -> Figure | None:
     for index, h in enumerate(histories):
         steps, epochs = thin([one for one in h.of("step") if finite(one, "train/loss")]), h.of("epoch")
         if steps:
-            traces.append(
-                line(
-                    f"{h.label}, training",
-                    index,
-                    [one["epoch"] for one in steps],
-                    [one["metrics"]["train/loss"] for one in steps],
-                )
-            )
+            ys = [one["metrics"]["train/loss"] for one in steps]
+            traces.append(line(f"{h.label}, training", index, [one["epoch"] for one in steps], ys))
         validated = [one for one in epochs if finite(one, "val/loss")]
         if validated:
             ys = [one["metrics"]["val/loss"] for one in validated]
@@ -225,10 +215,7 @@ def over_steps(
             low, high = ([one["metrics"][part] for one in steps] for part in span)
             traces.append(band(PALETTE[index % MOST_SERIES], xs, low, high, h.label))
         traces.append(line(h.label, index, xs, ys, legendgroup=h.label))
-        ordered = sorted(ys)
-        table.append(
-            [h.label, *(names.number(value_s, 2) for value_s in (ordered[0], ordered[len(ordered) // 2], ordered[-1], ys[-1]))]
-        )
+        table.append([h.label, *(names.number(one, 2) for one in (min(ys), statistics.median_high(ys), max(ys), ys[-1]))])
     if not traces:
         return None
     return Figure(
@@ -239,48 +226,4 @@ def over_steps(
         {"xaxis": {"title": {"text": "epoch"}}, "yaxis": y_axis(unit)},
         ["stage", "least", "median", "most", "last"],
         table,
-    )
-
-
-def stage_phases(stages: Sequence[StageRow], colours: Mapping[str, str]) -> Figure | None:
-    """Where a step's time goes in each stage of a run."""
-    timed = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
-    if not timed:
-        return None
-    traces = []
-    for phase, colour in colours.items():
-        part = [stage.metrics.get(f"phase/{phase}_ms", 0.0) for stage in timed]
-        if any(part):
-            tips = [
-                hover(stage.stage, f"{phase}: {names.short(ms)} ms, {ms / stage.metrics['phase/step_ms']:.0%}")
-                for ms, stage in zip(part, timed, strict=True)
-            ]
-            stages_named = [plain(stage.stage) for stage in timed]
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": phase,
-                    "x": part,
-                    "y": stages_named,
-                    "hovertext": tips,
-                    "hoverinfo": "text",
-                    "marker": {"color": colour},
-                }
-            )
-    parts = ("", "_min", "_p50", "_p95", "_max")
-    table = [
-        [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
-        for stage in timed
-        for phase in (*colours, "step")
-    ]
-    return Figure(
-        "phases",
-        "Where a step's time goes",
-        "Mean milliseconds of a step, by phase.",
-        traces,
-        {"xaxis": {"title": {"text": "ms a step"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
-        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"],
-        table,
-        height=160 + 60 * len(timed),
     )

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from service.report import labels as names
-from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, hover, plain
+from service.report.figures import PHASE_COLOURS
+from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Figure, flat_bars, flat_bars_layout
 from service.report.run_records import Row
 from service.runs.outcome import Outcome
-from service.runs.result import RunResult
+from service.runs.result import RunResult, StageRow
 from trainables.metrics.wall_clock import PARTS
 
 COLOURS = {
@@ -71,27 +72,6 @@ def figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: 
     known = [(label, entry.metrics, found) for label, entry in entries if (found := parts(entry))]
     if not known:
         return None
-    labels = [plain(label) for label, _, _ in known]
-    traces = []
-    for part, colour in COLOURS.items():
-        seconds = [found[part] for _, _, found in known]
-        if any(one >= 0.001 for one in seconds):
-            tips = [
-                hover(label, f"{part}: {names.short(one)} s, {one / sum(found.values()):.0%}")
-                for one, (label, _, found) in zip(seconds, known, strict=True)
-            ]
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": part,
-                    "x": seconds,
-                    "y": labels,
-                    "hovertext": tips,
-                    "hoverinfo": "text",
-                    "marker": {"color": colour},
-                }
-            )
     words = [sentence(known[main][1])]
     words += [_outside(run, sum(sum(found.values()) for _, _, found in known))] if run is not None else []
     table = [
@@ -102,11 +82,38 @@ def figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: 
         "wall",
         "Where the wall time goes",
         " ".join(filter(None, ["Seconds of each stage, from the launch of its workers to its result.", *words])),
-        traces,
-        {"xaxis": {"title": {"text": "s"}}, "yaxis": {"type": "category", "autorange": "reversed"}, "barmode": "stack"},
+        flat_bars([(label, sum(found.values()), found) for label, _, found in known], COLOURS, "s"),
+        flat_bars_layout("s"),
         ["what", *(f"{part} s" for part in COLOURS), "together s"],
         table,
         height=160 + 60 * len(known),
+    )
+
+
+def stage_phases(stages: Sequence[StageRow]) -> Figure | None:
+    """Where a step's time goes in each stage of a run."""
+    timed = [stage for stage in stages if stage.metrics.get("phase/step_ms")]
+    if not timed:
+        return None
+    wholes = []
+    for stage in timed:
+        phases_ms = {phase: stage.metrics.get(f"phase/{phase}_ms", 0.0) for phase in PHASE_COLOURS}
+        wholes.append((stage.stage, stage.metrics["phase/step_ms"], phases_ms))
+    parts = ("", "_min", "_p50", "_p95", "_max")
+    table = [
+        [stage.stage, phase, *(names.number(stage.metrics.get(f"phase/{phase}{part}_ms")) for part in parts)]
+        for stage in timed
+        for phase in (*PHASE_COLOURS, "step")
+    ]
+    return Figure(
+        "phases",
+        "Where a step's time goes",
+        "Mean milliseconds of a step, by phase.",
+        flat_bars(wholes, PHASE_COLOURS, "ms"),
+        flat_bars_layout("ms a step"),
+        ["stage", "phase", "mean ms", "min", "p50", "p95", "max"],
+        table,
+        height=160 + 60 * len(timed),
     )
 
 

@@ -106,18 +106,13 @@ def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
             continue
         if experiment.teacher is not None and experiment.teacher.weights is not None:
             ours = measure_teacher(experiment, run_dir, job.root).top1_pct
-            log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published_teacher(job.table, planned):.2f}%")
+            published = job.table.teachers.models[experiment.teacher.model].top1_pct
+            log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published:.2f}%")
         try:
             sweep(planned.resolved, run_dir, reporter)
         except TrainingError as error:
             failed.append(f"{planned.name}: {error}")
     return failed
-
-
-def published_teacher(table: Table, planned: PlannedSweep) -> float:
-    """In percent."""
-    assert planned.teacher is not None
-    return table.teachers.models[planned.teacher].top1_pct
 
 
 def cells(job: Reproduction) -> list[Cell]:

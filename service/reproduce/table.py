@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
-from service.config.files import recipes
-from service.config.messages import explain
+from service.config.files import recipes, shipped
+from service.config.messages import problems_of
 from trainables.config import Count, Section
 from trainables.errors import ExperimentError, near
 
+TABLES = "service.reproduce.tables"
 ALONE = "student"
 """The column of students that learn from labels alone."""
 Percent = Annotated[float, Field(gt=0, le=100)]
@@ -140,12 +141,7 @@ class Table(Section):
 
 def tables() -> dict[str, str]:
     """Shipped tables: name → the comment in their first line."""
-    files = sorted(resources.files("service.reproduce.tables").iterdir(), key=lambda entry: entry.name)
-    return {
-        file.name.removesuffix(".yaml"): file.read_text().splitlines()[0].lstrip("# ")
-        for file in files
-        if file.name.endswith(".yaml")
-    }
+    return shipped(TABLES)
 
 
 def read_table(name: str) -> Table:
@@ -154,14 +150,14 @@ def read_table(name: str) -> Table:
     Raises:
         ExperimentError: there is none, or it is not a table; one line for each problem.
     """
-    shipped = tables()
-    if name in shipped:
-        text = (resources.files("service.reproduce.tables") / f"{name}.yaml").read_text()
+    ours = tables()
+    if name in ours:
+        text = (resources.files(TABLES) / f"{name}.yaml").read_text()
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8", errors="replace")
     else:
-        similar = near(name, shipped)
-        instead = f"did you mean {similar[0]}?" if similar else f"tables: {', '.join(shipped)}"
+        similar = near(name, ours)
+        instead = f"did you mean {similar[0]}?" if similar else f"tables: {', '.join(ours)}"
         raise ExperimentError(f"{name}: neither a table nor a file; {instead}")
     tree = strict_yaml.parse(text, name)
     if not isinstance(tree, Mapping):
@@ -171,7 +167,7 @@ def read_table(name: str) -> Table:
     try:
         table = Table.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(explain(error, Table, name)) from error
-    if name in shipped or table.recipe in recipes():
+        raise ExperimentError(problems_of(error, Table).text(name)) from error
+    if name in ours or table.recipe in recipes():
         return table
     return table.model_copy(update={"recipe": str(Path(name).parent / table.recipe)})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table as Grid
 
 from service.report.labels import number
+from service.report.text_table import text_table
 from service.reproduce.run_table import Cell, Reproduction
 from service.reproduce.table import ALONE, Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy
@@ -15,9 +17,8 @@ from service.reproduce.verdict import Mean
 
 def plan_grid(job: Reproduction) -> Grid:
     """One row a sweep."""
-    grid = Grid(title=job.table.title, title_justify="left")
-    for name in ("sweep", "teacher", "students", "methods", "seeds", "runs", "epochs"):
-        grid.add_column(name, justify="right" if name in ("runs", "epochs") else "left", overflow="fold")
+    left = ("sweep", "teacher", "students", "methods", "seeds")
+    grid = text_table(job.table.title, [*left, "runs", "epochs"], left=left)
     seeds = ", ".join(map(str, job.request.seeds))
     for planned in job.sweeps:
         weights = planned.resolved.experiment.teacher.weights if planned.resolved.experiment.teacher else None
@@ -39,9 +40,9 @@ def plan_line(job: Reproduction, seconds: float | None) -> str:
 
 def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> Grid:
     """One row a published number; what was not run has a dash."""
-    grid = Grid(title=f"{table.title}: top-1 %, ours beside the published", title_justify="left")
-    for name in ("pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"):
-        grid.add_column(name, justify="left" if name in ("pair", "method", "of epoch", "verdict") else "right")
+    columns = ["pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"]
+    title = f"{table.title}: top-1 %, ours beside the published"
+    grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"))
     previous = None
     for cell in found:
         if previous not in (None, cell.pair):
@@ -78,9 +79,8 @@ def _mean(mean: Mean | None) -> str:
 
 def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) -> Grid:
     """One row a teacher, with the first twelve digits of its weights' SHA-256."""
-    grid = Grid(title="teachers", title_justify="left")
-    for name in ("teacher", "published", "ours", "sha256", "weights"):
-        grid.add_column(name, justify="right" if name in ("published", "ours") else "left", overflow="fold")
+    columns = ["teacher", "published", "ours", "sha256", "weights"]
+    grid = text_table("teachers", columns, left=("teacher", "sha256", "weights"))
     for name, accuracy in teachers.items():
         published = number(table.teachers.models[name].top1_pct)
         ours = (number(accuracy.top1_pct), accuracy.sha256[:12], accuracy.weights) if accuracy else ("-", "-", "-")
@@ -90,8 +90,6 @@ def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) 
 
 def summary(found: Sequence[Cell]) -> str:
     """How many of each verdict."""
-    counts: dict[str, int] = {}
-    for cell in found:
-        counts[cell.verdict.outcome] = counts.get(cell.verdict.outcome, 0) + 1
+    counts = Counter(cell.verdict.outcome for cell in found)
     names = {"-": "not run"}
     return f"{len(found)} published numbers: " + ", ".join(f"{count} {names.get(name, name)}" for name, count in counts.items())

@@ -14,7 +14,7 @@ from service.cluster.connect import check_ray_address, connect
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
 from service.config.experiment import parse_override
-from service.config.messages import explain
+from service.config.messages import problems_of
 from service.config.paths import absolute
 from service.runs.display import Display, wait_for
 from service.runs.preflight import check_source
@@ -81,7 +81,7 @@ def checked(tree: dict[str, Any]) -> EvaluateConfig:
     try:
         return EvaluateConfig.model_validate(tree)
     except ValidationError as error:
-        raise ExperimentError(explain(error, EvaluateConfig, "--set")) from error
+        raise ExperimentError(problems_of(error, EvaluateConfig).text("--set")) from error
 
 
 def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from service.config.experiment import Experiment
-from service.config.messages import explain
+from service.config.messages import problems_of
 from service.config.method_rules import method_names
 from trainables.errors import ExperimentError
 from trainables.methods import read_source, use_copies
@@ -98,7 +98,9 @@ def _read_index(run_dir: RunDir) -> dict[str, MethodCopy]:
     try:
         index = Index.model_validate(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
-        reason = explain(error, Index, str(path)) if isinstance(error, ValidationError) else f"{path} cannot be read: {error}"
+        reason = f"{path} cannot be read: {error}"
+        if isinstance(error, ValidationError):
+            reason = problems_of(error, Index).text(str(path))
         raise ExperimentError(f"{reason}; put back a copy, or begin again from {run_dir.experiment}") from error
     if index.version != VERSION:
         raise ExperimentError(

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainables.errors import ExperimentError
 from trainables.failures import Kind
 from trainables.rundir import StageDir, write_json
+from trainables.stage_result import VERSION as STAGE_VERSION
+from trainables.stage_result import StageResult
 
 VERSION = 1
 """Of `result.json`, of a run and of a trial. Files without a version are older; they have the same fields and are read."""
@@ -52,13 +54,6 @@ class Outcome(ResultPart):
         return self.measurements or [self]
 
 
-class StageSummary(ResultPart):
-    """What a worker leaves of a complete stage in `stage.json`, as far as the driver reads it."""
-
-    metrics: dict[str, float]
-    steps_s: list[float] = Field(default_factory=list)
-
-
 def to_json(part: ResultPart) -> dict[str, Any]:
     """The fields that were set, by the names that files have."""
     return part.model_dump(by_alias=True, exclude_unset=True, warnings=False)
@@ -78,23 +73,28 @@ def read_outcome(path: Path) -> Outcome:
         raise ExperimentError(f"{path} is damaged: put back a copy, or remove it to run this trial again") from error
 
 
-def read_summary(stage: StageDir) -> StageSummary | None:
-    """What a stage's `stage.json` holds; None where the stage is not complete. Raises ExperimentError: it is damaged."""
+def read_summary(stage: StageDir) -> StageResult | None:
+    """A stage's `stage.json`; None where the stage is not complete.
+
+    Raises:
+        ExperimentError: it is damaged, or a newer version wrote it.
+    """
+    check_version(stage.result, STAGE_VERSION)
     try:
-        return StageSummary.model_validate_json(stage.result.read_bytes())
+        return StageResult.model_validate_json(stage.result.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
         raise ExperimentError(f"{stage.result} is damaged: put back a copy, or remove it to run this stage again") from error
 
 
-def check_version(path: Path) -> None:
+def check_version(path: Path, newest: int = VERSION) -> None:
     """Refuse a result that a newer version wrote. Raises ExperimentError."""
     try:
         version = json.loads(path.read_bytes()).get("version", 0)
     except (OSError, ValueError, AttributeError):  # damaged, which whoever reads its fields says
         return
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or version > newest:
         raise ExperimentError(
-            f"{path} has format {version!r} of a newer version, and this one reads up to {VERSION}: use the version that wrote it"
+            f"{path} has format {version!r} of a newer version, and this one reads up to {newest}: use the version that wrote it"
         )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
-from service.runs.outcome import Outcome, StageSummary, read_outcome, read_summary, write_outcome
+from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
 from trainables.errors import DistillError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.rundir import RunDir, StageDir, append_line, read_lines
+from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
     from trainables.worker.trainer import Visit
@@ -135,7 +136,7 @@ def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:
     return None if summary is None else complete(summary, restarts)
 
 
-def complete(summary: StageSummary, restarts: int = 0) -> Outcome:
+def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     """The outcome of a complete stage."""
     return Outcome(status="ok", metrics=summary.metrics, restarts=restarts, steps_s=summary.steps_s)
 

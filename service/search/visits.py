@@ -16,13 +16,14 @@ from typing import Any
 from service.config.space import NUM_WORKERS
 from service.runs.assignment import Assignment
 from service.runs.measurements import combined
-from service.runs.outcome import Outcome, StageSummary, write_outcome
+from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult
 from service.runs.trial import accounted, complete
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched
 from trainables.rundir import RunDir
+from trainables.stage_result import StageResult
 
 
 class Visits:
@@ -65,10 +66,10 @@ class Visits:
         """Whether the point under way is known well enough."""
         return self._planner.enough(steps_s, self._points[self._at[visit]])
 
-    def following(self, visit: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
+    def following(self, visit: str, result: StageResult) -> dict[str, Any] | None:
         """The point under way is measured, `result` is its `stage.json`: what the same workers do next; None: they may go."""
         workers = float(self._points[self._at[visit]][NUM_WORKERS])
-        self._end(self._at[visit], complete(StageSummary.model_validate(result)))
+        self._end(self._at[visit], complete(result))
         del self._at[visit]
         trial = self._ask(workers)
         if trial is None:

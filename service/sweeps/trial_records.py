@@ -15,6 +15,7 @@ class TrialRecords:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._timing = session.experiment.sweep.timing_steps is not None
+        self._metric = session.experiment.sweep.figure
         self._followed: set[StageDir] = set()
 
     def begin(self, trial: Trial, stage: StageDir | None = None) -> None:
@@ -28,8 +29,16 @@ class TrialRecords:
         experiment = flatten(trial.resolved.experiment.model_dump(mode="json")) if trial.resolved else {}
         params = experiment | trial.params | {"data.loader_workers": trial.loader_workers}
         name = f"{run_dir.root.name}/{trial.id}"
-        tracker.start_run(_key(trial), name, parent_key=self._session.key, params=params, tags={"raydistill.kind": "trial"})
-        if not self._ends_after_timing(trial):
+        timed_only = self._ends_after_timing(trial)
+        tracker.start_run(
+            _key(trial),
+            name,
+            parent_key=self._session.key,
+            params=params,
+            tags={"raydistill.kind": "trial"},
+            first_metric="" if timed_only else self._metric,
+        )
+        if not timed_only:
             self._follow(trial, stage or run_dir.trial(trial.id).measurement(0))
 
     def end(self, trial: Trial) -> None:
@@ -49,8 +58,9 @@ class TrialRecords:
         }
         tracker.tags(_key(trial), tags)
         if outcome.metrics:
-            step = int(outcome.metrics.get("steps", 0))
-            tracker.metrics(_key(trial), step, outcome.metrics, written_ms(run_dir.result))
+            m = outcome.metrics
+            first = {name: m[name] for name in (self._metric, "images_per_s") if name in m}
+            tracker.metrics(_key(trial), int(m.get("steps", 0)), first | m, written_ms(run_dir.result))
         if self._ends_after_timing(trial):  # after its final numbers: MLflow's compare page opens on a run's first metric
             for number in range(trial.num_measurements):
                 self._follow(trial, run_dir.measurement(number))

@@ -4,7 +4,8 @@ The driver's calls append to a spool (`spool`); a thread, or `distill sync` late
 `mlflow_store` and `student_model` import MLflow.
 """
 
+from service.tracking.sender import NO_TELEMETRY
 from service.tracking.spool import Delivery
-from service.tracking.tracker import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
+from service.tracking.tracker import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
 
 __all__ = ["NO_TELEMETRY", "Delivery", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]

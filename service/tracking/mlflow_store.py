@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +157,17 @@ class Store:
             self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def metric(name: str, value: float, time_ms: int, step: int) -> Metric:
-    """A metric under a name that MLflow takes."""
-    return Metric(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value, time_ms, step)
+def allowed(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME]
 
 
-def param(name: str, value: str) -> Param:
-    """A parameter, cut where MLflow would refuse it."""
-    return Param(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value[:MAX_PARAM])
-
-
-def tag(name: str, value: str) -> RunTag:
-    """A tag, cut where MLflow would refuse it."""
-    return RunTag(re.sub(r"[^\w.\- :/]", "_", name)[:MAX_NAME], value[:MAX_TAG])
-
-
-ENTITIES: dict[str, Any] = {"metrics": metric, "params": param, "tags": tag}
+ENTITIES: dict[str, Callable[..., Any]] = {
+    "metrics": lambda name, *rest: Metric(allowed(name), *rest),
+    "params": lambda name, value: Param(allowed(name), value[:MAX_PARAM]),
+    "tags": lambda name, value: RunTag(allowed(name), value[:MAX_TAG]),
+}
+"""Kind of a row → what MLflow has for it, cut where it would be refused."""
 
 
 def create_database(path: Path, artifacts: str) -> None:

@@ -7,8 +7,9 @@ carries what identifies it: a metric its time and step, a run and a model a tag,
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.config.uris import without_password
@@ -38,9 +39,6 @@ PER_REQUEST = {"params": 100, "tags": 100, "metrics": 1000}
 
 NOT_FOLLOWED = ("start", "resume", "summary")
 """Records of a stage that say where it began, which is in its parameters, or what the driver records itself when it has ended."""
-
-OPENS_ON = "images_per_s"
-"""MLflow's compare page opens on the metric that its first run was first given, where the store is SQLite or PostgreSQL."""
 
 MLFLOW_NAMES = {"git_commit": "mlflow.source.git.commit"}
 """Tags that MLflow's pages look for under names of their own."""
@@ -134,9 +132,19 @@ class Sender:
     def _carry_out(self, store: Store, event: dict[str, Any]) -> None:
         """Every other event is a request of its own."""
         try:
-            if event["op"] not in HANDLERS:
-                raise RefusedError(f"no event {event['op']!r} is known")
-            HANDLERS[event["op"]](self, store, event)
+            match event["op"]:
+                case "run":
+                    self._begin(store, event)
+                case "follow":
+                    self._follow(event)
+                case "artifact":
+                    store.log_artifact(self._run_id(event["key"]), self._spool.path_of(event["path"]), event["artifact_path"])
+                case "model":
+                    store.log_model(self._run_id(event["key"]), self._spool.path_of(event["path"]), self._tag(event["key"]))
+                case "end":
+                    self._end(store, event)
+                case op:
+                    raise RefusedError(f"no event {op!r} is known")
         except RefusedError as refusal:
             self._set_aside(event, refusal)
         self._num_unsaved += 1
@@ -201,7 +209,8 @@ class Sender:
 
     def _begin(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
-        found = [self._cursor.runs[key]] if key in self._cursor.runs else store.find_runs(self._tag(key))
+        known = key in self._cursor.runs
+        found = [self._cursor.runs[key]] if known else store.find_runs(self._tag(key))
         if found:
             store.reopen_run(found[0])
             self._cursor.runs[key] = found[0]
@@ -214,22 +223,18 @@ class Sender:
         tags = event["tags"]
         self._rows[key, "params"] = list(event["params"].items())
         self._rows[key, "tags"] = [*tags.items(), *((MLFLOW_NAMES[name], tags[name]) for name in tags if name in MLFLOW_NAMES)]
+        if not known and (first := event.get("first_metric")):
+            self._rows[key, "metrics"] = [(first, math.nan, event["time_ms"], 0)]
 
     def _tag(self, key: str) -> str:
         return f"{self._target.spool_id}/{key}"
 
-    def _follow(self, store: Store, event: dict[str, Any]) -> None:
+    def _follow(self, event: dict[str, Any]) -> None:
         for tail in self._cursor.tails:
             if (tail.key, tail.path) == (event["key"], event["path"]):
                 tail.open = True
                 return
         self._cursor.tails.append(Tail(event["key"], event["path"], event["prefix"]))
-
-    def _add_artifact(self, store: Store, event: dict[str, Any]) -> None:
-        store.log_artifact(self._run_id(event["key"]), self._spool.path_of(event["path"]), event["artifact_path"])
-
-    def _add_model(self, store: Store, event: dict[str, Any]) -> None:
-        store.log_model(self._run_id(event["key"]), self._spool.path_of(event["path"]), self._tag(event["key"]))
 
     def _end(self, store: Store, event: dict[str, Any]) -> None:
         key = event["key"]
@@ -245,15 +250,6 @@ class Sender:
                     store.delete_run(twin)
 
 
-HANDLERS: dict[str, Callable[[Sender, Store, dict[str, Any]], None]] = {
-    "run": Sender._begin,
-    "follow": Sender._follow,
-    "artifact": Sender._add_artifact,
-    "model": Sender._add_model,
-    "end": Sender._end,
-}
-
-
 def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
     """A record's parameters, tags or metrics as rows.
 
@@ -264,8 +260,7 @@ def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
         if "values" in record:
             return list(record["values"].items())
         time_ms, step = int(record["time_ms"]), int(record["step"])
-        metrics = sorted(record["metrics"].items(), key=lambda item: not item[0].endswith(OPENS_ON))
-        return [(prefix + name, float(value), time_ms, step) for name, value in metrics]
+        return [(prefix + name, float(value), time_ms, step) for name, value in record["metrics"].items()]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RefusedError(f"not a record of ours: {error!r}") from error
 

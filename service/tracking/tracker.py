@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from service.config.uris import checked_uri
-from service.tracking.sender import NO_TELEMETRY, Sender
+from service.tracking.sender import Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable_reason
@@ -29,8 +29,6 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 MAX_WAIT_S = 15.0
 DESCRIPTION = "mlflow.note.content"
 _SQLITE = b"SQLite format 3\0"
-
-__all__ = ["NO_TELEMETRY", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
 
 
 def default_uri(runs_root: Path) -> str:
@@ -83,7 +81,8 @@ def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> li
 def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:
     """MLflow's compare page (its parallel-coordinates plot first) of those runs of `keys` that its store has; "" for none.
 
-    The plot opens on the metric that the first of the runs was first given, see `sender.OPENS_ON`, and on parameters that differ.
+    The plot opens on parameters that differ and, whatever the address says, on the first metric that SQLite has of the first run
+    (as the script of MLflow 3.17's page has it).
 
     `base`: the address of a server, or of the UI that `ui_command` opens.
     """
@@ -124,17 +123,20 @@ class Tracker:
         parent_key: str | None = None,
         params: Mapping[str, Any] | None = None,
         tags: Mapping[str, Any] | None = None,
+        first_metric: str = "",
     ) -> None:
         """Begin a run, or take up again the one that was begun under this key.
 
-        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column.
+        Nested `params` become dotted names. A tag `git_commit` also fills MLflow's own version column. `first_metric` is NaN
+        until it is known, so that it is the first of the run, see `compare_url`.
 
         Raises:
             ValueError: a key that MLflow could not search for.
         """
         if not re.fullmatch(r"[\w.:/ -]+", key):
             raise ValueError(f"run key {key!r}: use letters, digits and _.:/ -")
-        self._append("run", key, name=name, parent=parent_key, params=flat(params or {}), tags=flat(tags or {}))
+        params, tags = flat(params or {}), flat(tags or {})
+        self._append("run", key, name=name, parent=parent_key, params=params, tags=tags, first_metric=first_metric)
 
     def params(self, key: str, params: Mapping[str, Any]) -> None:
         """Add parameters; MLflow keeps the first value of each."""

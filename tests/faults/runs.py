@@ -20,6 +20,7 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import build
 from trainables.rundir import RunDir, StageDir, write_json
+from trainables.stage_result import StageResult, write_stage_result
 
 SIZE, CLASSES = 32, 4
 
@@ -110,4 +111,4 @@ def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -
             for undo in undone:
                 undo()
     if group.is_main:
-        write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": summary, "history": []})
+        write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=summary))

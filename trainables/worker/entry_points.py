@@ -22,6 +22,7 @@ from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
 from trainables.rundir import StageDir, write_json
+from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, stored_order
 from trainables.worker.actor_connection import ActorConnection
 from trainables.worker.node_telemetry import NodeTelemetry
@@ -55,7 +56,7 @@ def visit_loop_per_worker(settings: dict[str, Any]) -> None:
         following = gather_objects(chosen, group)[0]
 
 
-def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> dict[str, Any]:
+def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> StageResult:
     """Train one stage; returns what rank 0 writes to the stage's `stage.json`. `stop_early`: see `Job`.
 
     Raises:
@@ -67,16 +68,15 @@ def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequenc
         start_logging(stage, group)
         job, summary = _train(config, group, stage, stop_early)
         dist.barrier()  # the stage is complete once every rank has finished
-        result = {
-            "stage": config.stage,
-            "model": config.model,
-            "decoder": job.train_loader.decoder,
-            "metrics": summary,
-            "history": job.progress.history,
-            "steps_s": job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
-        }
+        result = StageResult(
+            stage=config.stage,
+            model=config.model,
+            decoder=job.train_loader.decoder,
+            metrics=summary,
+            steps_s=job.metrics.timer.steps_s() if config.train.max_steps is not None else [],
+        )
         if group.is_main:
-            write_json(stage.result, result)
+            write_stage_result(stage, result)
         return result
 
 
@@ -144,7 +144,7 @@ def fill_loop_per_worker(settings: dict[str, Any]) -> None:
             with contextlib.closing(loader), contextlib.closing(val_loader):
                 metrics = fill(config, group, classes, loader, reporter.report)
         if group.is_main:
-            write_json(stage.result, {"stage": config.stage, "model": config.model, "metrics": metrics})
+            write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=metrics))
 
 
 def evaluate_loop_per_worker(settings: dict[str, Any]) -> None:

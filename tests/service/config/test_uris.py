@@ -1,10 +1,11 @@
-"""What is shown of a URI."""
+"""What is shown of a URI, and which are refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from service.config.uris import without_password
+from service.config.uris import checked_uri, without_password
+from trainables.errors import ExperimentError
 
 URI = "postgresql://me:p@ss@db:5432/mlflow"
 
@@ -25,3 +26,9 @@ def test_a_uri_is_shown_without_its_login(held: str, shown: str) -> None:
 
 def test_a_text_that_repeats_a_uri_is_shown_without_that_login() -> None:
     assert without_password(f"cannot reach {URI} as me:p@ss@db", URI) == "cannot reach postgresql://db:5432/mlflow as db"
+
+
+@pytest.mark.parametrize("name", ["what?.db", "50%.db"])
+def test_a_path_that_mlflow_cannot_open_is_refused(name: str) -> None:
+    with pytest.raises(ExperimentError, match="choose a path without"):
+        checked_uri(f"sqlite:////runs/{name}")

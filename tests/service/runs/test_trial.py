@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from service.runs import trial
 from service.runs.assignment import Assignment
-from service.runs.outcome import Outcome
+from service.runs.outcome import Outcome, read_summary
 from service.runs.trial import accounted_over_sessions, cause_of, finished, run_to_end
 from trainables.config import TrainConfig
-from trainables.errors import CheckpointError
+from trainables.errors import CheckpointError, ExperimentError
 from trainables.failures import Failure, Kind, WorkersFailedError, write_failure
 from trainables.rundir import StageDir, append_line, write_json
+from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker import trainer
 from trainables.worker.ray_failures import failures_in
 
@@ -93,6 +95,18 @@ def test_a_stage_is_finished_by_its_result_file_alone(tmp_path: Path) -> None:
     write_json(stage.result, {"metrics": {"steps": 3.0}})
     outcome = finished(stage, 1)
     assert outcome == Outcome(status="ok", metrics={"steps": 3.0}, restarts=1)
+
+
+def test_a_stages_result_has_the_version_of_its_format_and_a_newer_one_is_refused(tmp_path: Path) -> None:
+    stage = StageDir(tmp_path)
+    result = StageResult(stage="student", model="resnet8", decoder="pil", metrics={"steps": 3.0}, steps_s=[0.5])
+    write_stage_result(stage, result)
+    assert read_summary(stage) == result
+    written = json.loads(stage.result.read_text())
+    assert written["version"] == 1
+    write_json(stage.result, {**written, "version": 2})
+    with pytest.raises(ExperimentError, match=r"stage\.json has format 2 of a newer version, and this one reads up to 1: use"):
+        read_summary(stage)
 
 
 def test_a_trials_times_are_those_of_all_its_sessions(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from service.search.visits import Visits
 from service.sweeps.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage
 from trainables.rundir import RunDir
+from trainables.stage_result import StageResult
 
 SPACE = "sweep.space={scale.num_workers: [1, 2, 4], data.global_batch_size: [64, 128, 256, 512], data.loader_workers: [1, 4]}"
 ROOM = Cluster((Node("a", 32, 0),))
@@ -60,7 +61,7 @@ def drive(visits: Visits, limit: int = 100) -> list[list[dict[str, Any]]]:
             count += 1
             if count == limit:
                 return done
-            config = visits.following(name, stage(done[-1][-1]))
+            config = visits.following(name, StageResult(**stage(done[-1][-1])))
     return done
 
 
@@ -94,7 +95,7 @@ def test_a_point_that_is_measured_again_has_each_measurement_in_a_folder_of_its_
         work: Assignment | None = visits.enter(name)
         while work is not None:
             done.append((trial_at(work), Path(work.config.output_dir).name))
-            visits.following(name, stage(scale(work.config.model_dump(mode="json"))))
+            visits.following(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
             work = visits.current(name)
     assert len(set(done)) == len(done)
     again = {trial: [folder for one, folder in done if one == trial] for trial, _ in done}
@@ -120,7 +121,7 @@ def test_a_measurement_that_fails_leaves_those_before_it_as_they_were(tmp_path: 
                 assert (now["status"], now["reason"], now["metrics"]) == ("ok", "", earlier["metrics"])
                 assert [one["status"] for one in now["measurements"]] == ["ok", "failed"]
                 return
-            visits.following(name, stage(scale(work.config.model_dump(mode="json"))))
+            visits.following(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
             work = visits.current(name)
     raise AssertionError("no point was measured again")
 
@@ -168,7 +169,7 @@ def test_a_search_is_not_over_while_a_point_waits_for_another_group(tmp_path: Pa
         config: dict[str, Any] | None = visits.enter(f"v{number}").config.model_dump(mode="json")
         while config is not None:
             workers = scale(config)[AXES[0]]
-            config = visits.following(f"v{number}", stage(scale(config)))
+            config = visits.following(f"v{number}", StageResult(**stage(scale(config))))
         waiting = visits.current(f"v{number}") is None and not visits.is_idle()
         following = visits.begin("next")
         assert waiting is (following is not None)

@@ -90,24 +90,31 @@ def test_of_a_followed_file_only_what_changes_from_step_to_step_is_sent(
     assert len(sent) == 4
 
 
-def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_its_images_per_second(
+def test_mlflows_compare_page_opens_on_the_first_metric_of_a_run_and_that_is_what_trials_are_compared_by(
     runs_root: Path, run_dir: RunDir, tracker: Tracker
 ) -> None:
     from mlflow import MlflowClient
 
     stage = run_dir.stage("student").metrics
     write_steps(stage, range(3))
-    tracker.start_run("followed", "followed at once")
-    tracker.follow("followed", stage, "student/train/")
-    tracker.start_run("timed", "told at its end")
-    tracker.metrics("timed", 3, {"data_pct": 1.0, "images_per_s": 100.0})
+    tracker.start_run("accurate", "its accuracy is known last", first_metric="top1_pct")
+    tracker.follow("accurate", stage, "student/train/")
+    assert sync(run_dir).num_pending == 0
+    tracker.start_run("accurate", "resumed", first_metric="top1_pct")
+    tracker.metrics("accurate", 3, {"data_pct": 1.0, "top1_pct": 50.0})
+    tracker.start_run("timed", "all is known at its end")
+    tracker.metrics("timed", 3, {"images_per_s": 100.0, "data_pct": 1.0})
     tracker.follow("timed", stage, "student/train/")
-    for key in ("followed", "timed"):
+    for key in ("accurate", "timed"):
         tracker.end_run(key, "FINISHED")
     assert sync(run_dir).num_pending == 0
     client = MlflowClient(default_uri(runs_root))
-    first = {key: next(iter(client.get_run(run_of(runs_root, run_dir, key)[0]).data.metrics)) for key in ("followed", "timed")}
-    assert first == {"followed": "student/train/images_per_s", "timed": "images_per_s"}
+    ids = {key: run_of(runs_root, run_dir, key)[0] for key in ("accurate", "timed")}
+    metrics = {key: client.get_run(run_id).data.metrics for key, run_id in ids.items()}
+    assert {key: next(iter(values)) for key, values in metrics.items()} == {"accurate": "top1_pct", "timed": "images_per_s"}
+    assert metrics["accurate"]["top1_pct"] == 50.0
+    history = client.get_metric_history(ids["accurate"], "top1_pct")
+    assert [(point.step, str(point.value)) for point in history] == [(0, "nan"), (3, "50.0")]
 
 
 def test_a_description_is_what_mlflow_shows_on_the_runs_page(runs_root: Path, run_dir: RunDir, tracker: Tracker) -> None:

@@ -403,7 +403,7 @@ def test_gradients_lie_in_memory_as_their_parameters_do() -> None:
 
 
 def test_optimizers_without_a_common_parameter_change_each_its_own() -> None:
-    method, student = make(f"{mine.__file__}:Rivals", student_shapes=((4,),)), nn.Linear(2, 2)
+    method, student = make(f"{own_methods.__file__}:Adversaries", student_shapes=((4,),)), nn.Linear(2, 2)
     method.optimizers = {"judge": LossOptimConfig(lr=0.25)}  # type: ignore[misc]
     optimizers = build_optimizers(student, {"m": method}, OptimConfig(lr=0.5, weight_decay=0.0))
     update = per_loss_update(optimizers)

@@ -1,0 +1,20 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def text_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]] = (), *, left: Collection[str] = (), **options: Any
+) -> Table:
+    """A table whose columns are numbers, but for those in `left`. `options`: of rich's `Table`."""
+    table = Table(title=title, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
