@@ -44,7 +44,8 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_sigterm_ends_pytest_and_what_its_tests_have_started(tmp_path: Path, wait: str) -> None:
     (tmp_path / "test_waiting.py").write_text(WAITING.format(wait=wait))
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "tests.conftest", "-c", os.devnull, f"--rootdir={tmp_path}", str(tmp_path)]
+    options = ["-s", "-p", "tests.conftest", "-c", os.devnull, f"--rootdir={tmp_path}"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         before = "".join(iter(session.stdout.readline, "ready\n"))
