@@ -54,6 +54,7 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
     assert "complete" in parsed.text
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_it_as_it_ends_every_command(tmp_path: Path) -> None:
     run_dir = running(tmp_path / "s")
     command = [sys.executable, "-m", "service", "report", str(run_dir.root), "--watch"]
@@ -74,6 +75,7 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.Captu
     assert out.count("best: trial") == 1
 
 
+@pytest.mark.processes
 def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = running(tmp_path / "s")
     driver = (

@@ -65,6 +65,7 @@ def test_any_number_of_processes_writes_the_same_bytes(images: Path, tmp_path: P
     assert digest(tmp_path / "by1") == digest(tmp_path / "by2") == digest(tmp_path / "by5")
 
 
+@pytest.mark.processes
 def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed"
     script = (
@@ -223,6 +224,7 @@ def packing_where_each_image(does: str, source: Path, dest: Path) -> list[str]:
     return [sys.executable, "-c", script, "pack", str(source), str(dest), "--processes", "2"]
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
     command = packing_where_each_image("os.kill(os.getpid(), signal.SIGKILL)", images, tmp_path / "packed")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -233,6 +235,7 @@ def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.processes
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: signal.Signals) -> None:
     command = packing_where_each_image("time.sleep(60)", images, tmp_path / "packed")

@@ -278,6 +278,7 @@ def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.processes
 def test_a_killed_job_leaves_whole_segments_and_the_next_one_goes_on(tmp_path: Path) -> None:
     job_config = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(job_config.model_dump_json())
