@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.trainables.data.photos import MakeFolder
+from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.auto_workers import AutoWorkers
@@ -493,9 +494,7 @@ def test_threads_work_no_further_ahead_than_asked() -> None:
     batches = loader.epoch(0)
     for reads_allowed in (30, 40, 50):
         next(batches)
-        deadline = time.monotonic() + 10
-        while source.num_reads < reads_allowed and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda reads_allowed=reads_allowed: source.num_reads >= reads_allowed)  # type: ignore[misc]
         time.sleep(0.05)
         assert source.num_reads == reads_allowed
     loader.close()
