@@ -244,9 +244,9 @@ def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: sign
         children = family.children()
         time.sleep(0.3)
         process.send_signal(end)
-        _, said = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in said
+    assert "Traceback" not in errors
     psutil.wait_procs(children)
 
 
