@@ -17,7 +17,7 @@ HALF = tests/trainables/models tests/trainables/data
 test: $(INSTALLED)
 	$(TWO) test-processes lint quick-half quick-rest
 
-# About 200 CPU-seconds: no Ray, no server, no ranks or killed children, no search simulated to its end.
+# About 200 CPU-seconds: no Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
 	$(TWO) quick-half quick-rest
 

@@ -74,7 +74,7 @@ PROCESSES = (
     "tests/service/tracking/",
     "tests/benchmarks/",
 )
-"""Folders of tests whose processes, servers or simulated clusters take seconds; single tests elsewhere have the mark themselves."""
+"""Tests whose processes, servers or simulated clusters take seconds; single ones elsewhere have the mark themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
