@@ -79,14 +79,14 @@ def test_without_the_clusters_token_a_driver_is_refused_in_time(distill: Distill
     wrong.write_text("0" * 64)
     began = time.monotonic()
     output = distill.run("train", distill.experiment, code=2, env={**cluster.env, "RAY_AUTH_TOKEN_PATH": str(wrong)})
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # of which a busy machine takes most to start the command
     assert "RAY_AUTH_TOKEN_PATH" in output.splitlines()[-1]
 
 
 def test_an_address_where_no_ray_listens_is_refused_in_time(distill: Distill) -> None:
     began = time.monotonic()
     output = distill.run("train", distill.experiment, code=2, env={"RAY_ADDRESS": "127.0.0.1:1"})
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # of which a busy machine takes most to start the command
     assert "error: no Ray at 127.0.0.1:1: Connection refused" in output
 
 
