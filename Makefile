@@ -3,20 +3,35 @@ PYTHON ?= $(firstword $(foreach v,3.12 3.11 3.13,$(if $(shell python$(v) -c "" 2
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-slow bench lint docs lock clean test-quick
+.PHONY: demo test test-quick quick-half quick-rest test-processes test-slow bench lint docs lock clean
 
 demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
 
-test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+# Two processes of pytest for two cores; each one's output comes in one piece.
+TWO = $(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+PYTEST = $(BIN)/python -m pytest
+QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
+HALF = tests/trainables/models tests/trainables/data
 
-# What needs neither Ray nor a server nor processes of its own.
+test: $(INSTALLED)
+	$(TWO) test-processes lint quick-half quick-rest
+
+# About 200 CPU-seconds: no Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not integration and not processes and not slow and not gpu"
+	$(TWO) quick-half quick-rest
+
+quick-half: $(INSTALLED)
+	$(QUICK) $(HALF)
+
+quick-rest: $(INSTALLED)
+	$(QUICK) $(HALF:%=--ignore=%)
+
+test-processes: $(INSTALLED)
+	$(PYTEST) -m "(integration or processes) and not slow and not gpu"
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.benchmarks

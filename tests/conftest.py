@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from trainables.distributed.rank_pool import RankPool
 
 # Before torch is imported, here and in every process that a test starts: tiny tensors on few cores go faster on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from trainables.distributed.rank_pool import RankPool
 
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """SIGTERM ends the session as Ctrl-C does, with all tearing down. Set for each test, since `ray.init` sets another."""
+
+    def stop(signal_number: int, frame: FrameType | None) -> None:
+        item.session.shouldstop = "SIGTERM"  # also where the test takes the KeyboardInterrupt for its own
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def end_by_sigterm() -> None:
+    """What SIGTERM does to a forked child."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+# Blocked while it forks, or a child that is terminated at once would lose the signal (CPython clears what came meanwhile).
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
+    after_in_child=end_by_sigterm,
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(exitstatus: int) -> Generator[None, None, None]:
+    """What an interrupted session has started ends with it, whether a fixture knows of it or not."""
+    family = psutil.Process().children(recursive=True) if exitstatus == pytest.ExitCode.INTERRUPTED else []
+    yield
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Up to three ranks of a job, as processes that live as long as the test session."""
+    from trainables.distributed.rank_pool import RankPool  # torch, which not every test needs
+
     pool = RankPool()
     yield pool
     pool.close()
@@ -27,12 +68,13 @@ def ranks() -> Iterator[RankPool]:
 
 PROCESSES = (
     "tests/integration/",
+    "tests/test_sigterm.py",
     "tests/trainables/data/test_fuzz.py",
     "tests/trainables/data/storage/",
     "tests/service/tracking/",
     "tests/benchmarks/",
 )
-"""Tests whose processes, servers or simulated clusters take seconds."""
+"""Tests whose processes, servers or simulated clusters take seconds; single ones elsewhere have the mark themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

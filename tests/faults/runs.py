@@ -29,10 +29,12 @@ def make_data(folder: Path) -> Path:
     """JPEG files of a small image classification."""
     for split, count in (("train", 480), ("val", 4)):
         for label in range(CLASSES):
-            place = folder / split / str(label)
-            place.mkdir(parents=True)
+            class_folder = folder / split / str(label)
+            class_folder.mkdir(parents=True)
             for number in range(count):
-                (place / f"{number}.jpg").write_bytes(encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90))
+                (class_folder / f"{number}.jpg").write_bytes(
+                    encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90)
+                )
     return folder
 
 

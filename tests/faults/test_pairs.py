@@ -17,6 +17,7 @@ def test_a_training_in_which_nothing_is_wrong_has_no_finding(kind: str) -> None:
     assert findings(run(HEALTHY[kind]).evidence) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_first_finding_is_what_mending_brings_most_and_the_gain_comes_true(number: int) -> None:
     verdicts = list(trials(number))

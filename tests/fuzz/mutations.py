@@ -37,8 +37,8 @@ def _flip_bits(whole: bytes, others: Sequence[bytes], noise: np.random.Generator
 
 def _overwrite_header(whole: bytes, others: Sequence[bytes], noise: np.random.Generator) -> bytes:
     mutated = bytearray(whole)
-    for place in noise.integers(0, min(len(whole), _HEADER), int(noise.integers(1, 5))).tolist():
-        mutated[place] = int(noise.choice([0, 1, 127, 128, 255, int(noise.integers(256))]))
+    for offset in noise.integers(0, min(len(whole), _HEADER), int(noise.integers(1, 5))).tolist():
+        mutated[offset] = int(noise.choice([0, 1, 127, 128, 255, int(noise.integers(256))]))
     return bytes(mutated)
 
 

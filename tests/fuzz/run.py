@@ -86,8 +86,8 @@ def _lines(subject: str, numbers: list[int], figures: Figures, begin: int) -> It
     environment["OMP_NUM_THREADS"] = "1"
     lines: queue.Queue[str | None] = queue.Queue()
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,  # libraries say much about damaged files
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as child,
+        tempfile.TemporaryFile("w+", errors="replace") as messages,  # libraries say much about damaged files
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True, env=environment) as child,
     ):
 
         def read() -> None:
@@ -107,8 +107,8 @@ def _lines(subject: str, numbers: list[int], figures: Figures, begin: int) -> It
         finally:
             child.kill()
             child.wait()
-            said.seek(0)
-            last_words = said.read()[-_LAST_WORDS:]
+            messages.seek(0)
+            last_words = messages.read()[-_LAST_WORDS:]
     if child.returncode > 0:
         raise RuntimeError(f"{' '.join(command)} ended with code {child.returncode}: {last_words}")
     if child.returncode < 0 and begin < numbers[-1]:

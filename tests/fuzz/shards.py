@@ -176,16 +176,16 @@ def _damage_row_values(files: _Files, noise: np.random.Generator) -> None:
     """A row that says something else, in a file that is whole."""
     name, whole = _one(files, noise, ".rows.arrow")
     batch = pa.ipc.open_file(pa.py_buffer(whole)).get_batch(0)
-    place = int(noise.integers(batch.num_columns))
-    field = batch.schema.field(place)
-    values_N = np.frombuffer(batch.column(place).buffers()[1], dtype=str(field.type), count=len(batch)).copy()
+    column = int(noise.integers(batch.num_columns))
+    field = batch.schema.field(column)
+    values_N = np.frombuffer(batch.column(column).buffers()[1], dtype=str(field.type), count=len(batch)).copy()
     row = int(noise.integers(len(values_N)))
     most = np.iinfo(values_N.dtype).max
     nasty = [-1, 0, 1, most, most - 1, -most, most // 2 + 1, most // 3, values_N[row] + 1, values_N[row] - 1, values_N[row] * 2]
     values_N[row] = nasty[int(noise.integers(len(nasty)))]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
-        writer.write_batch(batch.set_column(place, field, pa.array(values_N)))
+        writer.write_batch(batch.set_column(column, field, pa.array(values_N)))
     _told(files, name, sink.getvalue().to_pybytes())
 
 

@@ -131,7 +131,7 @@ class Distill:
         return self._started[-1]
 
     def run(self, *arguments: str | Path, code: int = 0, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Carry a command out and return what it said."""
+        """Run a command and return its output."""
         command = self.start(*arguments, env=env, cwd=cwd)
         assert command.end() == code, command.output
         return command.output
@@ -206,10 +206,10 @@ class RayCluster:
         """Start a node, the head first. `wrapper`: a command that runs the command after it."""
         self._serial += 1
         address = f"127.0.0.{self._serial}"
-        place = [f"--address=127.0.0.2:{self.port}"]
+        options = [f"--address=127.0.0.2:{self.port}"]
         if not self.nodes:
             self.token_file.write_text(secrets.token_hex(32))
-            place = [
+            options = [
                 "--head",
                 f"--port={self.port}",
                 "--dashboard-host=127.0.0.1",
@@ -226,7 +226,7 @@ class RayCluster:
                     "-m",
                     "ray.scripts.scripts",
                     "start",
-                    *place,
+                    *options,
                     f"--node-ip-address={address}",
                     f"--temp-dir={self.folder}/{self._serial}",
                     f"--num-cpus={self.cpus}",

@@ -38,7 +38,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
     written_ns = RunDir(run).stage("teacher").result.stat().st_mtime_ns
     assert not RunDir(run).stage("assistant1").result.exists()
 
-    said = distill.run("resume", run)
+    output = distill.run("resume", run)
     assert RunDir(run).stage("teacher").result.stat().st_mtime_ns == written_ns
     assert [(stage["stage"], stage["model"], stage["status"]) for stage in result(run)["stages"]] == [
         ("teacher", "mlp_large", "ok"),
@@ -46,7 +46,7 @@ def test_a_chain_that_is_killed_goes_on_at_the_very_stage_and_to_the_bits_of_a_w
         ("assistant2", "mlp_small", "ok"),
         ("student", "convnet_small", "ok"),
     ]
-    assert all(name in said for name in NAMES)
+    assert all(name in output for name in NAMES)
     assert [line["step"] for line in records(run, "step", "assistant1")] == list(range(1, 4 * 22 + 1))
     assert "train/distill_loss" in records(run, "step", "assistant2")[0]["metrics"]
     # The same stages without Ray and without an interruption, each taught by the one before it.

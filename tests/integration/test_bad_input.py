@@ -84,8 +84,8 @@ class Command:
         family = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                mine = process.environ().get("RAYDISTILL_RUNS") == str(self._runs)
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = process.environ().get("RAYDISTILL_RUNS") == str(self._runs)
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     family.append(process)
         return family
 
@@ -144,9 +144,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_names_the_step_and_keeps_the_la
     refused = Command(tmp_path, "train", "digits", "--out", run, overrides=[*NO_TEACHER, *every]).end().refusal
     stage = RunDir(run).stage("student")
     tensors, about = checkpoint.read(stage.last)
-    said = re.match(r"student: (.*) is not finite (?:at|after) step (\d+): lower optim\.lr \(now 1e\+12\)", refused)
-    assert said, refused
-    assert int(said[2]) == about["progress"]["step"] + 1
+    stopped = re.match(r"student: (.*) is not finite (?:at|after) step (\d+): lower optim\.lr \(now 1e\+12\)", refused)
+    assert stopped, refused
+    assert int(stopped[2]) == about["progress"]["step"] + 1
     assert refused.endswith(f"the last good state is {stage.last}")
     assert all(tensor.isfinite().all() for name, tensor in tensors.items() if name.startswith("model."))
     assert result(run)["status"] == "failed"

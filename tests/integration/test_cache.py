@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration]
 @pytest.mark.slow
 def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: Distill, tmp_path: Path) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    kept = (
+    settings = (
         "--set",
         f"teacher={{model: mlp_large, weights: {weights}, cache: {tmp_path / 'logits'}, cache_epochs: 2}}",
         "--set",
@@ -23,8 +23,8 @@ def test_a_cache_that_was_filled_ahead_is_all_that_a_training_asks_for(distill: 
         "--set",
         "student.model=mlp_small",
     )
-    assert "holds the logits of 2,884 images; 2,884 were computed now" in distill.run("cache", distill.experiment, *kept)
-    assert "holds the logits of 2,884 images; 0 were computed now" in distill.run("cache", distill.experiment, *kept)
-    distill.run("train", distill.experiment, *kept)
+    assert "holds the logits of 2,884 images; 2,884 were computed now" in distill.run("cache", distill.experiment, *settings)
+    assert "holds the logits of 2,884 images; 0 were computed now" in distill.run("cache", distill.experiment, *settings)
+    distill.run("train", distill.experiment, *settings)
     (run,) = [folder for folder in distill.runs.iterdir() if not folder.name.startswith(".")]
     assert [record["metrics"]["epoch/train/teacher_images"] for record in records(run, "epoch")] == [0, 0]

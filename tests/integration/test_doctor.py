@@ -11,9 +11,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:
     tiny_batch = ("--set", "data.global_batch_size=2", "--set", "train.max_steps=10")
-    said = distill.run("doctor", distill.experiment, *tiny_batch)
-    assert "launch-bound, " in said
-    assert "change: --set data.global_batch_size=" in said
+    output = distill.run("doctor", distill.experiment, *tiny_batch)
+    assert "launch-bound, " in output
+    assert "change: --set data.global_batch_size=" in output
     (run,) = distill.runs.iterdir()
     assert run.name.startswith("tiny-doctor-")
     assert result(run)["status"] == "complete"
@@ -27,4 +27,4 @@ def test_an_experiment_is_probed_and_its_fault_named(distill: Distill) -> None:
         "loader/wait_ms",
     } <= summary.keys()
     again = distill.run("doctor", run)
-    assert again.splitlines()[0] in said.splitlines()
+    assert again.splitlines()[0] in output.splitlines()

@@ -29,7 +29,7 @@ SETS = ["optim.epochs=8", "train.checkpoint_every=5", "train.log_every=1", "scal
 
 @dataclass
 class Interrupted:
-    """A run that was interrupted, and what was seen of it."""
+    """A run that was interrupted, and on which addresses it listened."""
 
     distill: Distill
     run: Path
@@ -50,10 +50,10 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
         command = distill.start("train", distill.experiment, "--out", run, *(part for each in SETS for part in ("--set", each)))
         while not records(run, "start"):
             assert command.process.poll() is None, command.output
-            look_for_listeners(command, listeners)
+            add_listeners(command, listeners)
             time.sleep(0.5)
         wait_until(lambda: len(records(run, "step")) > 40, "step 40", command)
-        look_for_listeners(command, listeners)
+        add_listeners(command, listeners)
         family = command.family()[1:]
         os.kill(command.process.pid, signal.SIGINT)
         code = command.end(30)
@@ -61,31 +61,31 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupte
         yield Interrupted(distill, run, command, listeners, code, left)
 
 
-def look_for_listeners(command: Command, seen: dict[str, set[str]]) -> None:
-    """Add to `seen`, by process name, the addresses on which the command's processes listen now."""
+def add_listeners(command: Command, addresses: dict[str, set[str]]) -> None:
+    """Add, by process name, the addresses on which the command's processes listen now."""
     for process in command.family():
         with contextlib.suppress(psutil.Error):  # it may have ended
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
-                    seen.setdefault(process.name(), set()).add(connection.laddr.ip)
+                    addresses.setdefault(process.name(), set()).add(connection.laddr.ip)
 
 
 def test_a_local_run_listens_on_loopback_alone(interrupted: Interrupted) -> None:
-    seen = interrupted.listeners
-    assert {"gcs_server", "raylet"} <= seen.keys()
-    assert any("RayTrainWork" in name for name in seen)
-    outer = {name: ips for name, ips in seen.items() if not ips <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
+    listeners = interrupted.listeners
+    assert {"gcs_server", "raylet"} <= listeners.keys()
+    assert any("RayTrainWork" in name for name in listeners)
+    outer = {name: ips for name, ips in listeners.items() if not ips <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
     assert outer == {}
 
 
 def test_an_interrupted_run_is_put_away_and_resumes_to_the_bits_of_a_whole_one(interrupted: Interrupted, ranks: RankPool) -> None:
     distill, pieces, whole = interrupted.distill, interrupted.run, interrupted.distill.runs / "whole"
-    said = interrupted.command.output
-    assert interrupted.code == 130, said
+    output = interrupted.command.output
+    assert interrupted.code == 130, output
     assert not interrupted.left
     assert result(pieces)["status"] == "interrupted"
-    assert f"interrupted; continue with: distill resume {pieces}" in said
-    assert "Traceback" not in said
+    assert f"interrupted; continue with: distill resume {pieces}" in output
+    assert "Traceback" not in output
 
     distill.run("resume", pieces)
     assert result(pieces)["status"] == "complete"
@@ -117,11 +117,11 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_resumes_to_a_whole_tabl
     assert "Traceback" not in command.output
     written = first.result.stat().st_mtime_ns
 
-    said = distill.run("resume", run)
+    output = distill.run("resume", run)
     assert first.result.stat().st_mtime_ns == written
     assert [row["status"] for row in result(run)["trials"]] == ["ok", "ok"]
     assert set(Spool(RunDir(run)).runs().values()) == {"FINISHED"}
-    assert "1 trials to run, 1 already decided" in said
+    assert "1 trials to run, 1 already decided" in output
     assert [line["epoch"] for line in records(second.root, "epoch")] == list(range(1, 9))
 
 
@@ -150,6 +150,6 @@ def test_a_run_whose_ray_is_killed_ends_at_once_with_one_line_and_can_be_resumed
 @pytest.mark.slow
 def test_a_worker_that_ray_kills_for_the_nodes_memory_is_out_of_memory_and_not_begun_again(distill: Distill) -> None:
     greedy = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "250"}
-    said = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)
-    assert said.splitlines()[-1] == "error: the node ran out of memory: Ray killed a worker to save it"
-    assert "restart" not in said
+    output = distill.run("train", distill.experiment, "--set", "optim.epochs=100000", code=2, env=greedy)
+    assert output.splitlines()[-1] == "error: the node ran out of memory: Ray killed a worker to save it"
+    assert "restart" not in output

@@ -18,37 +18,37 @@ pytestmark = pytest.mark.integration
 def test_a_submitted_run_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
     distill: Distill, cluster: RayCluster
 ) -> None:
-    said = distill.run("submit", "--follow", "train", distill.experiment, "--set", "optim.epochs=1", env=cluster.env)
-    assert "submitted raysubmit_" in said
-    assert "student epoch 1/1" in said
+    output = distill.run("submit", "--follow", "train", distill.experiment, "--set", "optim.epochs=1", env=cluster.env)
+    assert "submitted raysubmit_" in output
+    assert "student epoch 1/1" in output
     (run,) = distill.runs.iterdir()
     assert result(run)["status"] == "complete"
-    assert f"result: {run}/result.json" in said
+    assert f"result: {run}/result.json" in output
 
 
 def test_the_exit_code_of_a_followed_job_is_the_jobs_own(distill: Distill, cluster: RayCluster) -> None:
-    said = distill.run("submit", "--follow", "resume", "/nowhere", code=2, env=cluster.env)
-    assert "error: /nowhere holds no run" in said
+    output = distill.run("submit", "--follow", "resume", "/nowhere", code=2, env=cluster.env)
+    assert "error: /nowhere holds no run" in output
 
 
 def test_without_the_token_no_job_is_taken(distill: Distill, cluster: RayCluster) -> None:
     wrong = distill.folder / "wrong-token"
     wrong.write_text("0" * 64)
-    said = distill.run("submit", "train", "digits", code=2, env={**cluster.env, "RAY_AUTH_TOKEN_PATH": str(wrong)})
-    assert said.startswith("error: http://127.0.0.1:")
-    assert f"refuses the token of RAY_AUTH_TOKEN_PATH={wrong}" in said
-    assert len(said.splitlines()) == 1
+    output = distill.run("submit", "train", "digits", code=2, env={**cluster.env, "RAY_AUTH_TOKEN_PATH": str(wrong)})
+    assert output.startswith("error: http://127.0.0.1:")
+    assert f"refuses the token of RAY_AUTH_TOKEN_PATH={wrong}" in output
+    assert len(output.splitlines()) == 1
 
 
 def test_the_token_in_the_users_home_is_sent_where_no_variable_names_one(distill: Distill, cluster: RayCluster) -> None:
     home = distill.folder / "home"
     (home / ".ray").mkdir(parents=True)
     env = {"RAY_API_SERVER_ADDRESS": cluster.env["RAY_API_SERVER_ADDRESS"], "HOME": str(home)}
-    said = distill.run("submit", "resume", "/nowhere", code=2, env=env)
-    assert "asks for a token, and none was found" in said
+    output = distill.run("submit", "resume", "/nowhere", code=2, env=env)
+    assert "asks for a token, and none was found" in output
     (home / ".ray/auth_token").write_text(cluster.token_file.read_text())
-    said = distill.run("submit", "--follow", "resume", "/nowhere", code=2, env=env)
-    assert "error: /nowhere holds no run" in said
+    output = distill.run("submit", "--follow", "resume", "/nowhere", code=2, env=env)
+    assert "error: /nowhere holds no run" in output
 
 
 @pytest.mark.slow

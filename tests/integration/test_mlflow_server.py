@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,11 @@ import pytest
 
 from service.tracking import NO_TELEMETRY, Tracker, default_uri, sync
 from service.tracking.spool import Spool
+from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
+from tests.waiting import wait_until
 from trainables.rundir import RunDir
 
 pytestmark = pytest.mark.integration
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def answers(url: str) -> bool:

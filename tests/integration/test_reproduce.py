@@ -28,9 +28,9 @@ def test_a_table_is_run_goes_on_after_an_interrupt_and_is_compared(distill: Dist
     written = trial.stat().st_mtime_ns
     assert "2 published numbers: 1 pass, 1 unfinished" in distill.run(*command, "--dry-run").replace("1 fail", "1 pass")
 
-    said = distill.run(*command)
+    output = distill.run(*command)
     assert trial.stat().st_mtime_ns == written
-    assert "students: complete" in said
+    assert "students: complete" in output
     found = json.loads((out / "reproduce.json").read_text())
     assert [(cell["pair"], cell["column"]) for cell in found["cells"]] == [("large-small", "student"), ("large-small", "kd")]
     assert {cell["verdict"]["outcome"] for cell in found["cells"]} <= {"pass", "fail"}

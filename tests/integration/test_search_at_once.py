@@ -70,12 +70,12 @@ def test_two_groups_of_workers_measure_at_the_same_time_and_a_killed_driver_lose
     before = {path: first(json.loads(path.read_text())) for path in run.glob("trials/*/result.json")}
     assert len(before) < len(BATCHES)
 
-    said = distill.run("resume", run, env=roomy.env)
+    output = distill.run("resume", run, env=roomy.env)
     assert {path: first(json.loads(path.read_text())) for path in before} == before
-    assert f"{len(before)} already decided" in said
+    assert f"{len(before)} already decided" in output
     found = result(run)
     assert found["status"] == "complete"
-    assert found["search"]["why"] in said
+    assert found["search"]["why"] in output
     assert {row["status"] for row in found["trials"]} <= {"ok", "untested"}
     measured = [row for row in found["trials"] if row["status"] == "ok"]
     # A point that one group is at is believed to be measured: none is begun twice at a time.

@@ -25,7 +25,7 @@ def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(di
     # The first layer of this network on images of 4096 pixels takes 51 GB.
     space = "sweep.space={data.image_size: [4096, 8], data.loader_workers: [1, 100000]}"
     sets = ("--set", "student.model=mlp_large", "--set", "sweep.steps=5", "--set", space)
-    said = distill.run("sweep", distill.experiment, "--out", run, *sets)
+    output = distill.run("sweep", distill.experiment, "--out", run, *sets)
     rows = {(row["params"]["data.image_size"], row["params"]["data.loader_workers"]): row for row in result(run)["trials"]}
     assert {point: row["status"] for point, row in rows.items()} == {
         (4096, 1): "oom",
@@ -38,7 +38,7 @@ def test_what_runs_out_of_memory_or_never_fits_is_a_row_and_the_sweep_goes_on(di
     assert rows[8, 1]["metrics"]["images_per_s"] > 0
     assert rows[8, 1]["kind"] == "timing"
     assert result(run)["best"]["id"] == rows[8, 1]["id"]
-    assert "2 trials to run, 2 already decided" in said
+    assert "2 trials to run, 2 already decided" in output
 
 
 @pytest.mark.slow
@@ -77,12 +77,12 @@ def test_a_killed_drivers_sweep_resumes_without_running_finished_trials_again(di
     assert result(run)["status"] == "running"
     assert "continue it with: distill resume" in distill.run("report", run)
 
-    said = distill.run("resume", run)
+    output = distill.run("resume", run)
     assert first.stat().st_mtime_ns == written
     found = result(run)
     assert found["status"] == "complete"
     assert [row["status"] for row in found["trials"]] == ["ok"] * 2
-    assert "1 trials to run, 1 already decided" in said
+    assert "1 trials to run, 1 already decided" in output
     assert not leftovers(run)
     # MLflow has the end of every trial once, also of the one whose driver died before it could say so.
     with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
@@ -118,7 +118,7 @@ def sets(*keys: str) -> list[str]:
 
 def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stopped(distill: Distill) -> None:
     run = distill.runs / "guided"
-    said = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED, "tracking.enabled=true"))
+    output = distill.run("sweep", distill.experiment, "--out", run, *sets(*GUIDED, "tracking.enabled=true"))
     found = result(run)
     measured = [row for row in found["trials"] if row["status"] == "ok"]
     assert len(found["trials"]) == 16
@@ -127,9 +127,9 @@ def test_a_guided_sweep_measures_few_points_on_few_starts_and_says_why_it_stoppe
     assert len([one for one in each if one["start_s"] != 0]) < len(each)
     assert all(8 <= len(one["steps_s"]) <= 12 for one in each)
     again = len(found["best"].get("measurements", ()))
-    assert f"measured {again} times" in said  # nothing is called the best for one measurement
+    assert f"measured {again} times" in output  # nothing is called the best for one measurement
     assert found["best"]["id"] in {row["id"] for row in measured}
-    assert found["search"]["why"] in said
+    assert found["search"]["why"] in output
     # What was measured is in MLflow, each point as a run of its own; what was not is not.
     with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
         assert store.execute("SELECT status FROM runs").fetchall() == [("FINISHED",)] * (1 + len(measured))
@@ -148,12 +148,12 @@ def test_a_killed_guided_sweep_goes_on_with_what_it_knows(distill: Distill, patt
     command.process.wait()
     psutil.wait_procs([process for process in family if "Agent" not in title(process)], timeout=60)
     before = {path: json.loads(path.read_text()) for path in run.glob("trials/*/result.json")}
-    said = distill.run("resume", run)
+    output = distill.run("resume", run)
     for path, earlier in before.items():  # what was measured stands; the point may have been measured again
         now = json.loads(path.read_text())
         known = earlier["measurements"] or [earlier]
         assert [one["ended_s"] for one in (now["measurements"] or [now])][: len(known)] == [one["ended_s"] for one in known]
-    assert f"{len(before)} already decided" in said
+    assert f"{len(before)} already decided" in output
     assert result(run)["status"] == "complete"
     assert result(run)["search"]["bound_pct"] >= 0
     assert {row["status"] for row in result(run)["trials"]} <= {"ok", "untested"}  # what the kill cut short was no failure
@@ -180,7 +180,7 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
     space = "sweep.space={scale.num_workers: [2], data.global_batch_size: [32, 64, 128], data.loader_workers: [1]}"
     command = distill.start("sweep", distill.experiment, "--out", run, *sets(*GUIDED[:3], *keys, space))
     assert command.end(800) == 0, command.output
-    said, found = command.output, result(run)
+    output, found = command.output, result(run)
     trained = [row for row in found["trials"] if "probe" in row]
     assert 1 <= len(trained) <= 4
     assert {row["kind"] for row in trained} == {"accuracy"}
@@ -189,7 +189,7 @@ def test_a_sweep_by_time_to_accuracy_probes_speeds_and_trains_the_few_that_may_w
     assert found["best"]["metrics"]["time_to_accuracy_s"] == min(reached)
     assert found["best"]["metrics"]["top1_pct"] >= 80
     assert all("top-1" in row["reason"] for row in trained if row["status"] == "stopped")
-    assert found["search"]["why"] in said
+    assert found["search"]["why"] in output
     # Once more, and nothing is trained again.
     before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
     (run / "result.json").write_text((run / "result.json").read_text().replace('"complete"', '"interrupted"'))
@@ -219,9 +219,9 @@ def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(dis
     before = {path: path.stat().st_mtime_ns for path in run.glob("trials/*/result.json")}
     done = len(records(trial.root, "epoch"))
 
-    said = distill.run("resume", run)
+    output = distill.run("resume", run)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert f"{len(before)} already decided" in said
+    assert f"{len(before)} already decided" in output
     assert [line["step"] for line in records(trial.root, "start")] == [0]
     (again,) = records(trial.root, "resume")
     assert again["epoch"] - done in (0, 1)  # the kill may come between an epoch's checkpoint and its record
@@ -235,7 +235,7 @@ def test_a_race_whose_driver_is_killed_goes_on_from_the_trainings_checkpoint(dis
     before_s = sum(record["metrics"]["epoch/train_s"] for record in records(trial.root, "epoch")[:done])
     assert raced["metrics"]["time_to_accuracy_s"] >= before_s
     assert found["best"]["metrics"]["top1_pct"] >= 80
-    assert found["search"]["why"] in said
+    assert found["search"]["why"] in output
     assert not leftovers(run)
     with contextlib.closing(sqlite3.connect(distill.runs / "mlflow.db")) as store:
         ran = [row for row in found["trials"] if row["status"] != "untested"]

@@ -33,7 +33,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     distill: Distill, cluster: RayCluster, tmp_path: Path
 ) -> None:
     weights = write_teacher(tmp_path / "teacher.safetensors")
-    said = (
+    settings = (
         "--set",
         f"teacher={{model: mlp_large, weights: {weights}, service: 1}}",
         "--set",
@@ -49,7 +49,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     )
     undisturbed, disturbed = distill.runs / "undisturbed", distill.runs / "disturbed"
 
-    output = distill.run("sweep", distill.experiment, "--out", undisturbed, *said, env=cluster.env)
+    output = distill.run("sweep", distill.experiment, "--out", undisturbed, *settings, env=cluster.env)
     assert [row["status"] for row in result(undisturbed)["trials"]] == ["ok", "ok"]
     epochs = [records(RunDir(undisturbed).trial(trial).root, "epoch") for trial in TRIALS]
     ran_for = [[record["metrics"]["epoch/train/teacher_images"] for record in of_trial] for of_trial in epochs]
@@ -59,7 +59,7 @@ def test_students_of_a_sweep_share_a_teacher_whose_death_changes_none_of_them(
     assert [int(count.replace(",", "")) for count in counted.groups()] == [IMAGES * EPOCHS, 2 * IMAGES * EPOCHS]
     assert not actors(cluster)
 
-    command = distill.start("sweep", distill.experiment, "--out", disturbed, *said, env=cluster.env)
+    command = distill.start("sweep", distill.experiment, "--out", disturbed, *settings, env=cluster.env)
     first = RunDir(disturbed).trial(TRIALS[0]).root
     wait_until(lambda: len(records(first, "epoch")) >= 2, "the second epoch", command)
     kill(actors(cluster))

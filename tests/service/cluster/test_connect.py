@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONNECT = """
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ except ClusterError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
     deep = tmp_path / ("far" * 40)  # sockets lie below it, and their paths have 107 bytes at most
     deep.mkdir()

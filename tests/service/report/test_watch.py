@@ -17,6 +17,7 @@ from service.runs.run_directory import abandoned
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
 from tests.service.report.runs import sweep_dir, typed, typed_row
+from tests.waiting import wait_until
 from trainables.rundir import RunDir, write_json
 
 SPACE = {"data.global_batch_size": [64, 128, 256, 512]}
@@ -54,13 +55,12 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
     assert "complete" in parsed.text
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_it_as_it_ends_every_command(tmp_path: Path) -> None:
     run_dir = running(tmp_path / "s")
     command = [sys.executable, "-m", "service", "report", str(run_dir.root), "--watch"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        until = time.monotonic() + 60
-        while not run_dir.report.exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_until(lambda: watching.poll() is not None or run_dir.report.exists())
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=30)
     assert watching.returncode == 130
@@ -74,6 +74,7 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.Captu
     assert out.count("best: trial") == 1
 
 
+@pytest.mark.processes
 def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = running(tmp_path / "s")
     driver = (

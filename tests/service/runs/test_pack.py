@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from service.runs import pack as packing
 from tests.service.commands import run
 from tests.trainables.data.photos import photo
+from tests.waiting import wait_until
 from trainables.data.index import INDEX, UNFINISHED
 from trainables.data.pack.modes import Mode
 from trainables.data.records import open_records
@@ -65,6 +67,7 @@ def test_any_number_of_processes_writes_the_same_bytes(images: Path, tmp_path: P
     assert digest(tmp_path / "by1") == digest(tmp_path / "by2") == digest(tmp_path / "by5")
 
 
+@pytest.mark.processes
 def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed"
     script = (
@@ -76,9 +79,7 @@ def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path,
         f"shard_bytes={SMALL_SHARDS})"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as process:
-        deadline = time.monotonic() + 60
-        while len(list(dest.glob(f"{UNFINISHED}/*-*.json"))) < 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: process.poll() is not None or len(list(dest.glob(f"{UNFINISHED}/*-*.json"))) >= 3)
         process.kill()
     torn = dest / ".train-00009.arrow.123.tmp"
     torn.write_bytes(b"half a shard")
@@ -223,6 +224,7 @@ def packing_where_each_image(does: str, source: Path, dest: Path) -> list[str]:
     return [sys.executable, "-c", script, "pack", str(source), str(dest), "--processes", "2"]
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp_path: Path) -> None:
     command = packing_where_each_image("os.kill(os.getpid(), signal.SIGKILL)", images, tmp_path / "packed")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -232,24 +234,20 @@ def test_a_process_that_is_killed_ends_the_command_in_one_line(images: Path, tmp
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.processes
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(images: Path, tmp_path: Path, end: signal.Signals) -> None:
     command = packing_where_each_image("time.sleep(60)", images, tmp_path / "packed")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        children: list[int] = []
-        deadline = time.monotonic() + 60
-        while len(children) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        family = psutil.Process(process.pid)
+        wait_until(lambda: len(family.children()) >= 2)
+        children = family.children()
         time.sleep(0.3)
         process.send_signal(end)
-        _, said = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in said
-    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert "Traceback" not in errors
+    psutil.wait_procs(children)
 
 
 # The commands

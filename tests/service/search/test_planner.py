@@ -127,6 +127,7 @@ def test_an_extra_key_is_searched_with_the_three_axes() -> None:
     assert len(seen) <= 0.25 * len(points)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("height", [0.3, 1.0])
 @pytest.mark.parametrize("shift", [0.0, 0.7, 2.8])
 def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: float, height: float) -> None:
@@ -219,6 +220,7 @@ def test_a_cluster_that_shrinks_meanwhile_is_searched_for_the_best_of_what_is_le
     assert cluster.cost(best) / min(map(cluster.cost, left)) - 1 <= 0.03
 
 
+@pytest.mark.processes
 def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_that_weigh_more() -> None:
     cluster, points = CLUSTERS["network"]
     changes = []
@@ -390,6 +392,7 @@ def test_a_point_that_failed_once_is_tried_again_where_it_matters() -> None:
     assert cluster.regret(search) <= 0.03
 
 
+@pytest.mark.processes
 def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_before_the_best() -> None:
     cluster, points = CLUSTERS["compute"]
     regrets = []
@@ -413,6 +416,7 @@ def test_a_visit_to_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() 
     assert search.enough(crowded_s.tolist(), point(4, 512, 4))
 
 
+@pytest.mark.processes
 def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
     """Loader workers get into each other's way here, which the model does not know: two are better than any other number."""
     points = grid([1, 2, 4], [32 * count for count in range(1, 17)], [1, 2, 4, 5, 6, 7, 8, 12])

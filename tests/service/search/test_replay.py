@@ -112,6 +112,7 @@ def test_the_points_that_may_reach_a_target_first_are_trained_and_the_fastest_wi
     assert 0 <= said["search"].bound_pct < 60
 
 
+@pytest.mark.processes
 def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
     told, _ = raced()
     alone = told.model_copy(update={"trials": [one for one in told.rows if one.probe is None]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ def runs_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("a folder #1")
     create_database(root / "mlflow.db", (root / "mlartifacts").as_uri())
     return root
+
+
+@pytest.fixture(autouse=True)
+def thread_priorities(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What would have been set. At the lowest priority a busy machine never gets to what these tests wait for."""
+    priorities: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: priorities.append(arguments))
+    return priorities
 
 
 @pytest.fixture

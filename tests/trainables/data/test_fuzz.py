@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tests.fuzz.images import Images
 from tests.fuzz.run import Figures, run
 from tests.fuzz.shards import Shards
 from tests.fuzz.subject import outcome, reason
+from tests.waiting import wait_until
 from trainables.data.decode import UnreadableImageError
 from trainables.errors import DataError
 
@@ -75,11 +75,8 @@ def test_a_process_that_dies_is_the_fault_of_the_input_that_it_was_at() -> None:
     found: list[Figures] = []
     thread = threading.Thread(target=lambda: found.append(run("images", 1, 0, 60)))
     thread.start()
-    deadline = time.monotonic() + 60
-    while not (children := _children()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    children[0].kill()
-    thread.join(timeout=120)
+    wait_until(_children)[0].kill()
+    thread.join()
     (figures,) = found
     (problem,) = figures.wrong.values()
     assert problem.startswith("the process died of signal 9")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tests.trainables.data.photos import MakeFolder
+from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.augment import AUGMENTS
 from trainables.data.auto_workers import AutoWorkers
@@ -422,10 +424,10 @@ def test_a_models_input_shares_no_memory_with_a_batch(dtype: torch.dtype) -> Non
 
 
 def test_ten_thousand_batches_take_the_memory_of_a_few() -> None:
-    source = open_synthetic("train", 32 * 10_000, 3, 32)
-    data = DataConfig(image_size=32, global_batch_size=32, prefetch_batches=3)
+    source = open_synthetic("train", 2 * 10_000, 3, 128)
+    data = DataConfig(image_size=128, global_batch_size=2, prefetch_batches=3)
     loader = _loader(source, data, workers=2)
-    images_mib = 32 * 32 * 32 * 3 / 2**20
+    images_mib = 2 * 128 * 128 * 3 / 2**20
     assert 5 * images_mib < loader.batches_mib < 5 * images_mib * 1.01
     locations, process, before = set(), psutil.Process(), 0
     for step, batch in enumerate(loader.epoch(0)):
@@ -510,9 +512,7 @@ def test_threads_work_no_further_ahead_than_asked() -> None:
     batches = loader.epoch(0)
     for reads_allowed in (30, 40, 50):
         next(batches)
-        deadline = time.monotonic() + 10
-        while source.num_reads < reads_allowed and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda reads_allowed=reads_allowed: source.num_reads >= reads_allowed)  # type: ignore[misc]
         time.sleep(0.05)
         assert source.num_reads == reads_allowed
     loader.close()
@@ -555,6 +555,7 @@ for batch in _loader(source, _data(2000, prefetch_batches=8), workers=2).epoch(0
 """
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_a_waiting_consumer_and_leaves_what_was_set_to_work_unread() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])
     child = subprocess.Popen(
@@ -655,9 +656,12 @@ class BusySource(SlowSource):
 
 
 def test_time_inside_the_source_that_is_computing_or_waiting_for_a_core_is_no_wait_for_the_source() -> None:
-    loader = _loader(BusySource(32), _data(8), workers=8)  # more threads than cores
-    list(loader.epoch(0))
-    costs = loader.costs.summary()
-    blocked_ms = costs["loader/image_ms"] - costs["loader/cpu_ms"] - costs["loader/core_wait_ms"]
-    assert min(costs["loader/read_wait_ms"], blocked_ms) < 0.5 * costs["loader/read_ms"]
-    loader.close()
+    shares = []
+    with contextlib.closing(_loader(BusySource(32), _data(8), workers=8)) as loader:  # more threads than cores
+        for epoch in range(3):  # of which one at least should be free of what other tenants of the machine take
+            list(loader.epoch(epoch))
+            costs = loader.costs.summary()
+            blocked_ms = costs["loader/image_ms"] - costs["loader/cpu_ms"] - costs["loader/core_wait_ms"]
+            shares.append(min(costs["loader/read_wait_ms"], blocked_ms) / costs["loader/read_ms"])
+            loader.costs.clear()
+    assert min(shares) < 0.5

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -64,8 +65,8 @@ def test_every_sample_stands_at_every_position_equally_often(num_samples: int) -
 @pytest.mark.parametrize("num_samples", [3, 4, 5])
 def test_every_permutation_of_a_few_samples_is_equally_likely(num_samples: int) -> None:
     permutations = list(itertools.permutations(range(num_samples)))
-    seen = [tuple(_epoch(0, epoch, num_samples).tolist()) for epoch in range(4000)]
-    counts = np.array([seen.count(permutation) for permutation in permutations])
+    counted = Counter(tuple(_epoch(0, epoch, num_samples).tolist()) for epoch in range(4000))
+    counts = np.array([counted[permutation] for permutation in permutations])
     assert abs(_sigmas(counts, len(permutations) - 1)) < 4
 
 

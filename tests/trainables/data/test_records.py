@@ -173,6 +173,7 @@ def test_files_are_closed_with_their_source(packed: Path) -> None:
     assert len(os.listdir("/dev/fd")) == before
 
 
+@pytest.mark.processes
 def test_a_low_limit_on_open_files_is_raised(packed: Path) -> None:
     code = (
         "import resource, sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"
@@ -377,6 +378,7 @@ def test_the_documents_reader_reads_a_packed_set_with_pyarrow_alone(images: Path
     assert done.stdout.splitlines() == expected
 
 
+@pytest.mark.processes
 def test_opening_and_reading_imports_no_pandas(packed: Path) -> None:
     code = (
         "import sys; from trainables.data.records import open_records; source = open_records(sys.argv[1], 'train');"

@@ -45,6 +45,7 @@ def test_what_a_rank_raised_is_raised_with_its_stack_and_the_next_run_goes_on(ra
     assert ranks.run(2, total) == [3.0, 3.0]
 
 
+@pytest.mark.processes
 def test_a_pool_that_lost_a_rank_starts_anew() -> None:
     pool = RankPool(2)
     with pytest.raises(RankDiedError, match="rank 1 ended without an answer"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import photo
 from tests.trainables.jobs import write_teacher
+from tests.waiting import wait_until
 from trainables.config import DataConfig, EvaluateConfig
 from trainables.data.decode import Sample
 from trainables.data.interface import Source
@@ -127,10 +127,7 @@ def test_an_evaluation_reads_its_nodes_copy_and_gives_it_up(tmp_path: Path) -> N
     )
     assert evaluate_checkpoint(config, Group())["num_images"] == 6
     (folder,) = node.glob("raydistill-*/*")
-    deadline = time.monotonic() + 20
-    while not (gone := folder_cleaner.remove_unused(str(folder))) and time.monotonic() < deadline:
-        time.sleep(0.01)  # for a moment the folder's cleaner has the lock
-    assert gone
+    wait_until(lambda: folder_cleaner.remove_unused(str(folder)))  # for a moment the folder's cleaner has the lock
 
 
 def test_fewer_than_five_classes_are_all_in_the_first_five() -> None:

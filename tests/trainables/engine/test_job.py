@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from PIL import Image
 
 from tests.trainables.data.packed import pack_here
 from tests.trainables.jobs import Recorded, config, no_telemetry
+from tests.waiting import wait_until
 from trainables.data.storage import folder_cleaner
 from trainables.distributed.group import Group
 from trainables.engine import loop
@@ -42,10 +42,7 @@ def test_a_job_that_ends_or_dies_leaves_no_thread_and_no_hold(tmp_path: Path, di
         contextlib.closing(job),
     ):
         loop.run(job)
-    deadline = time.monotonic() + 20
-    while set(threading.enumerate()) - before or not folder_cleaner.remove_unused(str(folders[0])):
-        assert time.monotonic() < deadline, (set(threading.enumerate()) - before, "or the folder is in use")
-        time.sleep(0.02)
+    wait_until(lambda: set(threading.enumerate()) <= before and folder_cleaner.remove_unused(str(folders[0])))
     assert not folders[0].exists()
 
 

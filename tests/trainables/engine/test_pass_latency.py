@@ -30,7 +30,9 @@ def job(tmp_path: Path) -> Job:
     return build(settings, Group(), lambda *_: None, no_telemetry)
 
 
-def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job) -> None:
+def test_it_is_less_than_a_step_on_many_and_more_than_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit_s in ("_MAX_S", "_MAX_PASS_S"):  # which a busy machine reaches at once
+        monkeypatch.setattr(latency, limit_s, float("inf"))
     with contextlib.closing(job):
         summary = loop.run(job)
     assert 0 < summary["one_image_ms"] < summary["phase/step_ms"]

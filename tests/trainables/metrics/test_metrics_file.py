@@ -58,7 +58,7 @@ def pairs(lines: list[dict[str, Any]]) -> Counter[tuple[str, int]]:
 def learned(line: dict[str, Any]) -> tuple[Any, ...]:
     """What does not depend on how fast a machine is: a record's place, its names, and what the training has learned."""
     numbers = {name: value for name, value in line["metrics"].items() if re.search("loss|top[15]|lr$|kd/", name)}
-    names = {name for name in line["metrics"] if not name.startswith("passes/")}  # larger batches are timed while there is time
+    names = {name for name in line["metrics"] if not name.startswith("passes/")}  # as many of these as its seconds allow
     return line["kind"], line["step"], line["epoch"], names, numbers
 
 
@@ -74,6 +74,7 @@ def test_no_name_comes_twice_at_a_step(tmp_path: Path) -> None:
     assert prefixes == {"step": {"train"}, "epoch": {"val", "epoch"}}
 
 
+@pytest.mark.processes
 def test_a_kill_between_a_checkpoint_and_its_epochs_record_loses_no_record(tmp_path: Path) -> None:
     train_on_record(distilling(tmp_path / "whole"))
     ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "killed"], check=False)

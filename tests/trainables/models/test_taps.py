@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import pytest
@@ -21,6 +22,12 @@ from trainables.models.taps import Taps
 
 def build(name: str, image_size: int, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     return construct(name, num_classes=10, image_size=image_size, seed=0).to(dtype)
+
+
+@functools.cache
+def unchanged(name: str) -> nn.Module:
+    """A model for 64 pixels that tests leave as it is, since the initial values of some take seconds."""
+    return build(name, 64)
 
 
 def images(image_size: int, *, num: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,13 +58,13 @@ def results(name: str, image_size: int, taps: list[str]) -> list[Tensor]:
         ("convnet_large", 8, ["stem", "stages", "stages.preact", "pooled"]),
         ("mlp_large", 8, ["hidden.0", "hidden.1:in", "pooled"]),
         ("resnet18", 32, ["stem", "stages", "stages.preact", "pooled"]),
-        ("vgg11_bn", 32, ["stages", "stages.preact", "pooled"]),
+        pytest.param("vgg11_bn", 32, ["stages", "stages.preact", "pooled"], marks=pytest.mark.slow),  # 129 million parameters
         ("mobilenet_v2", 32, ["stages", "stages.preact", "pooled"]),
         ("densenet121", 32, ["stages", "stage1.preact"]),
         ("shufflenet_v2_x0_5", 32, ["stages", "pooled"]),
         ("googlenet", 32, ["stages", "pooled"]),
         ("swin_t", 32, ["stem", "stages", "pooled"]),
-        ("vit_b_32", 32, ["encoder.layers.encoder_layer_3", "pooled"]),
+        pytest.param("vit_b_32", 32, ["encoder.layers.encoder_layer_3", "pooled"], marks=pytest.mark.slow),  # 87 million
     ],
 )
 def test_outputs_gradients_and_batch_statistics_are_bit_equal_to_those_without_taps(
@@ -288,7 +295,7 @@ def test_of_a_module_that_is_called_several_times_the_last_call_counts() -> None
     ],
 )
 def test_a_tap_that_cannot_be_read_is_refused_in_one_line(name: str, tap: str, says: str) -> None:
-    model = build(name, 64)
+    model = unchanged(name)
     with pytest.raises(ModelError) as caught:
         Taps(model, [tap], name=name, image_size=64)
     assert says in str(caught.value)
@@ -299,7 +306,7 @@ def test_a_tap_that_cannot_be_read_is_refused_in_one_line(name: str, tap: str, s
 
 @pytest.mark.parametrize(("name", "overwritten"), [("resnet18", "layer1.0.bn2"), ("densenet121", "unpooled")])
 def test_a_point_that_would_be_refused_is_not_listed(name: str, overwritten: str) -> None:
-    found = {point.name for point in list_taps(build(name, 64), 64, every=True)}
+    found = {point.name for point in list_taps(unchanged(name), 64, every=True)}
     assert len(found) > 50
     assert overwritten not in found
 

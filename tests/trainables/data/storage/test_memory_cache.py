@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.storage.small import file_system
+from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.decode import Sample, UnreadableImageError
 from trainables.data.interface import Source
@@ -180,10 +180,7 @@ def test_the_cache_is_removed_a_while_after_its_last_user(folder: Path, monkeypa
     _contents(source)
     assert place.exists()
     del source
-    deadline = time.monotonic() + 20
-    while place.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not place.exists()
+    wait_until(lambda: not place.exists())
 
 
 @pytest.mark.parametrize(("path", "instead"), [("digits", "it is in memory as it is"), ("s3://b/set", "data.stage=ram")])

@@ -22,6 +22,7 @@ import pytest
 from tests.trainables.data.packed import pack_here
 from tests.trainables.data.photos import MakeFolder
 from tests.trainables.data.shards import image_of, make_records
+from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.loader import Loader
@@ -183,11 +184,7 @@ def test_an_epoch_reads_every_sample_and_the_cache_keeps_its_bound(packed: Path,
 def test_what_comes_next_is_fetched_before_it_is_read(packed: Path, node: Path) -> None:
     source = open_remote(_data(packed.as_uri(), node, cache_mib=8), "train")
     source.follow(_order(source, "none"), 0, 0)
-    there: list[str] = []
-    deadline = time.monotonic() + 20
-    while len(there) < 7 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        there = sorted(path.name for path in node.glob("raydistill-*/*/data/train-*"))
+    wait_until(lambda: len(list(node.glob("raydistill-*/*/data/train-*"))) >= 7)
     time.sleep(0.3)
     there = sorted(path.name for path in node.glob("raydistill-*/*/data/train-*"))
     assert there == [f"train-{shard:05}.arrow" for shard in range(7)]  # and the eighth would be over 8 MiB
@@ -236,8 +233,7 @@ def test_threads_that_fetch_ahead_end_with_the_source(packed: Path, node: Path) 
     assert lanes
     del source
     for lane in lanes:
-        lane.join(timeout=20)
-        assert not lane.is_alive()
+        lane.join()
 
 
 def test_shards_that_are_needed_are_known_across_the_end_of_an_epoch(packed: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.trainables.data.shards import image_of, make_records
 from tests.trainables.data.storage.small import file_system
+from tests.waiting import wait_until
 from trainables.config import DataConfig
 from trainables.data.index import INDEX, read_index
 from trainables.data.records import open_records
@@ -88,11 +89,8 @@ def _own(base: Path) -> Path:
     return base / f"raydistill-{os.getuid()}"
 
 
-def _gone(path: Path, within_s: float = 20) -> bool:
-    deadline = time.monotonic() + within_s
-    while path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not path.exists()
+def _gone(path: Path) -> bool:
+    return wait_until(lambda: not path.exists())
 
 
 def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
@@ -225,12 +223,7 @@ def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
 
 def _appears(folder: Path, name: str = "") -> list[str]:
     """What is in `folder` once `name`, or anything, is there."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if folder.exists() and (found := [path.name for path in folder.iterdir() if path.name.startswith(name)]):
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{name} does not appear in {folder}")
+    return wait_until(lambda: [path.name for path in folder.glob(f"{name}*")])
 
 
 def test_whoever_copies_or_waits_says_how_far_it_is(
@@ -244,9 +237,8 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
         with locked(held.folder / "copying"):
-            waiting, deadline = pool.submit(stage, str(root), str(to), grace_s=GRACE_S), time.monotonic() + 20
-            while not caplog.messages and time.monotonic() < deadline:
-                time.sleep(0.01)
+            waiting = pool.submit(stage, str(root), str(to), grace_s=GRACE_S)
+            wait_until(lambda: caplog.messages)
             assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
         waiting.result()[1].close()
     held.close()
@@ -282,7 +274,7 @@ def test_a_cleaner_begins_its_work_although_others_look_whether_there_is_one(tmp
         watching = threading.Thread(target=folder_cleaner.watch, args=(str(folder), 0.0))
         watching.start()
         time.sleep(0.03)
-    watching.join(timeout=20)
+    watching.join()
     assert not folder.exists()
 
 
@@ -409,8 +401,7 @@ def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None
     while sources:
         assert not folder_cleaner.remove_unused(str(folder))
         sources.pop()
-    while not folder_cleaner.remove_unused(str(folder)):  # for a moment the folder's cleaner has the lock
-        time.sleep(0.01)
+    wait_until(lambda: folder_cleaner.remove_unused(str(folder)))  # for a moment the folder's cleaner has the lock
 
 
 def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from service.config.experiment import load
 from tests.trainables.jobs import Recorded, config, equal, no_telemetry, relative_difference, train, write_teacher
 from tests.trainables.teachers.cache.test_key import folder
+from tests.waiting import wait_until
 from trainables.config import TrainConfig
 from trainables.data import image_view
 from trainables.data.decoders import DECODERS
@@ -293,15 +293,13 @@ def test_a_timing_run_reads_and_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.processes
 def test_a_killed_job_leaves_whole_segments_and_the_next_one_goes_on(tmp_path: Path) -> None:
     job_config = settings(tmp_path, "first", epochs=40)
     (tmp_path / "job.json").write_text(job_config.model_dump_json())
     process = subprocess.Popen([sys.executable, "-m", "tests.trainables.teachers.cache.long_job", str(tmp_path / "job.json")])
-    until = time.monotonic() + 60
-    while len(list((tmp_path / "cache").rglob("*.arrow"))) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "cache").rglob("*.arrow"))) >= 2)
+    assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     whole = len(list((tmp_path / "cache").rglob("*.arrow")))
