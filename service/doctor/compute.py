@@ -35,7 +35,8 @@ def launches(e: Evidence) -> Cause | None:
     if not saved_ms:
         return None
     times = least_that_saves(saved_ms)
-    fixed_supply_ms = max(0.0, e.supply_ms - (e.typical.loader_batch_ms or e.supply_ms)) if e.in_series else 0.0
+    data_ms = e.typical.data_ms
+    fixed_supply_ms = max(0.0, data_ms - (e.typical.loader_batch_ms or data_ms)) if e.in_series else 0.0
     return Cause(
         "launch-bound",
         f"{saved_ms[times]:.1f} of a step's {e.typical.step_ms:.1f} ms are not needed for the same images in a larger batch: "

@@ -252,13 +252,16 @@ class Evidence:
 
     @property
     def supply_ms(self) -> float:
-        """The least time between two batches that the loader can deliver; where it is not recorded, by what a step waits."""
-        step = self.typical
+        """The least time between two batches that every rank's loader can deliver: ranks wait for the slowest."""
+        return max(self.supply_of(rank) for rank in self.ranks)
+
+    def supply_of(self, rank: RankTimes) -> float:
+        """The least time between two batches of one rank's loader; where it is not recorded, by what its step waits."""
         if self.in_series:
-            return step.data_ms
-        if step.loader_batch_ms is not None:
-            return min(step.step_ms, step.loader_batch_ms)
-        return step.step_ms if self.waits_for_data else 0.0
+            return rank.data_ms
+        if rank.loader_batch_ms is not None:
+            return min(rank.step_ms, rank.loader_batch_ms)
+        return rank.step_ms if 100 * rank.data_ms >= LEAST_PCT * rank.step_ms else 0.0
 
     @property
     def copy_ms(self) -> float:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from statistics import fmean, median_low
 from typing import Any
 
 from service.config.experiment import Experiment, Resolved
@@ -131,10 +132,19 @@ def evidence_of(
 
 
 def loader_costs(metrics: Metrics) -> LoaderCosts | None:
-    """None: not recorded, or not all of it."""
+    """Those of the median rank; None: not recorded, or not all of it.
+
+    Recorded are means over ranks. All ranks load alike images: what a slower rank's loader takes more is waiting.
+    """
     if not all(f"loader/{name}" in metrics for name in _LOADER):
         return None
-    return LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+    costs = LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+    batches_ms = [ms for name, ms in metrics.items() if re.fullmatch(r"rank\d+/loader_batch_ms", name)]
+    if not batches_ms or not fmean(batches_ms):
+        return costs
+    more_ms = costs.image_ms * max(0.0, 1 - median_low(batches_ms) / fmean(batches_ms))
+    waits_ms = min(more_ms, costs.read_wait_ms)
+    return replace(costs, image_ms=costs.image_ms - waits_ms, read_wait_ms=costs.read_wait_ms - waits_ms)
 
 
 def passes_ms(metrics: Metrics) -> dict[int, float]:

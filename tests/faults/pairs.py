@@ -49,8 +49,6 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
 }
 ON_GPU_ALONE = ("hot GPU",)
-SINGLE = ("one slow loader",)
-"""Not in pairs: the doctor's model has one supply for all ranks; with a second fault it is up to 46 points off."""
 CONTRADICTORY = ({"loader threads share a lock", "no loader workers"},)  # without threads there is no lock to wait for
 MENDED: dict[str, Callable[[Pipeline, int], Pipeline]] = {
     "storage-bound": lambda p, value: replace(p, read_image_ms=0.0),
@@ -144,15 +142,10 @@ def _proposed(cause: str, found: Sequence[Finding]) -> int:
     return int(value[1]) if value else 0
 
 
-def faults_of(number: int) -> list[str]:
-    """Those that combinations of so many are made of."""
-    return [fault for fault in FAULTS if number == 1 or fault not in SINGLE]
-
-
 def trials(number: int) -> Iterator[Verdict]:
     """All combinations of so many faults, on CPUs and on GPUs."""
     for gpu in (False, True):
-        for faults in combinations(faults_of(number), number):
+        for faults in combinations(FAULTS, number):
             if (gpu or not set(faults) & set(ON_GPU_ALONE)) and set(faults) not in CONTRADICTORY:
                 yield trial(faults, gpu)
 

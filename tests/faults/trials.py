@@ -134,7 +134,7 @@ class Trials:
         remarks = [f"{one.cause} {one.gain_pct:.1f}%" for one in every if one.cause == OF_MACHINE]
         for option in OPTIONS.values():
             first, now = proposed(option, before), proposed(option, every)
-            if first != now:
+            if first and first != now:
                 remarks.append(f"mended with {option}={first}, proposed afterwards: {now}")
         by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(wanted, gains, strict=True)}
         return Verdict(faults, without_machine(every), by_causes, "; ".join(remarks))

@@ -17,6 +17,7 @@ from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, G
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler
+from service.doctor.read_run import loader_costs
 from service.doctor.teacher_service import service_waits
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, loader, longer, run_of, waiting, waits
 
@@ -151,8 +152,22 @@ def test_records_of_a_run_that_has_ended_get_no_advice_to_wait_for_its_end() -> 
 
 
 def test_a_rank_that_alone_waits_for_data_makes_no_run_storage_bound() -> None:
-    e = run_of(waiting(RANK, 100, 1), waits(SLOW, 1), loader=loader(116 / 64, read_wait=100 / 64, cpu=16 / 64))
-    assert names(e) == ["straggler"]
+    """Rank 0 needs 32 ms for a batch, rank 1 waits 168 ms more for the disk; the records have the means of both."""
+    recorded = {"image": 116 / 64, "read_wait": 84 / 64, "cpu": 32 / 64, "core_wait": 0.0}
+    metrics = {f"loader/{name}_ms": ms for name, ms in recorded.items()} | {"loader/threads": 1.0}
+    metrics |= {"rank0/loader_batch_ms": 32.0, "rank1/loader_batch_ms": 200.0}
+    e = run_of(waiting(RANK, 100, 1), waits(SLOW, 1), loader=loader_costs(metrics))
+    assert names(e) == ["straggler", "decode-bound"]
+    assert the(decoding, e).gain_pct == pytest.approx(100 * 32 / 200)  # of both ranks
+
+
+def test_a_slow_loader_behind_a_slow_network_is_named_after_it() -> None:
+    """A step of 200 ms: 100 of work, 100 of the all-reduce. Rank 1's loader needs 180, rank 0's 32."""
+    fast = waits(longer(RANK, backward=100), 100)
+    found = findings(run_of(fast, replace(fast, loader_batch_ms=180.0), loader=loader(32 / 64, cpu=32 / 64)))
+    assert [(one.cause, one.after) for one in found][:2] == [("all-reduce-bound", None), ("straggler", "all-reduce-bound")]
+    assert found[0].gain_pct == pytest.approx(100 * 20 / 200)
+    assert found[1].gain_pct == pytest.approx(100 * 100 / 200, abs=1)
 
 
 # Supply
@@ -274,11 +289,11 @@ def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_image
         optimizer_ms=0.0,
         step_ms=100.0,
         allreduce_wait_ms=45.0,
-        loader_batch_ms=20.0,
+        loader_batch_ms=55.0,
         loader_wait_ms=25.0,
     )
-    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=65.0, loader_wait_ms=70.0)
-    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(20 / 64, cpu=20 / 64)))
+    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=100.0, loader_wait_ms=70.0)
+    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(55 / 64, cpu=55 / 64)))
     assert found.sentence.startswith("rank 3 (node0) is slow")
     assert found.gain_pct == pytest.approx(45)
 
