@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from statistics import fmean
 
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.step_model import Cause, Effect
 from service.doctor.teacher_service import advice
 
 FITS = 0.9

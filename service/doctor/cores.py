@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import Evidence
+from service.doctor.step_model import Cause, Effect
 
 OFTEN = 0.1
 """Other programs that have less of the cores than this part are not reported."""

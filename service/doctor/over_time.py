@@ -10,7 +10,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple, TypeVar
 
 from service.doctor.compute import idle_share
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
+from service.doctor.evidence import LEAST_PCT, EpochUse, Evidence, GpuUse, RankTimes
+from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import PHASES
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
@@ -38,7 +39,7 @@ class Fallen(NamedTuple):
     @property
     def share(self) -> float:
         """`lost`, as it is now."""
-        return self.lost(self.gpu.clock_mhz)
+        return self.lost(self.gpu.sm_clock_mhz)
 
 
 def is_throttled(gpu: GpuUse) -> bool:
@@ -57,14 +58,14 @@ def fallen(e: Evidence) -> Fallen | None:
     fastest = {gpu.name: gpu for gpu in min(e.epochs, key=lambda epoch: epoch.step_ms).gpus} if e.epochs else {}
     found = []
     for gpu in now:
-        if gpu.clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
+        if gpu.sm_clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
             continue
         before = fastest.get(gpu.name, gpu)
-        same_kind = [other for other in now if other.clock_limit_mhz == gpu.clock_limit_mhz and not is_throttled(other)]
-        peers = [other.clock_mhz for other in same_kind if other.clock_mhz]
-        if before.clock_mhz and gpu.clock_mhz < before.clock_mhz and not is_throttled(before):
-            found.append(Fallen(gpu, before.clock_mhz, since_start=False))
-        elif is_throttled(before) and is_throttled(gpu) and (could_mhz := max(peers, default=gpu.clock_limit_mhz)):
+        same_kind = [other for other in now if other.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(other)]
+        peers = [other.sm_clock_mhz for other in same_kind if other.sm_clock_mhz]
+        if before.sm_clock_mhz and gpu.sm_clock_mhz < before.sm_clock_mhz and not is_throttled(before):
+            found.append(Fallen(gpu, before.sm_clock_mhz, since_start=False))
+        elif is_throttled(before) and is_throttled(gpu) and (could_mhz := max(peers, default=gpu.sm_clock_limit_mhz)):
             found.append(Fallen(gpu, could_mhz, since_start=True))
     return max(found, key=lambda one: one.share, default=None)
 
@@ -81,7 +82,7 @@ def kernels_share(e: Evidence) -> float:
 
 def clocks_lost(e: Evidence, one: Fallen) -> list[float]:
     """For each epoch the part of its steps that the clocks cost."""
-    clocks = [next((gpu.clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
+    clocks = [next((gpu.sm_clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
     return [kernels_share(e) * one.lost(clock_mhz) for clock_mhz in clocks]
 
 
@@ -106,11 +107,11 @@ def clock_sentence(e: Evidence, one: Fallen) -> str:
     reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & SLOWING_REASONS & gpu.throttle_reasons]
     why = f" ({', '.join(reasons)})" if reasons else ""
     if one.since_start:
-        return f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"
+        return f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"
     fastest, last, steps = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1], e.steps_per_epoch or 1
     return (
         f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the clock "
-        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.clock_mhz:,.0f} MHz{heat}{why}"
+        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.sm_clock_mhz:,.0f} MHz{heat}{why}"
     )
 
 

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import Evidence
+from service.doctor.step_model import Cause, Effect
 
 
 def hiding(teacher_ms: float, rest_ms: float, workers: int) -> int:

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Evidence, Finding
+from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import SWAPS_MIB_PER_S, swap_mib_per_s
 from service.doctor.read_run import Case
+from service.doctor.step_model import Finding
 from trainables.metrics.phases import PHASES
 
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Finding
+from service.doctor.evidence import LEAST_PCT
+from service.doctor.step_model import Finding
 from tests.faults.simulated import Pipeline, ms_per_image, run, seed_of, step_ms
 
 TIMES = 1.8

@@ -9,8 +9,9 @@ from functools import cached_property
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Finding
+from service.doctor.evidence import LEAST_PCT
 from service.doctor.read_run import Case
+from service.doctor.step_model import Finding
 from tests.faults.hot_gpu import hot_gpu
 from tests.faults.runs import Bench, Training
 from tests.faults.turns import Gain, compare

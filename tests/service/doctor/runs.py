@@ -27,7 +27,7 @@ HEALTHY = Evidence(
     loader=LOADER,
     one_image_ms=2.0,
     passes_ms={64: 95.0, 128: 190.0},
-    nodes=(NodeUse(60.0, 0.0),),
+    nodes=(NodeUse(60.0),),
 )
 
 
