@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from service.doctor.compute import launches, teacher
-from service.doctor.cores import other_programs
+from service.doctor.compute import launches, other_programs, teacher
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal

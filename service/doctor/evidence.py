@@ -119,6 +119,10 @@ class EpochUse:
     phases_ms: Mapping[str, float] = field(default_factory=dict)
     """Means of its steps' phases."""
 
+    def phase_ms(self, phase: str) -> float:
+        """0 where it is not recorded."""
+        return self.phases_ms.get(phase, 0.0)
+
 
 @dataclass(frozen=True)
 class Clock:

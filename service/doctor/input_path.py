@@ -74,7 +74,7 @@ def swap_mib_per_s(e: Evidence) -> float:
     return max((node.swap_in_mib_per_s or 0.0 for node in e.nodes), default=0.0)
 
 
-def busy_pct(e: Evidence) -> float:
+def cores_busy_pct(e: Evidence) -> float:
     """Of the busiest node's cores."""
     return max((node.cpu_pct for node in e.nodes if node.cpu_pct is not None), default=0.0)
 
@@ -102,8 +102,8 @@ def decoding(e: Evidence) -> Cause | None:
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
     most = int(e.cores / e.num_workers) if e.cores else MOST_THREADS  # threads that compute need a core each
-    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
-    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
+    crowded = cores_busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
+    change = f"{cheaper}: cores are busy {cores_busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
     return Cause(
         "decode-bound",
         f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "

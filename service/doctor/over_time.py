@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import methodcaller
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from service.doctor.compute import idle_share
 from service.doctor.evidence import LEAST_PCT, EpochUse, Evidence, GpuUse, RankTimes
@@ -132,40 +133,37 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
         return None
     lost = lost or [0.0] * len(epochs)
     fair_ms = [of(epoch) * (1 - part) for epoch, part in zip(epochs, lost, strict=True)]
-    order = sorted(range(len(epochs)), key=lambda number: fair_ms[number])
-    fast, late = [epochs[number] for number in order[: third(epochs)]], latest(epochs)
-    fast_ms, late_ms = median(sorted(fair_ms)[: len(fast)]), median(latest(fair_ms))
+    late = latest(epochs)
+    fast = sorted(zip(fair_ms, epochs, strict=True), key=lambda pair: pair[0])[: len(late)]
+    fast_ms, late_ms = median(ms for ms, _ in fast), median(latest(fair_ms))
     differences = [abs(after - before) for before, after in pairwise(fair_ms)]
     if late_ms - fast_ms < max(SURE * median(differences), LEAST_PCT / 100 * median(epoch.step_ms for epoch in late)):
         return None
 
-    def phase_ms(some: Sequence[EpochUse], name: str) -> float:
-        return fmean(epoch.phases_ms.get(name, 0.0) for epoch in some)
+    def longer_ms(phase: str) -> float:
+        return fmean(epoch.phase_ms(phase) for epoch in late) - fmean(epoch.phase_ms(phase) for _, epoch in fast)
 
-    phase = max(late[-1].phases_ms, key=lambda name: phase_ms(late, name) - phase_ms(fast, name), default="")
-    more_ms = fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))
-    return Growth(median(map(of, fast)), median(map(of, late)), max(0.0, more_ms), phase)
+    return Growth(
+        fast_ms=median(of(epoch) for _, epoch in fast),
+        late_ms=median(map(of, late)),
+        more_ms=max(0.0, fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))),
+        phase=max(late[-1].phases_ms, key=longer_ms, default=""),
+    )
 
 
 def computing_ms(epoch: EpochUse) -> float:
     """A step but for its waits for images: what grows behind a loader, or a copy to the GPU, that is slower still."""
-    copied_ms = epoch.phases_ms.get("h2d", 0.0) if epoch.gpus else 0.0
-    return epoch.step_ms - data_ms(epoch) - copied_ms
+    return epoch.step_ms - data_ms(epoch) - (epoch.phase_ms("h2d") if epoch.gpus else 0.0)
 
 
 def data_ms(epoch: EpochUse) -> float:
     """A step's data phase."""
-    return epoch.phases_ms.get("data", 0.0)
-
-
-def third(epochs: Sequence[Any]) -> int:
-    """How many epochs are a third of them; one at least."""
-    return max(1, len(epochs) // 3)
+    return epoch.phase_ms("data")
 
 
 def latest(epochs: Sequence[Item]) -> Sequence[Item]:
-    """The last third."""
-    return epochs[-third(epochs) :]
+    """The last third, one at least."""
+    return epochs[-max(1, len(epochs) // 3) :]
 
 
 def as_it_is_now(e: Evidence) -> Evidence:
@@ -176,28 +174,21 @@ def as_it_is_now(e: Evidence) -> Evidence:
     if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
         return e
 
-    def ratio(of: Callable[[EpochUse], float]) -> float:
-        whole = fmean(of(epoch) for epoch in e.epochs)
-        return fmean(of(epoch) for epoch in latest(e.epochs)) / whole if whole else 1.0
+    def times(of: Callable[[EpochUse], float]) -> float:
+        whole = fmean(map(of, e.epochs))
+        return fmean(map(of, latest(e.epochs))) / whole if whole else 1.0
 
-    def of_phase(name: str) -> Callable[[EpochUse], float]:
-        return lambda epoch: epoch.phases_ms.get(name, 0.0)
-
-    step, exposed_ms = ratio(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
-    times = {phase: ratio(of_phase(phase)) for phase in PHASES}
+    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in PHASES}
+    step, exposed_ms = times(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
 
     def grown(rank: RankTimes) -> RankTimes:
-        phases = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in times.items()}
-        wait_ms, late_ms = rank.allreduce_wait_ms, rank.loader_wait_ms
-        if wait_ms is not None:  # for other ranks; the network is as it was
-            wait_ms = exposed_ms + max(0.0, wait_ms - exposed_ms) * times["backward"]
-        return replace(
-            rank,
-            **phases,
-            step_ms=rank.step_ms * step,
-            allreduce_wait_ms=wait_ms,
-            loader_wait_ms=late_ms * times["data"] if late_ms is not None else None,
-        )
+        changed = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in by_phase.items()}
+        if rank.allreduce_wait_ms is not None:  # for other ranks; the network is as it was
+            for_ranks_ms = max(0.0, rank.allreduce_wait_ms - exposed_ms)
+            changed["allreduce_wait_ms"] = exposed_ms + for_ranks_ms * by_phase["backward"]
+        if rank.loader_wait_ms is not None:
+            changed["loader_wait_ms"] = rank.loader_wait_ms * by_phase["data"]
+        return replace(rank, **changed, step_ms=rank.step_ms * step)
 
     clock = replace(e.clock, train_s=e.clock.train_s * step) if e.clock is not None else None
     return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
@@ -242,10 +233,8 @@ def evaluation(e: Evidence) -> Cause | None:
     every_epochs, grace = every * e.evaluate_every, ""
     if e.grace_epochs is not None and e.grace_epochs % every_epochs:
         grace = f" --set sweep.grace_epochs={max(every_epochs, e.grace_epochs // every_epochs * every_epochs)}"
-    threads = 2 * max(1, e.loader_workers)
-    loading = (
-        "" if could_s > 0.5 * e.eval_s else f", or load its images faster: --set data.loader_workers={threads}, or distill pack"
-    )
+    faster = f", or load its images faster: --set data.loader_workers={2 * max(1, e.loader_workers)}, or distill pack"
+    loading = "" if could_s > 0.5 * e.eval_s else faster
     return Cause(
         "evaluation",
         f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s, an epoch's steps {steps_s:.1f} s; the "

@@ -11,8 +11,7 @@ import pytest
 
 from service.config.experiment import load
 from service.doctor.causes import findings
-from service.doctor.compute import launches, teacher
-from service.doctor.cores import other_programs
+from service.doctor.compute import launches, other_programs, teacher
 from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, NodeUse, RankTimes
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
