@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import fmean, median_low
 
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.step_model import Cause, Effect
@@ -78,7 +78,8 @@ def with_larger_batch_ms(e: Evidence, times: int) -> float | None:
     step, images_ms = e.typical, e.compute_ms + e.typical.augment_ms
     passes_ms = min(images_ms, e.accumulate * now_ms)
     launching_ms = e.accumulate * (e.one_image_ms or 0.0) * (2 if e.num_workers > 1 else 1)
-    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + e.rest_ms
+    rest_ms = median_low(rank.rest_ms for rank in e.ranks)
+    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + rest_ms
     return max(0.0, passes_ms - e.accumulate * larger_ms / times) + fixed_ms * (1 - 1 / times)
 
 
@@ -91,7 +92,7 @@ def gpus_busy_pct(e: Evidence) -> float | None:
     """How much of the training's time the GPUs are busy, in its last third where epochs are recorded; None: unknown."""
     uses = [gpu for epoch in e.epochs[-max(1, len(e.epochs) // 3) :] for gpu in epoch.gpus] or list(e.gpus)
     known = [gpu.util_pct for gpu in uses if gpu.util_pct is not None]
-    return sum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def idle_gpu(e: Evidence) -> Cause | None:

@@ -263,8 +263,9 @@ class Evidence:
 
     def computing_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for images or for others."""
-        waits_ms = rank.data_ms + (rank.h2d_ms if self.on_gpu else 0.0)
-        return self.own_ms(rank) - waits_ms + self.handling_ms(rank) + rank.rest_ms
+        before_ms = self.handling_ms(rank) + (0.0 if self.on_gpu else rank.h2d_ms) + rank.augment_ms + rank.teacher_ms
+        passes_ms = self.own_student_ms(rank) + self.own_backward_ms(rank)
+        return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
 
     def handling_ms(self, rank: RankTimes) -> float:
         """Of the data phase what is no wait: the step's own thread hands batches out."""
@@ -341,17 +342,6 @@ class Evidence:
         """Evaluation of an epoch, in the mean; 0 where none was made."""
         return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
 
-    @property
-    def rest_ms(self) -> float:
-        """What of a step lies in no phase, on the median rank."""
-        return median_low(rank.rest_ms for rank in self.ranks)
-
-    @property
-    def uneven_ms(self) -> float:
-        """What every rank, even the one that waits least, waits for others that are late in turn."""
-        waits = [rank.allreduce_wait_ms for rank in self.ranks if rank.allreduce_wait_ms is not None]
-        return max(0.0, min(waits) - (self.exposed_ms or 0.0)) if waits else 0.0
-
     def own_backward_ms(self, rank: RankTimes) -> float:
         """A rank's backward without its waits. Ranks wait for the slowest, so that nobody computes longer than the least."""
         least = min(other.backward_ms for other in self.ranks)
@@ -379,10 +369,6 @@ class Evidence:
         own_ms = rank.student_ms - max(0.0, first.before_student_ms - rank.before_student_ms)
         varies_ms = 0.0 if self.in_series else first.data_ms
         return max(own_ms, least_ms) if own_ms - least_ms > varies_ms else least_ms
-
-    def own_ms(self, rank: RankTimes) -> float:
-        """What a rank does in a step without waiting for others."""
-        return rank.before_student_ms + self.own_student_ms(rank) + self.own_backward_ms(rank)
 
     def node_of(self, rank: int) -> int | None:
         """The node of a rank: Ray Train numbers the ranks node by node. None where nodes cannot have as many ranks each."""

@@ -83,14 +83,18 @@ def uneven(e: Evidence) -> Cause | None:
 
     Nothing where a few steps of a disturbed machine are all of it: the wait has to stand out of what it varies by.
     """
-    least = min(e.ranks, key=lambda rank: rank.allreduce_wait_ms or 0.0)
-    if e.uneven_ms < SURE * (least.allreduce_wait_error_ms or 0.0):
+    waits = [
+        (rank.allreduce_wait_ms, rank.allreduce_wait_error_ms or 0.0) for rank in e.ranks if rank.allreduce_wait_ms is not None
+    ]
+    least_ms, error_ms = min(waits, default=(0.0, 0.0))
+    uneven_ms = max(0.0, least_ms - (e.exposed_ms or 0.0))
+    if uneven_ms < SURE * error_ms:
         return None
     return Cause(
         "uneven ranks",
-        f"ranks are late in turn, and the others wait: on every rank {e.uneven_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
+        f"ranks are late in turn, and the others wait: on every rank {uneven_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
         "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers), and see how data_s varies",
-        Effect(beyond_ms=e.uneven_ms),
+        Effect(beyond_ms=uneven_ms),
     )
 
 

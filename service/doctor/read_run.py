@@ -15,7 +15,7 @@ from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import PHASES
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, read_lines
 
 Metrics = Mapping[str, float]
 
@@ -70,18 +70,14 @@ def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Case:
 def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Case | None:
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
-    lines, metrics = read_lines(stage.metrics), _summary(stage)
+    lines, summary = read_lines(stage.metrics), read_summary(stage)
+    metrics = summary.metrics if summary is not None else {}
     metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
     if "phase/step_ms" not in metrics:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
     evidence = evidence_of(experiment, metrics, lines, loader_workers)
     return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
-
-
-def _summary(stage: StageDir) -> dict[str, float]:
-    summary = read_summary(stage)
-    return {} if summary is None else summary.metrics
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
