@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from statistics import fmean, median_low
+from typing import Any
 
 LEAST_PCT = 5.0
 """A predicted gain below this is not worth a finding."""
@@ -207,7 +208,7 @@ class Evidence:
     def typical(self) -> RankTimes:
         """The median rank, number by number (the lower one of two): what a step is like but for its slowest ranks."""
 
-        def middle(name: str) -> float | None:
+        def middle(name: str) -> Any:
             known = [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
             return median_low(known) if known else None
 

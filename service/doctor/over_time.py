@@ -105,7 +105,7 @@ def thermal(e: Evidence) -> Cause | None:
 def clock_sentence(e: Evidence, one: Fallen) -> str:
     """By how much a GPU's clock is lowered, since when, how hot it is, and why."""
     gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
-    reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & SLOWING_REASONS & gpu.throttle_reasons]
+    reasons = decode_throttle(SLOWING_REASONS & gpu.throttle_reasons)
     why = f" ({', '.join(reasons)})" if reasons else ""
     if one.since_start:
         return f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"

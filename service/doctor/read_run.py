@@ -148,7 +148,7 @@ def passes_ms(metrics: Metrics) -> dict[int, float]:
     return {int(match[1]): ms for match, ms in timed if match}
 
 
-def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, float]:
+def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
     """Those of a dataclass's numbers that are recorded, named as its fields are behind a prefix."""
     return {one.name: metrics[prefix + one.name] for one in fields(kind) if prefix + one.name in metrics}
 
