@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from statistics import fmean, median_low
 from typing import Any
 
@@ -204,7 +205,7 @@ class Evidence:
         """Images of one rank's forward pass."""
         return max(1, self.global_batch // (self.num_workers * self.accumulate))
 
-    @property
+    @cached_property
     def typical(self) -> RankTimes:
         """The median rank, number by number (the lower one of two): what a step is like but for its slowest ranks."""
 
