@@ -11,7 +11,8 @@ from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 from service.doctor.compute import idle_share
-from service.doctor.evidence import LEAST_PCT, EpochUse, Evidence, GpuUse, RankTimes
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.recorded import EpochUse, GpuUse, RankTimes
 from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import PHASES
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle

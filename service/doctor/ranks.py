@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import median_low
 
 from service.doctor.compute import most_times
-from service.doctor.evidence import LEAST_PCT, Evidence, RankTimes
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.recorded import RankTimes
 from service.doctor.step_model import Cause, Effect
 
 SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%

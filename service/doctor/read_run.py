@@ -10,7 +10,8 @@ from statistics import fmean, median_low
 from typing import Any
 
 from service.config.experiment import Experiment, Resolved
-from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
+from service.doctor.evidence import Evidence
+from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
 from trainables.errors import ExperimentError

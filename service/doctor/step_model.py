@@ -81,8 +81,8 @@ def with_threads_ms(e: Evidence, threads: int, work_ms: float, load_ms: float, l
     L/s of the work is done, and the rest follows.
     """
     computing = threads * min(1.0, load_cpu_ms / load_ms) if load_ms > 0 else 0.0
-    wanted = e.num_workers * (computing + (not e.on_gpu))
-    crowding = max(1.0, wanted / e.cores) if e.cores else 1.0
+    used_cores = e.num_workers * (computing + (not e.on_gpu))
+    crowding = max(1.0, used_cores / e.cores) if e.cores else 1.0
     loaded_ms = (load_ms + (crowding - 1) * load_cpu_ms) / threads
     return max(loaded_ms, work_ms + (0.0 if e.on_gpu else loaded_ms * (1 - 1 / crowding)))
 

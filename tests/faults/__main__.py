@@ -26,16 +26,16 @@ BAR_PCT, ALARMS_BAR_PCT = 95.0, 5.0
 
 def main() -> None:
     os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
-    console, wanted, began_s = Console(width=160, highlight=False), sys.argv[1:] or ["faults"], time.monotonic()
+    console, arguments, began_s = Console(width=160, highlight=False), sys.argv[1:] or ["faults"], time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:
         for workers in (1, 2):
             bench.run(Training(workers, 16))  # libraries are loaded, caches filled
-        if wanted == ["healthy"]:
+        if arguments == ["healthy"]:
             show_healthy(console, bench)
-        elif wanted[0] == "pairs":
-            show(console, Trials(bench).pairs(wanted[1:] or tuple(CAUSES)))
+        elif arguments[0] == "pairs":
+            show(console, Trials(bench).pairs(arguments[1:] or tuple(CAUSES)))
         else:
-            show(console, Trials(bench).singles((*CAUSES, REPLAYED) if wanted == ["faults"] else wanted))
+            show(console, Trials(bench).singles((*CAUSES, REPLAYED) if arguments == ["faults"] else arguments))
     console.print(f"{(time.monotonic() - began_s) / 60:.1f} minutes")
 
 

@@ -125,9 +125,9 @@ def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
         ill = FAULTS[fault][1](ill, extra_ms)
     found = tuple(findings(run(ill, seed).evidence))
     causes = [FAULTS[fault][0] for fault in faults]
-    wanted = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
+    mended = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
     before_ms, gains = ms_per_image(ill, seed), {}
-    for these in wanted:
+    for these in mended:
         if these <= MENDED.keys():
             p = ill
             for cause in these:

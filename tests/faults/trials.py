@@ -129,8 +129,8 @@ class Trials:
         ill = self.training(workers, frozenset(faults))
         # What the doctor proposes values for is mended with them: they come from a run before the one that it is judged by.
         before = findings(self._bench.run(ill).evidence) if {CAUSES[fault] for fault in faults} & OPTIONS.keys() else []
-        wanted = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
-        mended = [self._mended(workers, frozenset(faults) - these, these, before) for these in wanted]
+        mended_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
+        mended = [self._mended(workers, frozenset(faults) - these, these, before) for these in mended_faults]
         case, gains = compare(self._bench, ill, mended)
         every = findings(case.evidence)
         remarks = [f"{one.cause} {one.gain_pct:.1f}%" for one in every if one.cause == OF_MACHINE]
@@ -138,7 +138,7 @@ class Trials:
             first, now = proposed(option, before), proposed(option, every)
             if first and first != now:
                 remarks.append(f"mended with {option}={first}, proposed afterwards: {now}")
-        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(wanted, gains, strict=True)}
+        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(mended_faults, gains, strict=True)}
         return Verdict(faults, without_machine(every), by_causes, "; ".join(remarks))
 
     def _mended(self, workers: int, left: frozenset[str], mended: frozenset[str], found: Sequence[Finding]) -> Training:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from service.doctor.evidence import Evidence, LoaderCosts, NodeUse, RankTimes
+from service.doctor.evidence import Evidence
+from service.doctor.recorded import LoaderCosts, NodeUse, RankTimes
 
 RANK = RankTimes(
     data_ms=1.0,

@@ -12,11 +12,12 @@ import pytest
 from service.config.experiment import load
 from service.doctor.causes import findings
 from service.doctor.compute import launches, other_programs, teacher
-from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, NodeUse, RankTimes
+from service.doctor.evidence import Evidence
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.read_run import loader_costs
+from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
 from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, loader, longer, run_of, waiting, waits

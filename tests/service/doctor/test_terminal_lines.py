@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from service.config.experiment import Experiment, load
-from service.doctor.evidence import Clock, GpuUse, NodeUse
 from service.doctor.read_run import Case, evidence_of
+from service.doctor.recorded import Clock, GpuUse, NodeUse
 from service.doctor.terminal_lines import case_lines
 from service.runs.run_directory import begin
 from tests.faults.hot_gpu import hot_gpu
