@@ -33,8 +33,10 @@ FEWEST_STEPS, MOST_STEPS = 4, 200
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 16
 ERROR_POINTS = 1.5
 """Rounds are enough once no gain has a larger standard error."""
-SETS = ("data.path={many_images}", "train.max_steps=100000", "train.log_every=100000")
-"""Steps follow each other without an epoch's end, or a log line, between them."""
+MANY_IMAGES = "data.path={many_images}"
+"""Unless a training has data of its own: no epoch ends between its steps."""
+ENDLESS = ("train.max_steps=100000", "train.log_every=100000")
+"""Steps follow each other without a log line between them."""
 
 
 class TurnsOverError(Exception):
@@ -172,7 +174,7 @@ class Contender:
 def compare(bench: Bench, ill: Training, mended: Sequence[Training]) -> tuple[Case, list[Gain]]:
     """The records of `ill`, and what an image takes less in each of the others, which take turns with it."""
     trainings = [ill, *mended]
-    prepared = [bench.prepare(Training(t.num_workers, t.batch, t.faults, (*t.sets, *SETS))) for t in trainings]
+    prepared = [bench.prepare(Training(t.num_workers, t.batch, t.faults, (MANY_IMAGES, *t.sets, *ENDLESS))) for t in trainings]
     with Listener(None, "AF_UNIX") as listener, ThreadPoolExecutor(len(trainings)) as callers:
         runs = [
             callers.submit(
