@@ -48,6 +48,8 @@ def show(console: Console, verdicts: Iterable[Verdict]) -> None:
         mended = ", ".join(
             f"{' + '.join(sorted(causes))} {gain.pct:.1f} ± {gain.error_points:.1f}" for causes, gain in one.gains.items()
         )
+        if (by_means_pct := one.measured.by_means_pct) is not None:
+            mended += f"; by means {by_means_pct:.1f}"
         more = [f"also found: {', '.join(one.others)}"] if one.others else []
         more += [one.remark] if one.remark else []
         console.print(

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Client, Connection, Listener
 from statistics import fmean, median
 from typing import Any
@@ -127,6 +127,8 @@ class Gain:
 
     pct: float
     error_points: float = 0.0
+    by_means_pct: float | None = None
+    """The same from the sums of all rounds, as the doctor reads means: far from `pct` where bursts disturbed some rounds."""
 
     @classmethod
     def of(cls, pct_by_round: Sequence[float]) -> Gain:
@@ -208,7 +210,10 @@ def take_turns(contenders: Sequence[Contender]) -> list[Gain]:
         for one in contenders if number % 2 else reversed(contenders):
             one.measure()
         gains = [
-            Gain.of([100 * (1 - ms / ill_ms) for ms, ill_ms in zip(one.ms_per_image, ill.ms_per_image, strict=True)])
+            replace(
+                Gain.of([100 * (1 - ms / ill_ms) for ms, ill_ms in zip(one.ms_per_image, ill.ms_per_image, strict=True)]),
+                by_means_pct=100 * (1 - sum(one.ms_per_image) / sum(ill.ms_per_image)),
+            )
             for one in mended
         ]
         if number >= FEWEST_ROUNDS and all(gain.error_points <= ERROR_POINTS for gain in gains):
