@@ -1,6 +1,6 @@
 """What a run loses its time to: one function a cause, from evidence to that cause with its effect, or none.
 
-Gains follow the project's model of a step (`service/search/formulas.py`): step = max(supply, work), see `evidence.after_ms`. In
+Gains follow the project's model of a step (`service/search/formulas.py`): step = max(supply, work), see `step_model.after_ms`. In
 the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - T'/T) percent.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from service.doctor.compute import launches, teacher
-from service.doctor.cores import other_programs
-from service.doctor.evidence import LEAST_PCT, Cause, Evidence, Finding, predicted_pct
+from service.doctor.compute import launches, other_programs, teacher
+from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler, uneven
+from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits
 
 RULES = (

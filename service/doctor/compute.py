@@ -1,12 +1,13 @@
-"""What a step computes: too little at a time, or with a teacher that outweighs its student."""
+"""What a step computes: too little at a time, with a teacher that outweighs its student, or on cores that others use."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import fmean, median_low
 
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.step_model import Cause, Effect
 from service.doctor.teacher_service import advice
 
 FITS = 0.9
@@ -15,6 +16,8 @@ MOST_TIMES = 64
 """How many times larger a batch may be proposed to be."""
 NEARLY = 0.97
 """Of the most that a larger batch saves this part is enough: a batch no larger than that is proposed."""
+OFTEN = 0.1
+"""Other programs that have less of the cores than this part are not reported."""
 
 
 def most_times(e: Evidence) -> float:
@@ -35,7 +38,8 @@ def launches(e: Evidence) -> Cause | None:
     if not saved_ms:
         return None
     times = least_that_saves(saved_ms)
-    fixed_supply_ms = max(0.0, e.supply_ms - (e.typical.loader_batch_ms or e.supply_ms)) if e.in_series else 0.0
+    data_ms = e.typical.data_ms
+    fixed_supply_ms = max(0.0, data_ms - (e.typical.loader_batch_ms or data_ms)) if e.in_series else 0.0
     return Cause(
         "launch-bound",
         f"{saved_ms[times]:.1f} of a step's {e.typical.step_ms:.1f} ms are not needed for the same images in a larger batch: "
@@ -74,7 +78,8 @@ def with_larger_batch_ms(e: Evidence, times: int) -> float | None:
     step, images_ms = e.typical, e.compute_ms + e.typical.augment_ms
     passes_ms = min(images_ms, e.accumulate * now_ms)
     launching_ms = e.accumulate * (e.one_image_ms or 0.0) * (2 if e.num_workers > 1 else 1)
-    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + e.rest_ms
+    rest_ms = median_low(rank.rest_ms for rank in e.ranks)
+    fixed_ms = min(images_ms - passes_ms + e.handling_ms(step), launching_ms) + step.optimizer_ms + rest_ms
     return max(0.0, passes_ms - e.accumulate * larger_ms / times) + fixed_ms * (1 - 1 / times)
 
 
@@ -83,11 +88,11 @@ def larger(global_batch: int) -> str:
     return f"--set data.global_batch_size={global_batch} (with --set optim.lr_scaling=linear; an epoch has fewer steps)"
 
 
-def busy_pct(e: Evidence) -> float | None:
+def gpus_busy_pct(e: Evidence) -> float | None:
     """How much of the training's time the GPUs are busy, in its last third where epochs are recorded; None: unknown."""
     uses = [gpu for epoch in e.epochs[-max(1, len(e.epochs) // 3) :] for gpu in epoch.gpus] or list(e.gpus)
     known = [gpu.util_pct for gpu in uses if gpu.util_pct is not None]
-    return sum(known) / len(known) if known else None
+    return fmean(known) if known else None
 
 
 def idle_gpu(e: Evidence) -> Cause | None:
@@ -101,7 +106,7 @@ def idle_gpu(e: Evidence) -> Cause | None:
     fit into memory as one is mended first, then comes a larger batch, and where none is possible fewer kernels. Where a single
     image is much faster something else delays the host.
     """
-    busy, idle = busy_pct(e), idle_share(e)
+    busy, idle = gpus_busy_pct(e), idle_share(e)
     if busy is None or idle is None:
         return None
     computing_ms = e.work_ms - (e.exposed_ms or 0.0) - e.service_ms
@@ -169,7 +174,7 @@ def idle_share(e: Evidence) -> float | None:
 
     A GPU that waits for other ranks is busy, with NCCL's kernel; one that waits for images or a teacher's service is not.
     """
-    busy, step_ms = busy_pct(e), e.typical.step_ms
+    busy, step_ms = gpus_busy_pct(e), e.typical.step_ms
     if busy is None:
         return None
     computing_ms = fmean(e.computing_ms(rank) for rank in e.ranks) - e.service_ms
@@ -203,4 +208,21 @@ def teacher(e: Evidence) -> Cause | None:
         f"{cheaper}a smaller teacher (--set teacher.model=…), or, for methods on logits, cache its logits for all epochs, trials "
         f"and runs to come (--set teacher.cache=FOLDER on a file system that all nodes share); or, {advice(e)}",
         Effect(work_ms=step.teacher_ms, cpu_ms=e.cpu_of(step.teacher_ms)),
+    )
+
+
+def other_programs(e: Evidence) -> Cause | None:
+    """Cores that other programs use while steps wait for one. Of that wait, their share of what competes for the cores.
+
+    Where GPUs do the work a step does not wait for a core.
+    """
+    step_ms = e.typical.step_ms
+    if not e.cores or e.others_cpu_ms < OFTEN * e.cores * step_ms:
+        return None
+    return Cause(
+        "busy cores",
+        f"every step waits {e.core_wait_ms:.1f} of its {step_ms:.1f} ms for a core, and other programs use "
+        f"{100 * e.others_cpu_ms / (e.cores * step_ms):.0f}% of the cores",
+        "see what else runs on that node (top), or leave it out",
+        Effect(work_ms=e.core_wait_ms * e.others_cpu_ms / e.competing_cpu_ms),
     )

@@ -1,140 +1,19 @@
-"""What the doctor knows of a run: plain numbers out of its records. None where it is not recorded."""
+"""A run as its records show it, and what follows from them: what steps wait for, supply, work, and use of the cores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from statistics import fmean, median_low
+from typing import Any
+
+from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 
 LEAST_PCT = 5.0
 """A predicted gain below this is not worth a finding."""
 KEEPS_UP = 0.5
 """A loader whose threads are busy for less than this part of a step supplies enough; single batches may still be late."""
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """Mean milliseconds of one rank's step."""
-
-    data_ms: float
-    h2d_ms: float
-    augment_ms: float
-    teacher_ms: float
-    student_ms: float
-    backward_ms: float
-    """With the waits for the all-reduce and for other ranks."""
-    optimizer_ms: float
-    step_ms: float
-    allreduce_wait_ms: float | None = None
-    """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
-    allreduce_wait_error_ms: float | None = None
-    """Standard error of the mean."""
-    loader_batch_ms: float | None = None
-    """How long this rank's loader threads are busy with a batch: what they need at least."""
-    loader_wait_ms: float | None = None
-    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
-    cpu_ms: float | None = None
-    """What all threads of this rank's process compute, those of its loader too."""
-    core_wait_ms: float | None = None
-    """How long the step's own thread is ready to run while others have the cores."""
-
-    @property
-    def before_student_ms(self) -> float:
-        """From the end of the last backward to the student's forward."""
-        return self.optimizer_ms + self.data_ms + self.h2d_ms + self.augment_ms + self.teacher_ms
-
-    @property
-    def rest_ms(self) -> float:
-        """What lies in no phase."""
-        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms)
-
-
-@dataclass(frozen=True)
-class LoaderCosts:
-    """Milliseconds of a loader thread an image."""
-
-    image_ms: float
-    read_wait_ms: float
-    """Of it inside the source without computing."""
-    cpu_ms: float
-    """Of it computing."""
-    core_wait_ms: float
-    """Of it ready to run, while other threads had the cores."""
-    threads: float
-
-    @property
-    def blocked_ms(self) -> float:
-        """Waiting for something that is not a core."""
-        return max(0.0, self.image_ms - self.cpu_ms - self.core_wait_ms)
-
-    @property
-    def storage_ms(self) -> float:
-        """Waiting for the disk or the network."""
-        return min(self.read_wait_ms, self.blocked_ms)
-
-    @property
-    def lock_ms(self) -> float:
-        """Blocked outside the source: threads of one process wait for Python's lock there, and for nothing else."""
-        return self.blocked_ms - self.storage_ms
-
-    @property
-    def decode_ms(self) -> float:
-        """Computing, or waiting for a core to do so."""
-        return self.image_ms - self.blocked_ms
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    """One GPU over a run or an epoch, in means."""
-
-    name: str  # node0/gpu1
-    util_pct: float | None = None
-    temperature_c: float | None = None
-    clock_mhz: float | None = None
-    clock_limit_mhz: float | None = None
-    """The highest clock that this kind of GPU has."""
-    throttle_reasons: int = 0
-    """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
-    throttled_pct: float | None = None
-    """Of the time: a throttle reason was set that heat or power supply brings."""
-
-
-@dataclass(frozen=True)
-class NodeUse:
-    """One node over a run, in means."""
-
-    cpu_pct: float | None = None
-    disk_read_mib_per_s: float | None = None
-    swap_mib_per_s: float | None = None
-    """Read back from swap space."""
-    cores: float | None = None
-
-
-@dataclass(frozen=True)
-class EpochUse:
-    """One epoch as it was trained."""
-
-    step_ms: float
-    eval_s: float
-    gpus: tuple[GpuUse, ...] = ()
-    phases_ms: Mapping[str, float] = field(default_factory=dict)
-    """Means of its steps' phases."""
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Seconds of a stage by its wall clock."""
-
-    train_s: float
-    """Steps, with their waits for data."""
-    eval_s: float
-    checkpoint_s: float
-    other_s: float
-    """Reports, checks, whatever lies between."""
-
-    @property
-    def wall_s(self) -> float:
-        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s
 
 
 @dataclass(frozen=True)
@@ -200,30 +79,15 @@ class Evidence:
         """Images of one rank's forward pass."""
         return max(1, self.global_batch // (self.num_workers * self.accumulate))
 
-    @property
+    @cached_property
     def typical(self) -> RankTimes:
-        """The median rank, phase by phase (the lower one of two): what a step is like but for its slowest ranks."""
+        """The median rank, number by number (the lower one of two): what a step is like but for its slowest ranks."""
 
-        def middle(of: Callable[[RankTimes], float]) -> float:
-            return median_low(of(rank) for rank in self.ranks)
+        def middle(name: str) -> Any:
+            known = [value for rank in self.ranks if (value := getattr(rank, name)) is not None]
+            return median_low(known) if known else None
 
-        return RankTimes(
-            data_ms=middle(lambda r: r.data_ms),
-            h2d_ms=middle(lambda r: r.h2d_ms),
-            augment_ms=middle(lambda r: r.augment_ms),
-            teacher_ms=middle(lambda r: r.teacher_ms),
-            student_ms=middle(lambda r: r.student_ms),
-            backward_ms=middle(lambda r: r.backward_ms),
-            optimizer_ms=middle(lambda r: r.optimizer_ms),
-            step_ms=middle(lambda r: r.step_ms),
-            loader_batch_ms=self._middle_known([r.loader_batch_ms for r in self.ranks]),
-            loader_wait_ms=self._middle_known([r.loader_wait_ms for r in self.ranks]),
-        )
-
-    @staticmethod
-    def _middle_known(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return median_low(known) if known else None
+        return RankTimes(**{field.name: middle(field.name) for field in fields(RankTimes)})
 
     @property
     def data_wait_ms(self) -> float:
@@ -252,13 +116,16 @@ class Evidence:
 
     @property
     def supply_ms(self) -> float:
-        """The least time between two batches that the loader can deliver; where it is not recorded, by what a step waits."""
-        step = self.typical
+        """The least time between two batches that every rank's loader can deliver: ranks wait for the slowest."""
+        return max(self.supply_of(rank) for rank in self.ranks)
+
+    def supply_of(self, rank: RankTimes) -> float:
+        """The least time between two batches of one rank's loader; where it is not recorded, by what its step waits."""
         if self.in_series:
-            return step.data_ms
-        if step.loader_batch_ms is not None:
-            return min(step.step_ms, step.loader_batch_ms)
-        return step.step_ms if self.waits_for_data else 0.0
+            return rank.data_ms
+        if rank.loader_batch_ms is not None:
+            return min(rank.step_ms, rank.loader_batch_ms)
+        return rank.step_ms if 100 * rank.data_ms >= LEAST_PCT * rank.step_ms else 0.0
 
     @property
     def copy_ms(self) -> float:
@@ -272,8 +139,9 @@ class Evidence:
 
     def computing_ms(self, rank: RankTimes) -> float:
         """What a rank does in a step without waiting for images or for others."""
-        waits_ms = rank.data_ms + (rank.h2d_ms if self.on_gpu else 0.0)
-        return self.own_ms(rank) - waits_ms + self.handling_ms(rank) + rank.rest_ms
+        before_ms = self.handling_ms(rank) + (0.0 if self.on_gpu else rank.h2d_ms) + rank.augment_ms + rank.teacher_ms
+        passes_ms = self.own_student_ms(rank) + self.own_backward_ms(rank)
+        return before_ms + passes_ms + rank.optimizer_ms + rank.rest_ms
 
     def handling_ms(self, rank: RankTimes) -> float:
         """Of the data phase what is no wait: the step's own thread hands batches out."""
@@ -306,7 +174,7 @@ class Evidence:
     @property
     def cores(self) -> float | None:
         """Of all nodes; None: unknown."""
-        known = [node.cores for node in self.nodes if node.cores is not None]
+        known = [node.cpu_cores for node in self.nodes if node.cpu_cores is not None]
         return sum(known) if known and len(known) == len(self.nodes) else None
 
     @property
@@ -338,16 +206,6 @@ class Evidence:
         return work_ms * self.num_workers * (self.training_cpu_ms or 0.0) / computing_ms if computing_ms > 0 else 0.0
 
     @property
-    def beyond_ms(self) -> float:
-        """What a step takes beyond its slowest part: parts vary, and ranks are late in turn."""
-        return max(0.0, self.typical.step_ms - slowest_part_ms(self))
-
-    @property
-    def late_ms(self) -> float:
-        """Of that what a step waits for images."""
-        return 0.0 if self.in_series else min(self.data_wait_ms, self.beyond_ms)
-
-    @property
     def outside_ms(self) -> float:
         """Evaluations, checkpoints, reports: milliseconds of them for each step. 0 of a timing run, which has none."""
         step_ms = self.typical.step_ms
@@ -359,17 +217,6 @@ class Evidence:
     def eval_s(self) -> float:
         """Evaluation of an epoch, in the mean; 0 where none was made."""
         return fmean(epoch.eval_s for epoch in self.epochs) if self.epochs else 0.0
-
-    @property
-    def rest_ms(self) -> float:
-        """What of a step lies in no phase, on the median rank."""
-        return median_low(rank.rest_ms for rank in self.ranks)
-
-    @property
-    def uneven_ms(self) -> float:
-        """What every rank, even the one that waits least, waits for others that are late in turn."""
-        waits = [rank.allreduce_wait_ms for rank in self.ranks if rank.allreduce_wait_ms is not None]
-        return max(0.0, min(waits) - (self.exposed_ms or 0.0)) if waits else 0.0
 
     def own_backward_ms(self, rank: RankTimes) -> float:
         """A rank's backward without its waits. Ranks wait for the slowest, so that nobody computes longer than the least."""
@@ -399,119 +246,7 @@ class Evidence:
         varies_ms = 0.0 if self.in_series else first.data_ms
         return max(own_ms, least_ms) if own_ms - least_ms > varies_ms else least_ms
 
-    def own_ms(self, rank: RankTimes) -> float:
-        """What a rank does in a step without waiting for others."""
-        return rank.before_student_ms + self.own_student_ms(rank) + self.own_backward_ms(rank)
-
     def node_of(self, rank: int) -> int | None:
         """The node of a rank: Ray Train numbers the ranks node by node. None where nodes cannot have as many ranks each."""
         num_nodes = max(1, len(self.nodes))
         return rank * num_nodes // self.num_workers if self.num_workers % num_nodes == 0 else None
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What is different once a cause is mended."""
-
-    work_ms: float = 0.0
-    """Less work in a step."""
-    supply_ms: float = 0.0
-    """Less time between two batches of the loader."""
-    copy_ms: float = 0.0
-    """Less time between two batches that the copy delivers; where there is no GPU a copy is work."""
-    late_ms: float = 0.0
-    """Less waiting for single batches that are late."""
-    beyond_ms: float = 0.0
-    """Less of what else a step takes beyond its slowest part."""
-    threads: int = 0
-    """Of a loader that had none: they load while the step computes."""
-    cpu_ms: float = 0.0
-    """Less for all ranks' cores to do in a step."""
-    outside_ms: float = 0.0
-    """Less of what lies between the steps, for each of them."""
-
-
-def after_ms(e: Evidence, *effects: Effect) -> float:
-    """What a step, with its share of what lies between steps, takes with these effects: the model that all gains come from.
-
-    A step is max(work, supply, copy): less work does not shorten one that waits for images, nor do faster images one that
-    computes. What a step takes beyond that maximum, since its parts vary, it is expected to take again; but where supply is the
-    slowest part, a batch that is late is no more than that. Where images are loaded in series, supply and work follow each other.
-    """
-    late_ms = max(0.0, e.late_ms - sum(effect.late_ms for effect in effects))
-    beyond_ms = max(0.0, e.beyond_ms - e.late_ms - sum(effect.beyond_ms for effect in effects))
-    between_ms = max(0.0, e.outside_ms - sum(effect.outside_ms for effect in effects))
-    return slowest_part_ms(e, *effects, late_ms=late_ms) + beyond_ms + between_ms
-
-
-def slowest_part_ms(e: Evidence, *effects: Effect, late_ms: float = 0.0) -> float:
-    """max(work, supply, copy), where `late_ms` more than the work is waited for late batches; no less than the cores need.
-
-    What the step's own thread waits for a core becomes less as whatever else computes on them does.
-    """
-    less_cpu_ms = sum(effect.cpu_ms for effect in effects)
-    less_work_ms = sum(effect.work_ms for effect in effects) + less_core_wait_ms(e, less_cpu_ms)
-    work_ms = max(0.0, e.work_ms - less_work_ms)
-    supply_ms = max(0.0, e.supply_ms - sum(effect.supply_ms for effect in effects))
-    copy_ms = max(0.0, e.copy_ms - sum(effect.copy_ms for effect in effects))
-    threads = max((effect.threads for effect in effects), default=0)
-    cores_ms = max(0.0, e.cpu_ms - less_cpu_ms) / e.cores if e.cores else 0.0
-    if e.in_series and not threads:
-        return max(work_ms, copy_ms) + supply_ms
-    if threads:
-        loading_cpu_ms = min(supply_ms, e.loader_cpu_ms / e.num_workers)
-        return max(copy_ms, cores_ms, with_threads_ms(e, threads, work_ms + late_ms, supply_ms, loading_cpu_ms))
-    return max(work_ms + late_ms, copy_ms, supply_ms, cores_ms)
-
-
-def less_core_wait_ms(e: Evidence, less_cpu_ms: float) -> float:
-    """What a step waits less for a core once others compute so much less: the same share of it."""
-    competing_ms = e.competing_cpu_ms
-    return e.core_wait_ms * min(1.0, less_cpu_ms / competing_ms) if competing_ms > 0 else 0.0
-
-
-def with_threads_ms(e: Evidence, threads: int, work_ms: float, load_ms: float, load_cpu_ms: float) -> float:
-    """max(work, supply) of a rank whose images `threads` threads load, of which one would take `load_ms` for a batch.
-
-    `load_cpu_ms` of that are computing. Where threads and step want more cores than there are each gets an equal share: with s
-    threads for a core both take s times as long while images are loaded, L = (load + (s - 1)·load_cpu)/threads. In that time
-    L/s of the work is done, and the rest follows.
-    """
-    computing = threads * min(1.0, load_cpu_ms / load_ms) if load_ms > 0 else 0.0
-    wanted = e.num_workers * (computing + (not e.on_gpu))
-    crowding = max(1.0, wanted / e.cores) if e.cores else 1.0
-    loaded_ms = (load_ms + (crowding - 1) * load_cpu_ms) / threads
-    return max(loaded_ms, work_ms + (0.0 if e.on_gpu else loaded_ms * (1 - 1 / crowding)))
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One thing that time is lost to."""
-
-    name: str
-    sentence: str
-    change: str
-    effect: Effect
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A cause, or two whose gain comes with both alone, and what mending it brings."""
-
-    cause: str
-    sentence: str
-    change: str
-    gain_pct: float
-    """Predicted: how much less time the same images take once that is changed; the evaluations of a run are part of its time."""
-    after: str | None = None
-    """The cause that has to be mended first, `gain_pct` being that of both together."""
-
-
-def gain_pct(before_ms: float, after_ms: float) -> float:
-    """100 · (1 - T'/T), not below 0."""
-    return max(0.0, 100 * (1 - after_ms / before_ms)) if before_ms > 0 else 0.0
-
-
-def predicted_pct(e: Evidence, *causes: Cause) -> float:
-    """The gain once these causes are mended."""
-    return gain_pct(after_ms(e), after_ms(e, *(cause.effect for cause in causes)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from service.doctor.evidence import Cause, Effect, Evidence, slowest_part_ms
+from service.doctor.evidence import Evidence
+from service.doctor.step_model import Cause, Effect, late_ms, slowest_part_ms
 
 BUSY_PCT = 85.0
 """A node's cores above this leave no room for more threads."""
@@ -46,7 +47,7 @@ def supplied(e: Evidence, image_ms: float) -> Effect:
         return Effect()
     share, batch_ms = image_ms / e.loader.image_ms, e.typical.loader_batch_ms
     loading_ms = e.supply_ms if batch_ms is None else min(e.supply_ms, batch_ms)  # without threads a step hands out batches, too
-    return Effect(supply_ms=share * loading_ms, late_ms=share * e.late_ms)
+    return Effect(supply_ms=share * loading_ms, late_ms=share * late_ms(e))
 
 
 def begin(e: Evidence) -> str:
@@ -70,10 +71,10 @@ def swaps(e: Evidence) -> bool:
 
 def swap_mib_per_s(e: Evidence) -> float:
     """What the node that swaps most reads back."""
-    return max((node.swap_mib_per_s or 0.0 for node in e.nodes), default=0.0)
+    return max((node.swap_in_mib_per_s or 0.0 for node in e.nodes), default=0.0)
 
 
-def busy_pct(e: Evidence) -> float:
+def cores_busy_pct(e: Evidence) -> float:
     """Of the busiest node's cores."""
     return max((node.cpu_pct for node in e.nodes if node.cpu_pct is not None), default=0.0)
 
@@ -101,8 +102,8 @@ def decoding(e: Evidence) -> Cause | None:
     waits = f", {cores_ms:.2f} of it waiting for a free core" if cores_ms > 0.1 * e.loader.image_ms else ""
     cheaper = "cheaper images (distill pack --max-side or --raw; pip install raydistill[turbojpeg])"
     most = int(e.cores / e.num_workers) if e.cores else MOST_THREADS  # threads that compute need a core each
-    crowded = busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
-    change = f"{cheaper}: cores are busy {busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
+    crowded = cores_busy_pct(e) >= BUSY_PCT or cores_ms > e.loader.cpu_ms or most <= e.loader_workers
+    change = f"{cheaper}: cores are busy {cores_busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
     return Cause(
         "decode-bound",
         f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "
@@ -132,7 +133,7 @@ def swapping(e: Evidence) -> Cause | None:
     if not swaps(e):
         return None
     blocked_ms = e.loader.blocked_ms if e.loader is not None else 0.0
-    effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=e.late_ms)
+    effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=late_ms(e))
     where = f"{begin(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else begin(e)
     return Cause(
         "swapping",
@@ -155,7 +156,7 @@ def late_batches(e: Evidence) -> Cause | None:
         f"{e.data_wait_ms:.1f} of a step's {step.step_ms:.1f} ms wait for images, though the loader needs {e.supply_ms:.1f} ms "
         "for a batch in the mean: now and then one comes late",
         f"{prefetch}see what else uses the disk, the network and the cores at such times",
-        Effect(late_ms=e.late_ms),
+        Effect(late_ms=late_ms(e)),
     )
 
 
@@ -174,7 +175,7 @@ def unknown(e: Evidence) -> Cause | None:
         "data-bound",
         f"{begin(e)}; {lacking} whether reading or decoding is slow",
         change,
-        Effect(supply_ms=e.supply_ms, late_ms=e.late_ms),
+        Effect(supply_ms=e.supply_ms, late_ms=late_ms(e)),
     )
 
 

@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import methodcaller
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from service.doctor.compute import idle_share
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, EpochUse, Evidence, GpuUse, RankTimes
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.recorded import EpochUse, GpuUse, RankTimes
+from service.doctor.step_model import Cause, Effect
 from trainables.metrics.phases import PHASES
 from trainables.metrics.telemetry import SLOWING_REASONS, decode_throttle
 
@@ -38,7 +41,7 @@ class Fallen(NamedTuple):
     @property
     def share(self) -> float:
         """`lost`, as it is now."""
-        return self.lost(self.gpu.clock_mhz)
+        return self.lost(self.gpu.sm_clock_mhz)
 
 
 def is_throttled(gpu: GpuUse) -> bool:
@@ -57,14 +60,14 @@ def fallen(e: Evidence) -> Fallen | None:
     fastest = {gpu.name: gpu for gpu in min(e.epochs, key=lambda epoch: epoch.step_ms).gpus} if e.epochs else {}
     found = []
     for gpu in now:
-        if gpu.clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
+        if gpu.sm_clock_mhz is None or not (is_throttled(gpu) or (gpu.temperature_c or 0.0) >= HOT_C):
             continue
         before = fastest.get(gpu.name, gpu)
-        same_kind = [other for other in now if other.clock_limit_mhz == gpu.clock_limit_mhz and not is_throttled(other)]
-        peers = [other.clock_mhz for other in same_kind if other.clock_mhz]
-        if before.clock_mhz and gpu.clock_mhz < before.clock_mhz and not is_throttled(before):
-            found.append(Fallen(gpu, before.clock_mhz, since_start=False))
-        elif is_throttled(before) and is_throttled(gpu) and (could_mhz := max(peers, default=gpu.clock_limit_mhz)):
+        same_kind = [other for other in now if other.sm_clock_limit_mhz == gpu.sm_clock_limit_mhz and not is_throttled(other)]
+        peers = [other.sm_clock_mhz for other in same_kind if other.sm_clock_mhz]
+        if before.sm_clock_mhz and gpu.sm_clock_mhz < before.sm_clock_mhz and not is_throttled(before):
+            found.append(Fallen(gpu, before.sm_clock_mhz, since_start=False))
+        elif is_throttled(before) and is_throttled(gpu) and (could_mhz := max(peers, default=gpu.sm_clock_limit_mhz)):
             found.append(Fallen(gpu, could_mhz, since_start=True))
     return max(found, key=lambda one: one.share, default=None)
 
@@ -81,7 +84,7 @@ def kernels_share(e: Evidence) -> float:
 
 def clocks_lost(e: Evidence, one: Fallen) -> list[float]:
     """For each epoch the part of its steps that the clocks cost."""
-    clocks = [next((gpu.clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
+    clocks = [next((gpu.sm_clock_mhz for gpu in epoch.gpus if gpu.name == one.gpu.name), None) for epoch in e.epochs]
     return [kernels_share(e) * one.lost(clock_mhz) for clock_mhz in clocks]
 
 
@@ -103,14 +106,14 @@ def thermal(e: Evidence) -> Cause | None:
 def clock_sentence(e: Evidence, one: Fallen) -> str:
     """By how much a GPU's clock is lowered, since when, how hot it is, and why."""
     gpu, heat = one.gpu, f" at {one.gpu.temperature_c:.0f} °C" if one.gpu.temperature_c else ""
-    reasons = [decode_throttle(bit)[0] for bit in (1 << n for n in range(16)) if bit & SLOWING_REASONS & gpu.throttle_reasons]
+    reasons = decode_throttle(SLOWING_REASONS & gpu.throttle_reasons)
     why = f" ({', '.join(reasons)})" if reasons else ""
     if one.since_start:
-        return f"the clock of {gpu.name} is {gpu.clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"
+        return f"the clock of {gpu.name} is {gpu.sm_clock_mhz:,.0f} of {one.could_mhz:,.0f} MHz all the time{heat}{why}"
     fastest, last, steps = min(e.epochs, key=lambda epoch: epoch.step_ms), e.epochs[-1], e.steps_per_epoch or 1
     return (
         f"an epoch's steps grew from {fastest.step_ms * steps / 1e3:.1f} to {last.step_ms * steps / 1e3:.1f} s while the clock "
-        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.clock_mhz:,.0f} MHz{heat}{why}"
+        f"of {gpu.name} fell from {one.could_mhz:,.0f} to {gpu.sm_clock_mhz:,.0f} MHz{heat}{why}"
     )
 
 
@@ -131,40 +134,37 @@ def growth(epochs: Sequence[EpochUse], of: Callable[[EpochUse], float], lost: Se
         return None
     lost = lost or [0.0] * len(epochs)
     fair_ms = [of(epoch) * (1 - part) for epoch, part in zip(epochs, lost, strict=True)]
-    order = sorted(range(len(epochs)), key=lambda number: fair_ms[number])
-    fast, late = [epochs[number] for number in order[: third(epochs)]], latest(epochs)
-    fast_ms, late_ms = median(sorted(fair_ms)[: len(fast)]), median(latest(fair_ms))
+    late = latest(epochs)
+    fast = sorted(zip(fair_ms, epochs, strict=True), key=lambda pair: pair[0])[: len(late)]
+    fast_ms, late_ms = median(ms for ms, _ in fast), median(latest(fair_ms))
     differences = [abs(after - before) for before, after in pairwise(fair_ms)]
     if late_ms - fast_ms < max(SURE * median(differences), LEAST_PCT / 100 * median(epoch.step_ms for epoch in late)):
         return None
 
-    def phase_ms(some: Sequence[EpochUse], name: str) -> float:
-        return fmean(epoch.phases_ms.get(name, 0.0) for epoch in some)
+    def longer_ms(phase: str) -> float:
+        return fmean(epoch.phase_ms(phase) for epoch in late) - fmean(epoch.phase_ms(phase) for _, epoch in fast)
 
-    phase = max(late[-1].phases_ms, key=lambda name: phase_ms(late, name) - phase_ms(fast, name), default="")
-    more_ms = fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))
-    return Growth(median(map(of, fast)), median(map(of, late)), max(0.0, more_ms), phase)
+    return Growth(
+        fast_ms=median(of(epoch) for _, epoch in fast),
+        late_ms=median(map(of, late)),
+        more_ms=max(0.0, fmean(of(epoch) - fast_ms / (1 - part) for epoch, part in zip(late, latest(lost), strict=True))),
+        phase=max(late[-1].phases_ms, key=longer_ms, default=""),
+    )
 
 
 def computing_ms(epoch: EpochUse) -> float:
     """A step but for its waits for images: what grows behind a loader, or a copy to the GPU, that is slower still."""
-    copied_ms = epoch.phases_ms.get("h2d", 0.0) if epoch.gpus else 0.0
-    return epoch.step_ms - data_ms(epoch) - copied_ms
+    return epoch.step_ms - data_ms(epoch) - (epoch.phase_ms("h2d") if epoch.gpus else 0.0)
 
 
 def data_ms(epoch: EpochUse) -> float:
     """A step's data phase."""
-    return epoch.phases_ms.get("data", 0.0)
-
-
-def third(epochs: Sequence[Any]) -> int:
-    """How many epochs are a third of them; one at least."""
-    return max(1, len(epochs) // 3)
+    return epoch.phase_ms("data")
 
 
 def latest(epochs: Sequence[Item]) -> Sequence[Item]:
-    """The last third."""
-    return epochs[-third(epochs) :]
+    """The last third, one at least."""
+    return epochs[-max(1, len(epochs) // 3) :]
 
 
 def as_it_is_now(e: Evidence) -> Evidence:
@@ -175,28 +175,21 @@ def as_it_is_now(e: Evidence) -> Evidence:
     if growth(e.epochs, computing_ms) is None and growth(e.epochs, data_ms) is None:
         return e
 
-    def ratio(of: Callable[[EpochUse], float]) -> float:
-        whole = fmean(of(epoch) for epoch in e.epochs)
-        return fmean(of(epoch) for epoch in latest(e.epochs)) / whole if whole else 1.0
+    def times(of: Callable[[EpochUse], float]) -> float:
+        whole = fmean(map(of, e.epochs))
+        return fmean(map(of, latest(e.epochs))) / whole if whole else 1.0
 
-    def of_phase(name: str) -> Callable[[EpochUse], float]:
-        return lambda epoch: epoch.phases_ms.get(name, 0.0)
-
-    step, exposed_ms = ratio(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
-    times = {phase: ratio(of_phase(phase)) for phase in PHASES}
+    by_phase = {phase: times(methodcaller("phase_ms", phase)) for phase in PHASES}
+    step, exposed_ms = times(lambda epoch: epoch.step_ms), e.exposed_ms or 0.0
 
     def grown(rank: RankTimes) -> RankTimes:
-        phases = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in times.items()}
-        wait_ms, late_ms = rank.allreduce_wait_ms, rank.loader_wait_ms
-        if wait_ms is not None:  # for other ranks; the network is as it was
-            wait_ms = exposed_ms + max(0.0, wait_ms - exposed_ms) * times["backward"]
-        return replace(
-            rank,
-            **phases,
-            step_ms=rank.step_ms * step,
-            allreduce_wait_ms=wait_ms,
-            loader_wait_ms=late_ms * times["data"] if late_ms is not None else None,
-        )
+        changed = {f"{phase}_ms": getattr(rank, f"{phase}_ms") * more for phase, more in by_phase.items()}
+        if rank.allreduce_wait_ms is not None:  # for other ranks; the network is as it was
+            for_ranks_ms = max(0.0, rank.allreduce_wait_ms - exposed_ms)
+            changed["allreduce_wait_ms"] = exposed_ms + for_ranks_ms * by_phase["backward"]
+        if rank.loader_wait_ms is not None:
+            changed["loader_wait_ms"] = rank.loader_wait_ms * by_phase["data"]
+        return replace(rank, **changed, step_ms=rank.step_ms * step)
 
     clock = replace(e.clock, train_s=e.clock.train_s * step) if e.clock is not None else None
     return replace(e, ranks=tuple(map(grown, e.ranks)), clock=clock)
@@ -241,10 +234,8 @@ def evaluation(e: Evidence) -> Cause | None:
     every_epochs, grace = every * e.evaluate_every, ""
     if e.grace_epochs is not None and e.grace_epochs % every_epochs:
         grace = f" --set sweep.grace_epochs={max(every_epochs, e.grace_epochs // every_epochs * every_epochs)}"
-    threads = 2 * max(1, e.loader_workers)
-    loading = (
-        "" if could_s > 0.5 * e.eval_s else f", or load its images faster: --set data.loader_workers={threads}, or distill pack"
-    )
+    faster = f", or load its images faster: --set data.loader_workers={2 * max(1, e.loader_workers)}, or distill pack"
+    loading = "" if could_s > 0.5 * e.eval_s else faster
     return Cause(
         "evaluation",
         f"evaluating {e.val_images:,.0f} images takes {e.eval_s:.1f} s, an epoch's steps {steps_s:.1f} s; the "

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median_low
 
 from service.doctor.compute import most_times
-from service.doctor.evidence import LEAST_PCT, Cause, Effect, Evidence, RankTimes
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.recorded import RankTimes
+from service.doctor.step_model import Cause, Effect
 
 SURE = 3.0  # standard errors: of 8 batches' means a difference of none exceeds it with a probability of 1%
 
 
 def straggler(e: Evidence) -> Cause | None:
     """Ranks that all others wait for, named: those that compute longer, or those whose loader is slower."""
-    return late(e, e.computing_ms, "compute") or late(e, loading_ms, "data")
-
-
-def loading_ms(rank: RankTimes) -> float:
-    """What a rank's loader needs for a batch; what its step waits for data where that is not recorded."""
-    return rank.data_ms if rank.loader_batch_ms is None else rank.loader_batch_ms
+    computing, loading = late(e, e.computing_ms, "compute"), late(e, e.supply_of, "data")
+    if computing is None or loading is None:
+        return computing or loading
+    slower_loader = replace(computing.effect, supply_ms=loading.effect.supply_ms)
+    return replace(computing, change=f"{computing.change}; and {loading.change}", effect=slower_loader)
 
 
 def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | None:
     """Ranks whose own time, which waits for no other rank, is longer.
 
     In order of that, the widest gap parts the slow ranks from the others, however many they are: it has to be 5% of a step.
-    Without them T' = T - (the slowest rank's own time - that of the slowest other); a slow loader costs what its step waits.
+    Without them work, or supply, is less by the slowest rank's own time minus that of the slowest other.
     Healthy ranks that share cores are late in turn, now and then for many steps on end: the difference also has to stand out of
     what the waits vary by.
     """
@@ -39,14 +41,11 @@ def late(e: Evidence, own: Callable[[RankTimes], float], what: str) -> Cause | N
     slow = sorted(set(order) - set(fast))
     worst, next_slow = order[-1], fast[-1]
     more_ms = own_ms[worst] - own_ms[next_slow]
-    if what == "data":
-        more_ms = min(more_ms, e.ranks[worst].data_ms - e.ranks[next_slow].data_ms)
     # The one waits while the other is late: their errors go together, and add up.
     error_ms = sum(e.ranks[rank].allreduce_wait_error_ms or 0.0 for rank in (worst, next_slow))
     if more_ms < SURE * error_ms:
         return None
-    # What the others wait for this loader is beyond the slowest part; only what exceeds that is their own wait for images.
-    phase, effect = "data", Effect(late_ms=max(0.0, more_ms - (e.beyond_ms - e.late_ms)), beyond_ms=more_ms)
+    phase, effect = "data", Effect(supply_ms=more_ms)
     change = "see to that node's disk and free cores: its loader is late"
     if what != "data":
         phase = longest(e, e.ranks[worst], [e.ranks[r] for r in fast])
@@ -85,14 +84,18 @@ def uneven(e: Evidence) -> Cause | None:
 
     Nothing where a few steps of a disturbed machine are all of it: the wait has to stand out of what it varies by.
     """
-    least = min(e.ranks, key=lambda rank: rank.allreduce_wait_ms or 0.0)
-    if e.uneven_ms < SURE * (least.allreduce_wait_error_ms or 0.0):
+    waits = [
+        (rank.allreduce_wait_ms, rank.allreduce_wait_error_ms or 0.0) for rank in e.ranks if rank.allreduce_wait_ms is not None
+    ]
+    least_ms, error_ms = min(waits, default=(0.0, 0.0))
+    uneven_ms = max(0.0, least_ms - (e.exposed_ms or 0.0))
+    if uneven_ms < SURE * error_ms:
         return None
     return Cause(
         "uneven ranks",
-        f"ranks are late in turn, and the others wait: on every rank {e.uneven_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
+        f"ranks are late in turn, and the others wait: on every rank {uneven_ms:.1f} of a step's {e.typical.step_ms:.1f} ms",
         "leave each worker its cores (--set scale.cpus_per_worker=…, fewer data.loader_workers), and see how data_s varies",
-        Effect(beyond_ms=e.uneven_ms),
+        Effect(beyond_ms=uneven_ms),
     )
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from statistics import fmean, median_low
 from typing import Any
 
 from service.config.experiment import Experiment, Resolved
-from service.doctor.evidence import Clock, EpochUse, Evidence, GpuUse, LoaderCosts, NodeUse, RankTimes
+from service.doctor.evidence import Evidence
+from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary
 from service.runs.result import RunResult, TrialRow
 from trainables.errors import ExperimentError
 from trainables.metrics.phases import PHASES
-from trainables.rundir import RunDir, StageDir, read_lines
+from trainables.rundir import RunDir, read_lines
 
 Metrics = Mapping[str, float]
-_LOADER = ("image_ms", "read_wait_ms", "cpu_ms", "core_wait_ms", "threads")
-_CLOCK = ("train_s", "eval_s", "checkpoint_s", "other_s")
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,14 @@ def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Case:
 def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Case | None:
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
-    lines, metrics = read_lines(stage.metrics), _summary(stage)
+    lines, summary = read_lines(stage.metrics), read_summary(stage)
+    metrics = summary.metrics if summary is not None else {}
     metrics = metrics or next((found for line in reversed(lines) if "phase/step_ms" in (found := plain(line["metrics"]))), {})
     if "phase/step_ms" not in metrics:
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
     evidence = evidence_of(experiment, metrics, lines, loader_workers)
     return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
-
-
-def _summary(stage: StageDir) -> dict[str, float]:
-    summary = read_summary(stage)
-    return {} if summary is None else summary.metrics
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
@@ -131,10 +127,20 @@ def evidence_of(
 
 
 def loader_costs(metrics: Metrics) -> LoaderCosts | None:
-    """None: not recorded, or not all of it."""
-    if not all(f"loader/{name}" in metrics for name in _LOADER):
+    """Those of the median rank; None: not recorded, or not all of it.
+
+    Recorded are means over ranks. All ranks load alike images: what a slower rank's loader takes more is waiting.
+    """
+    known = recorded(LoaderCosts, metrics, "loader/")
+    if len(known) < len(fields(LoaderCosts)):
         return None
-    return LoaderCosts(**{name: metrics[f"loader/{name}"] for name in _LOADER})
+    costs = LoaderCosts(**known)
+    batches_ms = [ms for name, ms in metrics.items() if re.fullmatch(r"rank\d+/loader_batch_ms", name)]
+    if not batches_ms or not fmean(batches_ms):
+        return costs
+    more_ms = costs.image_ms * max(0.0, 1 - median_low(batches_ms) / fmean(batches_ms))
+    waits_ms = min(more_ms, costs.read_wait_ms)
+    return replace(costs, image_ms=costs.image_ms - waits_ms, read_wait_ms=costs.read_wait_ms - waits_ms)
 
 
 def passes_ms(metrics: Metrics) -> dict[int, float]:
@@ -143,52 +149,41 @@ def passes_ms(metrics: Metrics) -> dict[int, float]:
     return {int(match[1]): ms for match, ms in timed if match}
 
 
+def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
+    """Those of a dataclass's numbers that are recorded, named as its fields are behind a prefix."""
+    return {one.name: metrics[prefix + one.name] for one in fields(kind) if prefix + one.name in metrics}
+
+
 def _clock(metrics: Metrics) -> Clock | None:
-    return Clock(**{name: metrics[name] for name in _CLOCK}) if all(name in metrics for name in _CLOCK) else None
+    parts = recorded(Clock, metrics, "")
+    return Clock(**parts) if len(parts) == len(fields(Clock)) else None
 
 
 def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:
-    numbers = sorted({int(m[1]) for name in metrics if (m := re.match(r"node(\d+)/", name))})
-    return tuple(
-        NodeUse(
-            cpu_pct=metrics.get(f"node{number}/cpu_pct"),
-            disk_read_mib_per_s=metrics.get(f"node{number}/disk_read_mib_per_s"),
-            swap_mib_per_s=metrics.get(f"node{number}/swap_in_mib_per_s"),
-            cores=metrics.get(f"node{number}/cpu_cores"),
-        )
-        for number in numbers
-    )
+    numbers = sorted({int(match[1]) for name in metrics if (match := re.match(r"node(\d+)/", name))})
+    return tuple(NodeUse(**recorded(NodeUse, metrics, f"node{number}/")) for number in numbers)
 
 
 def _ranks(metrics: Metrics, num_workers: int) -> tuple[RankTimes, ...]:
     """Each rank's times; where they are not recorded, the means for every one."""
-
-    def times(name_of: Callable[[str], str]) -> RankTimes:
-        """A phase that nothing is recorded of took no time; what has a default may be unknown."""
-        known = {field.name: metrics.get(name_of(field.name)) for field in fields(RankTimes)}
-        needed = {field.name: 0.0 for field in fields(RankTimes) if field.default is MISSING}
-        return RankTimes(**needed | {name: value for name, value in known.items() if value is not None})
-
+    # A phase that nothing is recorded of took no time; what has a default may be unknown.
+    phases = {one.name: 0.0 for one in fields(RankTimes) if one.default is MISSING}
     if "rank0/step_ms" in metrics:
-        ranks = [rank for rank in range(num_workers) if f"rank{rank}/step_ms" in metrics]
-        return tuple(times(f"rank{rank}/{{}}".format) for rank in ranks)
-    return (times(lambda name: name.replace("_", "/", 1) if name.startswith("loader_") else f"phase/{name}"),) * num_workers
+        prefixes = [f"rank{rank}/" for rank in range(num_workers)]
+        return tuple(
+            RankTimes(**phases | recorded(RankTimes, metrics, prefix)) for prefix in prefixes if f"{prefix}step_ms" in metrics
+        )
+    means = {name.replace("loader/", "phase/loader_"): ms for name, ms in metrics.items()}
+    return (RankTimes(**phases | recorded(RankTimes, means, "phase/")),) * num_workers
 
 
 def _gpus(metrics: Metrics) -> tuple[GpuUse, ...]:
-    names = {m[0] for name in metrics if (m := re.match(r"node\d+/gpu\d+(?=/)", name))}
-    return tuple(
-        GpuUse(
-            name,
-            util_pct=metrics.get(f"{name}/util_pct"),
-            temperature_c=metrics.get(f"{name}/temperature_c"),
-            clock_mhz=metrics.get(f"{name}/sm_clock_mhz"),
-            clock_limit_mhz=metrics.get(f"{name}/sm_clock_limit_mhz"),
-            throttle_reasons=int(metrics.get(f"{name}/throttle_reasons", 0)),
-            throttled_pct=metrics.get(f"{name}/throttled_pct"),
-        )
-        for name in sorted(names)
-    )
+    names = sorted({match[0] for name in metrics if (match := re.match(r"node\d+/gpu\d+(?=/)", name))})
+    found = [
+        recorded(GpuUse, metrics, f"{name}/") | {"throttle_reasons": int(metrics.get(f"{name}/throttle_reasons", 0))}
+        for name in names
+    ]
+    return tuple(GpuUse(name, **values) for name, values in zip(names, found, strict=True))
 
 
 def _epochs(lines: list[Mapping[str, Any]]) -> tuple[EpochUse, ...]:

@@ -1,30 +1,24 @@
 """When `teacher.service` pays, and when not: compared with a teacher in each worker, and with `teacher.cache`.
 
-Let a step of a worker be t of the teacher and s of all else; let k students run side by side on n workers each, all with the same
-images (one seed, one data section), and m more GPUs be at hand (without GPUs: cores).
+A step of a worker is t of the teacher and s of all else; k students run side by side on n workers each, all with the same images,
+and m more GPUs (without GPUs: cores) are free for a service. Each image is then computed once for all k, so that a step takes
+B = max(s, n·t/m). As workers that lose nothing the m would give steps of A = (s + t)·k·n/(k·n + m).
 
-- **A teacher in each worker**: k·n GPUs, a step takes s + t: k·n·(s + t) GPU-seconds for a step of all students. Were the m more
-  workers instead, and did k·n + m of them work without loss, it would take A = (s + t)·k·n/(k·n + m).
-- **A service of m**: each image is computed once for all k, n·t of work for a step of all: it takes B = max(s, n·t/m), on
-  k·n + m GPUs. m₀ = ⌈n·t/s⌉ is the least that hides the teacher: then B = s, and k·n·s + n·t of the GPU-seconds are work.
+The service pays where B < A: for k·n·t/(k·s + (k-1)·t) < m < k·n·t/s. With fewer actors all students wait, with more it is they
+that idle. For k = 1 it never does: A = (n·s + m·(n·t/m))/(n + m) is a mean of s and n·t/m, of which B is the larger. One student
+alone does better with one GPU more as a worker, but where another worker does not help it: a batch too small to part, a network
+too slow, or GPUs whose memory is too small for teacher and student together.
 
-It pays where B < A: for k·n·t/(k·s + (k-1)·t) < m < k·n·t/s. With fewer actors all students wait, with more it is they that idle.
-
-**For k = 1 it never does.** A = (n·s + m·(n·t/m))/(n + m) is the mean of s and n·t/m, weighted by n and m, which is not above the
-larger of the two, B; they are equal where m = n·t/s exactly. One student alone so does better with one GPU more as a worker, but
-where another worker does not help it: a batch too small to part, a network too slow, or GPUs whose memory is too small for
-teacher and student together.
-
-A cache costs no GPU, and what is in it is never computed again: it is better where images repeat (no augmentation,
-`teacher.cache_epochs`), and for trials and runs that come later. While it is being filled it does nothing for students side by
-side, each of whom computes what is missing.
+A cache costs no GPU, and what is in it is never computed again: it is better where images repeat, and for trials and runs that
+come later. While it is filled it does nothing for students side by side.
 """
 
 from __future__ import annotations
 
 import math
 
-from service.doctor.evidence import Cause, Effect, Evidence
+from service.doctor.evidence import Evidence
+from service.doctor.step_model import Cause, Effect
 
 
 def hiding(teacher_ms: float, rest_ms: float, workers: int) -> int:

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Evidence, Finding
-from service.doctor.input_path import SWAPS_MIB_PER_S, swap_mib_per_s
+from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.input_path import swap_mib_per_s, swaps
 from service.doctor.read_run import Case
+from service.doctor.step_model import Finding
 from trainables.metrics.phases import PHASES
 
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
@@ -76,7 +77,7 @@ def remarks(e: Evidence) -> list[str]:
         share = 100 * e.eval_s / (e.eval_s + e.steps_per_epoch * step.step_ms / 1e3)
         if share > LEAST_PCT:
             lines.append(f"evaluations take {share:.0f}% of the time")
-    if swap_mib_per_s(e) > SWAPS_MIB_PER_S:
+    if swaps(e):
         lines.append(f"a node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full")
     if e.peak_memory_mib and e.gpu_memory_mib and e.peak_memory_mib < 0.5 * e.gpu_memory_mib:
         lines.append(f"{e.peak_memory_mib:,.0f} of {e.gpu_memory_mib:,.0f} MiB of a GPU's memory are used")

@@ -7,63 +7,78 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as in the tests
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
-from service.doctor.causes import findings
-from tests.faults.runs import Bench
-from tests.faults.trials import CAUSES, REPLAYED, Trials, Verdict, healthy
-from trainables.distributed.rank_pool import RankPool
+from tests.faults.runs import Bench, Training
+from tests.faults.trials import CAUSES, HEALTHY, REPLAYED, Trials, Verdict, healthy
+from tests.faults.turns import ERROR_POINTS
 from trainables.worker.trainer import CPU_MALLOC
 
 POINTS = 5.0
 """A gain is right within so many points of what mending brings."""
+BAR_PCT, ALARMS_BAR_PCT = 95.0, 5.0
+"""Shares of the runs: at least of right ones, at most of ones with a false alarm."""
 
 
 def main() -> None:
     os.environ |= CPU_MALLOC  # of the ranks' processes, as of a run's workers
-    console, ranks, wanted = Console(width=160, highlight=False), RankPool(2), sys.argv[1:] or ["faults"]
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(ranks, Path(folder))
-        try:
-            bench.run(1, 16), bench.run(2, 16)  # libraries are loaded, caches filled
-            if wanted == ["healthy"]:
-                show_healthy(console, bench)
-            elif wanted[0] == "pairs":
-                show(console, Trials(bench).pairs(wanted[1:] or tuple(CAUSES)))
-            else:
-                show(console, Trials(bench).singles((*CAUSES, REPLAYED) if wanted == ["faults"] else wanted))
-        finally:
-            ranks.close()
+    console, arguments, began_s = Console(width=160, highlight=False), sys.argv[1:] or ["faults"], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:
+        for workers in (1, 2):
+            bench.run(Training(workers, 16))  # libraries are loaded, caches filled
+        if arguments == ["healthy"]:
+            show_healthy(console, bench)
+        elif arguments[0] == "pairs":
+            show(console, Trials(bench).pairs(arguments[1:] or tuple(CAUSES)))
+        else:
+            show(console, Trials(bench).singles((*CAUSES, REPLAYED) if arguments == ["faults"] else arguments))
+    console.print(f"{(time.monotonic() - began_s) / 60:.1f} minutes")
 
 
 def show(console: Console, verdicts: Iterable[Verdict]) -> None:
-    """A line each as it comes, and what came of all."""
+    """A line each as it comes, and the shares of all with their bars."""
     all_of_them = list[Verdict]()
     for one in verdicts:
         all_of_them.append(one)
         good = "ok" if one.named and one.off_points <= POINTS else "OFF" if one.named else "WRONG"
-        measured = ", ".join(f"{' + '.join(sorted(causes))} {gain:.1f}" for causes, gain in one.gains_pct.items())
+        mended = ", ".join(
+            f"{' + '.join(sorted(causes))} {gain.pct:.1f} ± {gain.error_points:.1f}" for causes, gain in one.gains.items()
+        )
+        if (by_means_pct := one.measured.by_means_pct) is not None:
+            mended += f"; by means {by_means_pct:.1f}"
+        more = [f"also found: {', '.join(one.others)}"] if one.others else []
+        more += [one.remark] if one.remark else []
         console.print(
-            f"{good:5} {' + '.join(one.faults)}: first {one.first}, predicted {one.predicted_pct:.1f}%, measured "
-            f"{one.measured_pct:.1f}% (mended: {measured})",
+            f"{good:5} {' + '.join(one.faults)}: first {one.first} (most: {one.most[0]}), predicted {one.predicted_pct:.1f}%, "
+            f"measured {one.measured.pct:.1f} ± {one.measured.error_points:.1f}%; {'; '.join([f'mended: {mended}', *more])}",
             soft_wrap=True,
         )
-    count, named = len(all_of_them), sum(one.named for one in all_of_them)
-    near = sum(one.off_points <= POINTS for one in all_of_them)
-    console.print(f"{count} runs: first cause right {named}, gain within {POINTS:g} points {near}")
+    count = len(all_of_them)
+    share(console, "first cause right", sum(one.named for one in all_of_them), count)
+    share(console, f"gain within {POINTS:g} points", sum(one.off_points <= POINTS for one in all_of_them), count)
+    unsure = sum(any(gain.error_points > ERROR_POINTS for gain in one.gains.values()) for one in all_of_them)
+    console.print(f"measured gains with a standard error above {ERROR_POINTS:g} points: in {unsure} of {count} runs")
+
+
+def share(console: Console, what: str, number: int, count: int, at_most: bool = False) -> None:
+    """A line on so many of all, and whether that is within the bar."""
+    pct, bar_pct = 100 * number / count, ALARMS_BAR_PCT if at_most else BAR_PCT
+    met = pct <= bar_pct if at_most else pct >= bar_pct
+    bar = f"{'at most' if at_most else 'at least'} {bar_pct:g}%"
+    console.print(f"{what}: {number} of {count}, {pct:.0f}% (bar: {bar}): {'met' if met else 'MISSED'}")
 
 
 def show_healthy(console: Console, bench: Bench) -> None:
     """What is found in runs in which nothing is wrong."""
-    alarms = 0
-    for name, case in healthy(bench):
-        found = [f"{one.cause} {one.gain_pct:.0f}%: {one.sentence}" for one in findings(case.evidence)]
-        alarms += bool(found)
-        console.print(f"{name}: {'; '.join(found) or 'nothing'}", soft_wrap=True)
-    console.print(f"{alarms} false alarms")
+    num_alarms = 0
+    for name, found, is_false in healthy(bench):
+        num_alarms += is_false
+        console.print(f"{'ALARM' if is_false else 'ok':5} {name}: {'; '.join(found) or 'nothing'}", soft_wrap=True)
+    share(console, "runs with a false alarm", num_alarms, len(HEALTHY), at_most=True)
 
 
 if __name__ == "__main__":

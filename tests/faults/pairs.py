@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Finding
+from service.doctor.evidence import LEAST_PCT
+from service.doctor.step_model import Finding
 from tests.faults.simulated import Pipeline, ms_per_image, run, seed_of, step_ms
 
 TIMES = 1.8
@@ -49,8 +50,6 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     ),
 }
 ON_GPU_ALONE = ("hot GPU",)
-SINGLE = ("one slow loader",)
-"""Not in pairs: the doctor's model has one supply for all ranks; with a second fault it is up to 46 points off."""
 CONTRADICTORY = ({"loader threads share a lock", "no loader workers"},)  # without threads there is no lock to wait for
 MENDED: dict[str, Callable[[Pipeline, int], Pipeline]] = {
     "storage-bound": lambda p, value: replace(p, read_image_ms=0.0),
@@ -126,9 +125,9 @@ def trial(faults: tuple[str, ...], gpu: bool) -> Verdict:
         ill = FAULTS[fault][1](ill, extra_ms)
     found = tuple(findings(run(ill, seed).evidence))
     causes = [FAULTS[fault][0] for fault in faults]
-    wanted = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
+    mended = {frozenset({cause}) for cause in causes} | {frozenset(causes)} | {causes_of(one) for one in found}
     before_ms, gains = ms_per_image(ill, seed), {}
-    for these in wanted:
+    for these in mended:
         if these <= MENDED.keys():
             p = ill
             for cause in these:
@@ -144,15 +143,10 @@ def _proposed(cause: str, found: Sequence[Finding]) -> int:
     return int(value[1]) if value else 0
 
 
-def faults_of(number: int) -> list[str]:
-    """Those that combinations of so many are made of."""
-    return [fault for fault in FAULTS if number == 1 or fault not in SINGLE]
-
-
 def trials(number: int) -> Iterator[Verdict]:
     """All combinations of so many faults, on CPUs and on GPUs."""
     for gpu in (False, True):
-        for faults in combinations(faults_of(number), number):
+        for faults in combinations(FAULTS, number):
             if (gpu or not set(faults) & set(ON_GPU_ALONE)) and set(faults) not in CONTRADICTORY:
                 yield trial(faults, gpu)
 

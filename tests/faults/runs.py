@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,93 +21,157 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
-from trainables.engine.job import build
+from trainables.engine.job import Job, Report, build
 from trainables.rundir import RunDir, StageDir, write_json
+<<<<<<< HEAD
 from trainables.stage_result import StageResult, write_stage_result
+=======
+from trainables.worker.node_telemetry import NodeTelemetry
+>>>>>>> doctor
 
 SIZE, CLASSES = 32, 4
+STEPS, WARMUP_STEPS = 20, 4
+MANY = 8
+"""Names of each image in the larger folder, so that no epoch ends while trainings take turns."""
 
 
-def make_data(folder: Path) -> Path:
+@dataclass(frozen=True)
+class Training:
+    """A timing run to make: `batch` images a worker; each fault adds so many seconds to a step."""
+
+    num_workers: int
+    batch: int
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """Those that only change the settings too."""
+    sets: tuple[str, ...] = ()
+    """May name `{images}`, `{many_images}`, folders of one and of several names for each image, and `{digits_teacher}`."""
+
+
+def make_images(folder: Path) -> Path:
     """JPEG files of a small image classification."""
     for split, count in (("train", 480), ("val", 4)):
         for label in range(CLASSES):
             class_folder = folder / split / str(label)
             class_folder.mkdir(parents=True)
             for number in range(count):
+<<<<<<< HEAD
                 (class_folder / f"{number}.jpg").write_bytes(
                     encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90)
                 )
+=======
+                image = encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90)
+                (class_folder / f"{number}.jpg").write_bytes(image)
+    return folder
+
+
+def link_images(images: Path, folder: Path) -> Path:
+    """The same files, each under `MANY` names."""
+    for file in images.rglob("*.jpg"):
+        class_folder = folder / file.parent.relative_to(images)
+        class_folder.mkdir(parents=True, exist_ok=True)
+        for copy in range(MANY):
+            os.link(file, class_folder / f"{copy}_{file.name}")
+>>>>>>> doctor
     return folder
 
 
 class Bench:
-    """Runs an experiment on a pool of ranks, with or without a fault, and gives the doctor its records."""
+    """Runs trainings on pools of ranks, with or without faults, and gives the doctor their records. Use as a context."""
 
-    def __init__(self, ranks: RankPool, folder: Path, steps: int = 20) -> None:
-        self._ranks, self._folder, self._serial = ranks, folder, 0
-        self._digits_teacher = write_teacher(folder / "digits_teacher.safetensors", "mlp_small", 10, 8)
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers, self._pools = folder, itertools.count(), list[RankPool]()
+        images = make_images(folder / "images")
+        self._named = {
+            "images": str(images),
+            "many_images": str(link_images(images, folder / "many")),
+            "digits_teacher": write_teacher(folder / "digits_teacher.safetensors", "mlp_small", 10, 8),
+        }
         self._base = [
-            f"data.path={make_data(folder / 'images')}",
+            "data.path={images}",
             f"data.image_size={SIZE}",
             "data.augment=pad_crop_flip",
             "data.loader_workers=1",
             "student.model=resnet8",
             "teacher.model=mlp_small",
             f"teacher.weights={write_teacher(folder / 'teacher.safetensors', 'mlp_small', CLASSES, SIZE)}",
-            "optim.epochs=40",
-            f"train.max_steps={steps}",
-            "train.warmup_steps=4",
+            "optim.epochs=400",
+            f"train.max_steps={STEPS}",
+            f"train.warmup_steps={WARMUP_STEPS}",
             "train.log_every=4",
             "train.telemetry_every_s=0.2",
             "tracking.enabled=false",
         ]
 
-    def run(self, num_workers: int, batch: int, faults: Mapping[str, float] | None = None, sets: Sequence[str] = ()) -> Case:
-        """`batch` images a worker; each fault adds so many seconds to a step, if it is one that is put in from outside.
+    def __enter__(self) -> Bench:
+        return self
 
-        `sets` may name `{digits_teacher}`, a teacher of the ten digits.
-        """
-        self._serial += 1
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools:
+            pool.close()
+
+    def pool(self, number: int) -> RankPool:
+        """Two ranks in processes of their own, for one of several trainings side by side."""
+        while len(self._pools) <= number:
+            self._pools.append(RankPool(2))
+        return self._pools[number]
+
+    def run(self, training: Training) -> Case:
+        """The records of a training that runs alone, from its beginning to its end."""
+        run_dir, config = self.prepare(training)
+        self.pool(0).run(training.num_workers, train_rank, config, dict(training.faults))
+        return self.read(run_dir, config)
+
+    def prepare(self, training: Training) -> tuple[RunDir, TrainConfig]:
+        """A run directory as it is before its student is trained, and that student's configuration."""
         overrides = [
             *self._base,
-            f"scale.num_workers={num_workers}",
-            f"data.global_batch_size={batch * num_workers}",
-            *(one.format(digits_teacher=self._digits_teacher) for one in sets),
+            f"scale.num_workers={training.num_workers}",
+            f"data.global_batch_size={training.batch * training.num_workers}",
+            *training.sets,
         ]
-        resolved = load("digits", overrides)
-        run_dir = RunDir(self._folder / f"run{self._serial}")
+        resolved = load("digits", [one.format(**self._named) for one in overrides])
+        run_dir = RunDir(self._folder / f"run{next(self._numbers)}")
         run_dir.root.mkdir()
         begin(resolved, "train", run_dir, self._folder)
-        config = resolved.experiment.stage("student", run_dir.stage("student").root, {})
-        self._ranks.run(num_workers, train_rank, config, dict(faults or {}))
+        return run_dir, resolved.experiment.stage("student", run_dir.stage("student").root, {})
+
+    def read(self, run_dir: RunDir, config: TrainConfig) -> Case:
+        """What the doctor reads of a training that has ended."""
         summary = json.loads(run_dir.stage("student").result.read_text())
         result = json.loads(run_dir.result.read_text())
         stage = {"stage": "student", "model": config.model, "status": "ok", "reason": "", "restarts": 0, "checkpoint": None}
-        loader = {"use_gpu": False, "num_workers": num_workers, "loader_workers": config.data.loader_workers}
-        write_json(
-            run_dir.result, {**result, **loader, "stages": [{**stage, "metrics": summary["metrics"]}], "status": "complete"}
-        )
+        loader = {
+            "use_gpu": False,
+            "num_workers": config.scale.num_workers,
+            "loader_workers": config.data.loader_workers,
+        }
+        stages = {"stages": [{**stage, "metrics": summary["metrics"]}], "status": "complete"}
+        write_json(run_dir.result, {**result, **loader, **stages})
         return read_run(*reopen(run_dir.root))[0]
-
-    def ms_per_image(self, case: Case) -> float:
-        """As a user would measure it: wall time over images."""
-        return (case.evidence.typical.step_ms + case.evidence.outside_ms) / case.evidence.global_batch
 
 
 def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -> None:
     """What `trainables.worker.entry_points.train_loop_per_worker` does, without Ray."""
-    from trainables.worker.node_telemetry import NodeTelemetry
+    with (
+        NodeTelemetry(config, group) as telemetry,
+        contextlib.closing(build(config, group, file_report(config, group), telemetry.snapshot)) as job,
+        injected(job, faults),
+    ):
+        write_summary(job, loop.run(job))
 
+
+def file_report(config: TrainConfig, group: Group) -> Report:
+    """Appends to the stage's records, without a wait for the disk, which the worker leaves to a thread."""
     stage = StageDir(Path(config.output_dir))
     stage.root.mkdir(exist_ok=True)
 
     def report(kind: str, step: int, epoch: float, metrics: dict[str, float]) -> None:
         if group.is_main:
             line: dict[str, Any] = {"kind": kind, "stage": config.stage, "step": step, "epoch": epoch, "time_ms": 0}
-            with open(stage.metrics, "a") as file:  # without a wait for the disk, which the worker leaves to a thread
+            with open(stage.metrics, "a") as file:
                 file.write(json.dumps({**line, "metrics": metrics}) + "\n")
 
+<<<<<<< HEAD
     with NodeTelemetry(config, group) as telemetry, contextlib.closing(build(config, group, report, telemetry.snapshot)) as job:
         undone = [FAULTS[fault](job, extra_s) for fault, extra_s in faults.items() if fault in FAULTS]
         try:
@@ -114,3 +181,23 @@ def train_rank(group: Group, config: TrainConfig, faults: Mapping[str, float]) -
                 undo()
     if group.is_main:
         write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=summary))
+=======
+    return report
+
+
+def write_summary(job: Job, summary: Mapping[str, float]) -> None:
+    """The stage's result, as the worker writes it."""
+    config = job.config
+    if job.group.is_main:
+        write_json(job.stage.result, {"stage": config.stage, "model": config.model, "metrics": summary, "history": []})
+
+
+@contextlib.contextmanager
+def injected(job: Job, faults: Mapping[str, float]) -> Iterator[None]:
+    """The faults in a job that is built; those that are settings are in it already."""
+    with contextlib.ExitStack() as stack:
+        for fault, extra_s in faults.items():
+            if fault in FAULTS:
+                stack.callback(FAULTS[fault](job, extra_s))
+        yield
+>>>>>>> doctor

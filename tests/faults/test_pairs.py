@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.doctor.causes import findings
-from tests.faults.pairs import HEALTHY, faults_of, trials
+from tests.faults.pairs import FAULTS, HEALTHY, trials
 from tests.faults.simulated import run
 
 POINTS = 5.0
@@ -21,7 +21,7 @@ def test_a_training_in_which_nothing_is_wrong_has_no_finding(kind: str) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_first_finding_is_what_mending_brings_most_and_the_gain_comes_true(number: int) -> None:
     verdicts = list(trials(number))
-    assert {fault for one in verdicts for fault in one.faults} == set(faults_of(number))
+    assert {fault for one in verdicts for fault in one.faults} == set(FAULTS)
     assert sum(one.right for one in verdicts) >= 0.95 * len(verdicts)
     assert sum(max(one.off_points[:1], default=0.0) <= POINTS for one in verdicts) >= 0.95 * len(verdicts)
     every = [off for one in verdicts for off in one.off_points]

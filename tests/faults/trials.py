@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 from service.doctor.causes import findings
-from service.doctor.evidence import LEAST_PCT, Finding
+from service.doctor.evidence import LEAST_PCT
 from service.doctor.read_run import Case
+from service.doctor.step_model import Finding
 from tests.faults.hot_gpu import hot_gpu
-from tests.faults.injected import FAULTS
-from tests.faults.runs import Bench
+from tests.faults.runs import Bench, Training
+from tests.faults.turns import Gain, compare
 
 BATCH, TINY = 96, 2
 TIMES = 1.8
 """What a fault adds to a step, in steps."""
-LEAST_STEPS, MOST_STEPS, LEAST_S = 20, 200, 2.0
-"""A run is so many steps long, and between these bounds so many seconds: what a moment's disturbance brings is little of that."""
 TIE_PCT = 3.0
 """Of two causes whose mending brings the same but for so many points either may come first."""
 CAUSES = {
@@ -33,7 +32,11 @@ CAUSES = {
     "tiny batch": "launch-bound",
 }
 OF_RANKS = {"one slow rank", "slow all-reduce"}
+OPTIONS = {"launch-bound": "data.global_batch_size", "no prefetch": "data.loader_workers"}
+"""What mends a cause: the value that the doctor proposes."""
 REPLAYED = "hot GPU (replayed)"
+OF_MACHINE = "busy cores"
+"""What other programs cost while a trial runs: nothing that was put in, and there with and without the faults."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,13 @@ class Verdict:
 
     faults: tuple[str, ...]
     found: tuple[Finding, ...]
-    gains_pct: dict[frozenset[str], float]
+    gains: dict[frozenset[str], Gain]
     """By how much less time an image takes without each of the faults' causes, and without all of them."""
+    remark: str = ""
 
     @property
     def causes(self) -> frozenset[str]:
-        return frozenset().union(*self.gains_pct)
+        return frozenset().union(*self.gains)
 
     @property
     def first(self) -> str:
@@ -58,80 +62,93 @@ class Verdict:
         return self.found[0].gain_pct if self.found else 0.0
 
     @property
-    def measured_pct(self) -> float:
+    def measured(self) -> Gain:
         """What removing the first finding gains; 0 where that was not put there."""
-        return self.gains_pct.get(frozenset(self.first.split(" and ")), 0.0)
+        return self.gains.get(frozenset(self.first.split(" and ")), Gain(0.0))
+
+    @property
+    def most(self) -> tuple[str, float]:
+        """The cause whose mending gains most alone, and that gain."""
+        alone = {cause: gain.pct for causes, gain in self.gains.items() if len(causes) == 1 for cause in causes}
+        return max(alone.items(), key=lambda item: item[1])
 
     @property
     def named(self) -> bool:
         """Whether the first finding is what gains most alone, or both together where neither alone gains."""
-        most = max(gain for causes, gain in self.gains_pct.items() if len(causes) == 1)
+        most_pct = self.most[1]
         if not self.found:
-            return max(self.gains_pct.values()) < LEAST_PCT + TIE_PCT
+            return max(gain.pct for gain in self.gains.values()) < LEAST_PCT + TIE_PCT
         if " and " in self.first:
-            return frozenset(self.first.split(" and ")) == self.causes and most < LEAST_PCT + TIE_PCT
-        return self.first in self.causes and self.measured_pct >= most - TIE_PCT
+            return frozenset(self.first.split(" and ")) == self.causes and most_pct < LEAST_PCT + TIE_PCT
+        return self.first in self.causes and self.measured.pct >= most_pct - TIE_PCT
 
     @property
     def off_points(self) -> float:
         """How far the prediction is from what was measured."""
-        return abs(self.predicted_pct - self.measured_pct)
+        return abs(self.predicted_pct - self.measured.pct)
+
+    @property
+    def others(self) -> list[str]:
+        """Findings of what was not put in. They may be true: what a run without the faults could gain is not measured here."""
+        return [f"{one.cause} {one.gain_pct:.1f}%" for one in self.found if not set(one.cause.split(" and ")) <= self.causes]
 
 
 class Trials:
-    """Runs with and without faults, each of which is made once."""
+    """Each run with faults takes turns with the same without them."""
 
-    def __init__(self, bench: Bench, repeats: int = 1) -> None:
-        self._bench, self._repeats = bench, repeats
-        self._runs: dict[tuple[int, frozenset[str], tuple[str, ...]], Case] = {}
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
 
     @cached_property
     def clean(self) -> dict[int, Case]:
         """A run without a fault, by number of workers: the one of three that other processes disturbed least."""
         return {
-            workers: min((self._bench.run(workers, BATCH) for _ in range(3)), key=lambda case: case.evidence.typical.step_ms)
+            workers: min(
+                (self._bench.run(Training(workers, BATCH)) for _ in range(3)), key=lambda case: case.evidence.typical.step_ms
+            )
             for workers in (1, 2)
         }
 
-    def run(self, workers: int, faults: frozenset[str], batch: int | None = None, sets: tuple[str, ...] = ()) -> Case:
-        """A run with these faults, as many images a worker as they leave; the one of several that was disturbed least."""
+    def training(self, workers: int, faults: frozenset[str], batch: int | None = None, sets: tuple[str, ...] = ()) -> Training:
+        """One with these faults, and as many images a worker as they leave."""
         batch = batch or (TINY if "tiny batch" in faults else BATCH)
-        key = workers, faults, (str(batch), *sets)
-        if key not in self._runs:
-            threads = ("data.loader_workers=0",) if "no loader workers" in faults else ()
-            clean_s = self.clean[workers].evidence.typical.step_ms / 1e3
-            put = {fault: TIMES * clean_s * (1 if fault == "slow all-reduce" else batch / BATCH) for fault in sorted(faults)}
-            step_s = clean_s * batch / BATCH + sum(extra_s for fault, extra_s in put.items() if fault in FAULTS)
-            steps = min(MOST_STEPS, max(LEAST_STEPS, round(LEAST_S / step_s)))
-            settings = (*threads, *sets, f"train.max_steps={steps}")
-            runs = [self._bench.run(workers, batch, put, settings) for _ in range(self._repeats)]
-            self._runs[key] = min(runs, key=lambda case: case.evidence.typical.step_ms)
-        return self._runs[key]
+        threads = ("data.loader_workers=0",) if "no loader workers" in faults else ()
+        clean = self.clean[workers].evidence.ranks[0]
+        clean_s = min(clean.step_ms, clean.cpu_ms or clean.step_ms) / 1e3  # what it waits for others' use of the cores is no part
+        put = {fault: TIMES * clean_s * (1 if fault == "slow all-reduce" else batch / BATCH) for fault in sorted(faults)}
+        return Training(workers, batch, put, (*threads, *sets))
 
     def verdict(self, *faults: str) -> Verdict:
         """Of a run with these faults, and of those without one and without all of them."""
         if faults == (REPLAYED,):
             hot, cool = hot_gpu(throttled=True), hot_gpu(throttled=False)
             last_ms, cool_ms = (case.evidence.epochs[-1].step_ms for case in (hot, cool))
-            return Verdict(faults, tuple(findings(hot.evidence)), {frozenset({"thermal drift"}): 100 * (1 - cool_ms / last_ms)})
+            gain = Gain(100 * (1 - cool_ms / last_ms))
+            return Verdict(faults, tuple(findings(hot.evidence)), {frozenset({"thermal drift"}): gain})
         workers = 2 if OF_RANKS & set(faults) else 1
-        ill = self.run(workers, frozenset(faults))
-        found = tuple(findings(ill.evidence))
-        gains = {}
-        for mended in {frozenset({fault}) for fault in faults} | {frozenset(faults)}:
-            better = self._mended(workers, frozenset(faults) - mended, mended, found)
-            gain_pct = 100 * (1 - self._bench.ms_per_image(better) / self._bench.ms_per_image(ill))
-            gains[frozenset(CAUSES[fault] for fault in mended)] = gain_pct
-        return Verdict(faults, found, gains)
+        ill = self.training(workers, frozenset(faults))
+        # What the doctor proposes values for is mended with them: they come from a run before the one that it is judged by.
+        before = findings(self._bench.run(ill).evidence) if {CAUSES[fault] for fault in faults} & OPTIONS.keys() else []
+        mended_faults = list(dict.fromkeys([*(frozenset({fault}) for fault in faults), frozenset(faults)]))
+        mended = [self._mended(workers, frozenset(faults) - these, these, before) for these in mended_faults]
+        case, gains = compare(self._bench, ill, mended)
+        every = findings(case.evidence)
+        remarks = [f"{one.cause} {one.gain_pct:.1f}%" for one in every if one.cause == OF_MACHINE]
+        for option in OPTIONS.values():
+            first, now = proposed(option, before), proposed(option, every)
+            if first and first != now:
+                remarks.append(f"mended with {option}={first}, proposed afterwards: {now}")
+        by_causes = {frozenset(CAUSES[fault] for fault in these): gain for these, gain in zip(mended_faults, gains, strict=True)}
+        return Verdict(faults, without_machine(every), by_causes, "; ".join(remarks))
 
-    def _mended(self, workers: int, left: frozenset[str], mended: frozenset[str], found: Sequence[Finding]) -> Case:
+    def _mended(self, workers: int, left: frozenset[str], mended: frozenset[str], found: Sequence[Finding]) -> Training:
         """A run with the faults that are left; what the doctor proposes a value for has that."""
         batch, sets = None, tuple[str, ...]()
-        if "tiny batch" in mended and (value := _proposed("data.global_batch_size", found)):
+        if "tiny batch" in mended and (value := proposed("data.global_batch_size", found)):
             batch = value // workers
-        if "no loader workers" in mended and (value := _proposed("data.loader_workers", found)):
+        if "no loader workers" in mended and (value := proposed("data.loader_workers", found)):
             sets = (f"data.loader_workers={value}",)
-        return self.run(workers, left, batch, sets)
+        return self.training(workers, left, batch, sets)
 
     def singles(self, faults: Sequence[str] = (*CAUSES, REPLAYED)) -> Iterator[Verdict]:
         """Each of these faults alone."""
@@ -144,22 +161,28 @@ class Trials:
             yield self.verdict(*two)
 
 
-def _proposed(option: str, found: Sequence[Finding]) -> int | None:
+def without_machine(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings but for what other programs cost."""
+    return tuple(one for one in found if OF_MACHINE not in (*one.cause.split(" and "), one.after))
+
+
+def proposed(option: str, found: Sequence[Finding]) -> int | None:
     """The value that the doctor names for an option."""
     values = (re.search(re.escape(option) + r"=(\d+)", finding.change) for finding in found)
     return next((int(value[1]) for value in values if value), None)
 
 
-HEALTHY: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "image files": (1, BATCH, ()),
-    "image files, two workers": (2, BATCH, ()),
-    "two loader threads": (1, BATCH, ("data.loader_workers=2",)),
-    "a larger batch": (1, 2 * BATCH, ()),
-    "micro-batches": (1, BATCH, ("optim.accumulate=2",)),
-    "digits in memory": (
+SYNTHETIC = ("data.path=synthetic", "data.synthetic_images=1920", "data.synthetic_classes=4")
+HEALTHY: dict[str, Training] = {
+    "image files": Training(1, BATCH),
+    "image files, two workers": Training(2, BATCH),
+    "two loader threads": Training(1, BATCH, sets=("data.loader_workers=2",)),
+    "a larger batch": Training(1, 2 * BATCH),
+    "micro-batches": Training(1, BATCH, sets=("optim.accumulate=2",)),
+    "digits in memory": Training(
         1,
         BATCH,
-        (
+        sets=(
             "data.path=digits",
             "data.image_size=8",
             "data.augment=none",
@@ -167,21 +190,38 @@ HEALTHY: dict[str, tuple[int, int, tuple[str, ...]]] = {
             "teacher.weights={digits_teacher}",
         ),
     ),
-    "synthetic images": (1, BATCH, ("data.path=synthetic", "data.synthetic_images=1920", "data.synthetic_classes=4")),
-    "synthetic images, two workers": (
-        2,
-        BATCH,
-        ("data.path=synthetic", "data.synthetic_images=1920", "data.synthetic_classes=4"),
-    ),
-    "image files in memory": (1, BATCH, ("data.cache=memory",)),
-    "a wider student": (1, BATCH, ("student.model=resnet20",)),
-    "images as they are": (1, BATCH, ("data.augment=none",)),
-    "epochs with evaluations": (1, BATCH, ("train.max_steps=null", "optim.epochs=3")),
+    "synthetic images": Training(1, BATCH, sets=SYNTHETIC),
+    "synthetic images, two workers": Training(2, BATCH, sets=SYNTHETIC),
+    "image files in memory": Training(1, BATCH, sets=("data.cache=memory",)),
+    "a wider student": Training(1, BATCH, sets=("student.model=resnet20",)),
+    "images as they are": Training(1, BATCH, sets=("data.augment=none",)),
+    "epochs with evaluations": Training(1, BATCH, sets=("train.max_steps=null", "optim.epochs=3")),
 }
-"""Real trainings of unlike kinds with nothing in them that gains 5%: workers, images of each, what else is set."""
+"""Real trainings of unlike kinds with nothing in them that gains 5%."""
 
 
-def healthy(bench: Bench) -> Iterator[tuple[str, Case]]:
-    """All of them, one after the other."""
-    for name, (workers, batch, sets) in HEALTHY.items():
-        yield name, bench.run(workers, batch, {}, sets)
+def healthy(bench: Bench) -> Iterator[tuple[str, list[str], bool]]:
+    """Of each of them all that is found, and whether any of it is a false alarm."""
+    for name, training in HEALTHY.items():
+        checked = [check(bench, training, one) for one in without_machine(findings(bench.run(training).evidence))]
+        yield name, [line for line, _ in checked], any(is_false for _, is_false in checked)
+
+
+def check(bench: Bench, training: Training, finding: Finding) -> tuple[str, bool]:
+    """A finding in a healthy training, in words, and whether it is a false alarm.
+
+    Where the doctor proposes a value that is tried: it has to bring half of what makes a finding. Anything else is the machine's
+    own disturbance, and no alarm, unless two more runs both have it.
+    """
+    line = f"{finding.cause} {finding.gain_pct:.1f}%: {finding.sentence}"
+    option = OPTIONS.get(finding.cause, "")
+    value = proposed(option, [finding]) if option else None
+    if value is None:
+        more = [{one.cause for one in findings(bench.run(training).evidence)} for _ in range(2)]
+        count = sum(finding.cause in causes for causes in more)
+        return f"{line} (in {1 + count} of 3 runs)", count == len(more)
+    changed = replace(training, sets=(*training.sets, f"{option}={value}"))
+    if finding.cause == "launch-bound":
+        changed = replace(training, batch=value // training.num_workers)
+    gain = compare(bench, training, [changed])[1][0]
+    return f"{line} ({option}={value} brings {gain.pct:.1f} ± {gain.error_points:.1f}%)", gain.pct < LEAST_PCT / 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from service.doctor.evidence import Evidence, LoaderCosts, NodeUse, RankTimes
+from service.doctor.evidence import Evidence
+from service.doctor.recorded import LoaderCosts, NodeUse, RankTimes
 
 RANK = RankTimes(
     data_ms=1.0,
@@ -27,7 +28,7 @@ HEALTHY = Evidence(
     loader=LOADER,
     one_image_ms=2.0,
     passes_ms={64: 95.0, 128: 190.0},
-    nodes=(NodeUse(60.0, 0.0),),
+    nodes=(NodeUse(60.0),),
 )
 
 

@@ -11,12 +11,14 @@ import pytest
 
 from service.config.experiment import load
 from service.doctor.causes import findings
-from service.doctor.compute import launches, teacher
-from service.doctor.cores import other_programs
-from service.doctor.evidence import Cause, Clock, EpochUse, Evidence, Finding, GpuUse, NodeUse, RankTimes, predicted_pct
+from service.doctor.compute import launches, other_programs, teacher
+from service.doctor.evidence import Evidence
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
 from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
 from service.doctor.ranks import all_reduce, straggler
+from service.doctor.read_run import loader_costs
+from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
+from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits
 from tests.service.doctor.runs import HEALTHY, LOADER, RANK, loader, longer, run_of, waiting, waits
 
@@ -58,19 +60,19 @@ def test_threads_that_compute_are_decode_bound_and_the_wait_is_the_gain() -> Non
 
 
 def test_where_the_cores_are_busy_more_threads_are_not_proposed() -> None:
-    busy = run_of(SLOW, loader=loader(200 / 64, cpu=100 / 64, core_wait=95 / 64), nodes=(NodeUse(99.0, 0.0),))
+    busy = run_of(SLOW, loader=loader(200 / 64, cpu=100 / 64, core_wait=95 / 64), nodes=(NodeUse(99.0),))
     assert names(busy)[0] == "decode-bound"
     assert "--set data.loader_workers" not in the(decoding, busy).change
-    pinned = replace(busy, nodes=(NodeUse(40.0, 0.0),), loader=loader(200 / 64, cpu=80 / 64, core_wait=115 / 64))
+    pinned = replace(busy, nodes=(NodeUse(40.0),), loader=loader(200 / 64, cpu=80 / 64, core_wait=115 / 64))
     assert "--set data.loader_workers" not in the(decoding, pinned).change  # the node has free cores, these threads have none
     assert "waiting for a free core" in the(decoding, pinned).sentence
 
 
 def test_no_more_threads_that_decode_are_proposed_than_a_worker_has_cores() -> None:
-    e = run_of(longer(RANK, data=300), loader=loader(400 / 64, cpu=400 / 64), nodes=(NodeUse(40.0, 0.0, cores=8.0),))
+    e = run_of(longer(RANK, data=300), loader=loader(400 / 64, cpu=400 / 64), nodes=(NodeUse(40.0, cpu_cores=8.0),))
     assert the(decoding, e).change.startswith("--set data.loader_workers=5")
-    assert the(decoding, replace(e, nodes=(NodeUse(40.0, 0.0, cores=2.0),))).change.startswith("--set data.loader_workers=2")
-    assert the(decoding, replace(e, nodes=(NodeUse(40.0, 0.0, cores=1.0),))).change.startswith("cheaper images")
+    assert the(decoding, replace(e, nodes=(NodeUse(40.0, cpu_cores=2.0),))).change.startswith("--set data.loader_workers=2")
+    assert the(decoding, replace(e, nodes=(NodeUse(40.0, cpu_cores=1.0),))).change.startswith("cheaper images")
 
 
 def test_threads_that_wait_inside_the_source_are_storage_bound() -> None:
@@ -93,7 +95,7 @@ def test_a_loader_that_has_nothing_to_do_with_the_data_phase_is_not_blamed() -> 
 
 
 def test_threads_that_wait_elsewhere_while_cores_are_free_wait_for_pythons_lock() -> None:
-    e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.1, cpu=60 / 64, threads=1), nodes=(NodeUse(30.0, 50.0),))
+    e = run_of(SLOW, loader=loader(200 / 64, read_wait=0.1, cpu=60 / 64, threads=1), nodes=(NodeUse(30.0),))
     (found, *rest) = findings(e)
     assert found.cause == "lock-bound"
     assert "not more loader workers but fewer" in found.change
@@ -101,11 +103,11 @@ def test_threads_that_wait_elsewhere_while_cores_are_free_wait_for_pythons_lock(
 
 
 def test_a_node_that_swaps_is_told_so_and_neither_its_storage_nor_pythons_lock_is_blamed() -> None:
-    e = run_of(SLOW, loader=loader(200 / 64, read_wait=100 / 64, cpu=5 / 64), nodes=(NodeUse(30.0, 50.0, 20.0),))
+    e = run_of(SLOW, loader=loader(200 / 64, read_wait=100 / 64, cpu=5 / 64), nodes=(NodeUse(30.0, 20.0),))
     assert names(e) == ["swapping"]
     assert "20 MiB/s back from swap space" in the(swapping, e).sentence
     assert the(swapping, e).gain_pct == pytest.approx(100 * 101 / 200)
-    assert swapping(replace(e, nodes=(NodeUse(30.0, 50.0, 0.0),))) is None
+    assert swapping(replace(e, nodes=(NodeUse(30.0, 0.0),))) is None
 
 
 def test_single_batches_that_are_late_though_the_loader_has_time_to_spare_are_told_as_such() -> None:
@@ -131,7 +133,7 @@ def test_what_decoding_still_takes_bounds_the_gain_of_a_faster_disk() -> None:
 
 
 def test_records_without_the_loaders_costs_leave_the_cause_open() -> None:
-    for nodes in ((), (NodeUse(None, 90.0),), (NodeUse(97.0, 0.0),)):
+    for nodes in ((), (NodeUse(None),), (NodeUse(97.0),)):
         silent = run_of(replace(SLOW, loader_batch_ms=None, loader_wait_ms=None), loader=None, nodes=nodes)
         assert names(silent) == ["data-bound"]
         assert the(unknown, silent).gain_pct == pytest.approx(100 * 101 / 200)
@@ -151,8 +153,22 @@ def test_records_of_a_run_that_has_ended_get_no_advice_to_wait_for_its_end() -> 
 
 
 def test_a_rank_that_alone_waits_for_data_makes_no_run_storage_bound() -> None:
-    e = run_of(waiting(RANK, 100, 1), waits(SLOW, 1), loader=loader(116 / 64, read_wait=100 / 64, cpu=16 / 64))
-    assert names(e) == ["straggler"]
+    """Rank 0 needs 32 ms for a batch, rank 1 waits 168 ms more for the disk; the records have the means of both."""
+    recorded = {"image": 116 / 64, "read_wait": 84 / 64, "cpu": 32 / 64, "core_wait": 0.0}
+    metrics = {f"loader/{name}_ms": ms for name, ms in recorded.items()} | {"loader/threads": 1.0}
+    metrics |= {"rank0/loader_batch_ms": 32.0, "rank1/loader_batch_ms": 200.0}
+    e = run_of(waiting(RANK, 100, 1), waits(SLOW, 1), loader=loader_costs(metrics))
+    assert names(e) == ["straggler", "decode-bound"]
+    assert the(decoding, e).gain_pct == pytest.approx(100 * 32 / 200)  # of both ranks
+
+
+def test_a_slow_loader_behind_a_slow_network_is_named_after_it() -> None:
+    """A step of 200 ms: 100 of work, 100 of the all-reduce. Rank 1's loader needs 180, rank 0's 32."""
+    fast = waits(longer(RANK, backward=100), 100)
+    found = findings(run_of(fast, replace(fast, loader_batch_ms=180.0), loader=loader(32 / 64, cpu=32 / 64)))
+    assert [(one.cause, one.after) for one in found][:2] == [("all-reduce-bound", None), ("straggler", "all-reduce-bound")]
+    assert found[0].gain_pct == pytest.approx(100 * 20 / 200)
+    assert found[1].gain_pct == pytest.approx(100 * 100 / 200, abs=1)
 
 
 # Supply
@@ -203,7 +219,7 @@ def test_a_slow_copy_is_its_own_gain_and_decoding_on_the_device_has_its_own_word
 
 
 def on_cores(e: Evidence, cores: float) -> Evidence:
-    return replace(e, nodes=(NodeUse(60.0, 0.0, cores=cores),))
+    return replace(e, nodes=(NodeUse(60.0, cpu_cores=cores),))
 
 
 def test_loader_threads_gain_no_more_than_the_cores_allow() -> None:
@@ -233,13 +249,13 @@ def test_cheaper_images_free_the_cores_that_the_step_waits_for() -> None:
 def test_other_programs_on_the_cores_that_a_step_waits_for_are_named() -> None:
     """A step of 160 ms on two cores: 100 of its own, of others 220 ms less that, and 60 of waiting for them."""
     crowded = replace(longer(RANK, backward=60), cpu_ms=100.0 + 64 * LOADER.cpu_ms, core_wait_ms=60.0)
-    e = replace(run_of(crowded), nodes=(NodeUse(100.0, 0.0, cores=2),))
+    e = replace(run_of(crowded), nodes=(NodeUse(100.0, cpu_cores=2),))
     found = the(other_programs, e)
     others_ms = 320 - 100 - 64 * LOADER.cpu_ms
     assert found.gain_pct == pytest.approx(100 * 60 / 160 * others_ms / 220, abs=0.5)
     assert "other programs" in found.sentence
     assert names(e)[0] == "busy cores"
-    assert other_programs(replace(e, nodes=(NodeUse(45.0, 0.0, cores=2),))) is None
+    assert other_programs(replace(e, nodes=(NodeUse(45.0, cpu_cores=2),))) is None
 
 
 # Ranks
@@ -274,11 +290,11 @@ def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_image
         optimizer_ms=0.0,
         step_ms=100.0,
         allreduce_wait_ms=45.0,
-        loader_batch_ms=20.0,
+        loader_batch_ms=55.0,
         loader_wait_ms=25.0,
     )
-    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=65.0, loader_wait_ms=70.0)
-    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(20 / 64, cpu=20 / 64)))
+    slow = replace(rank, data_ms=70.0, backward_ms=20.0, allreduce_wait_ms=0.0, loader_batch_ms=100.0, loader_wait_ms=70.0)
+    found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(55 / 64, cpu=55 / 64)))
     assert found.sentence.startswith("rank 3 (node0) is slow")
     assert found.gain_pct == pytest.approx(45)
 

@@ -1,0 +1,134 @@
+"""Plain numbers out of a run's records, named as they are there; None where one is not recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Mean milliseconds of one rank's step."""
+
+    data_ms: float
+    h2d_ms: float
+    augment_ms: float
+    teacher_ms: float
+    student_ms: float
+    backward_ms: float
+    """With the waits for the all-reduce and for other ranks."""
+    optimizer_ms: float
+    step_ms: float
+    allreduce_wait_ms: float | None = None
+    """Of the backward: from this rank's last gradient to the end of the last all-reduce."""
+    allreduce_wait_error_ms: float | None = None
+    """Standard error of the mean."""
+    loader_batch_ms: float | None = None
+    """How long this rank's loader threads are busy with a batch: what they need at least."""
+    loader_wait_ms: float | None = None
+    """Of the data phase: waiting for those threads. The rest of it is the step's own thread at work."""
+    cpu_ms: float | None = None
+    """What all threads of this rank's process compute, those of its loader too."""
+    core_wait_ms: float | None = None
+    """How long the step's own thread is ready to run while others have the cores."""
+
+    @property
+    def before_student_ms(self) -> float:
+        """From the end of the last backward to the student's forward."""
+        return self.optimizer_ms + self.data_ms + self.h2d_ms + self.augment_ms + self.teacher_ms
+
+    @property
+    def rest_ms(self) -> float:
+        """What lies in no phase."""
+        return max(0.0, self.step_ms - self.before_student_ms - self.student_ms - self.backward_ms)
+
+
+@dataclass(frozen=True)
+class LoaderCosts:
+    """Milliseconds of a loader thread an image."""
+
+    image_ms: float
+    read_wait_ms: float
+    """Of it inside the source without computing."""
+    cpu_ms: float
+    """Of it computing."""
+    core_wait_ms: float
+    """Of it ready to run, while other threads had the cores."""
+    threads: float
+
+    @property
+    def blocked_ms(self) -> float:
+        """Waiting for something that is not a core."""
+        return max(0.0, self.image_ms - self.cpu_ms - self.core_wait_ms)
+
+    @property
+    def storage_ms(self) -> float:
+        """Waiting for the disk or the network."""
+        return min(self.read_wait_ms, self.blocked_ms)
+
+    @property
+    def lock_ms(self) -> float:
+        """Blocked outside the source: threads of one process wait for Python's lock there, and for nothing else."""
+        return self.blocked_ms - self.storage_ms
+
+    @property
+    def decode_ms(self) -> float:
+        """Computing, or waiting for a core to do so."""
+        return self.image_ms - self.blocked_ms
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """One GPU over a run or an epoch, in means."""
+
+    name: str  # node0/gpu1
+    util_pct: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    sm_clock_limit_mhz: float | None = None
+    """The highest clock that this kind of GPU has."""
+    throttle_reasons: int = 0
+    """Every bit that was set at any time, see `trainables.metrics.telemetry.THROTTLE_REASONS`."""
+    throttled_pct: float | None = None
+    """Of the time: a throttle reason was set that heat or power supply brings."""
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """One node over a run, in means."""
+
+    cpu_pct: float | None = None
+    swap_in_mib_per_s: float | None = None
+    """Read back from swap space."""
+    cpu_cores: float | None = None
+
+
+@dataclass(frozen=True)
+class EpochUse:
+    """One epoch as it was trained."""
+
+    step_ms: float
+    eval_s: float
+    gpus: tuple[GpuUse, ...] = ()
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """Means of its steps' phases."""
+
+    def phase_ms(self, phase: str) -> float:
+        """0 where it is not recorded."""
+        return self.phases_ms.get(phase, 0.0)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of a stage by its wall clock."""
+
+    train_s: float
+    """Steps, with their waits for data."""
+    eval_s: float
+    checkpoint_s: float
+    other_s: float
+    """Reports, checks, whatever lies between."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s
