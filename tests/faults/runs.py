@@ -23,11 +23,8 @@ from trainables.distributed.rank_pool import RankPool
 from trainables.engine import loop
 from trainables.engine.job import Job, Report, build
 from trainables.rundir import RunDir, StageDir, write_json
-<<<<<<< HEAD
 from trainables.stage_result import StageResult, write_stage_result
-=======
 from trainables.worker.node_telemetry import NodeTelemetry
->>>>>>> doctor
 
 SIZE, CLASSES = 32, 4
 STEPS, WARMUP_STEPS = 20, 4
@@ -54,11 +51,6 @@ def make_images(folder: Path) -> Path:
             class_folder = folder / split / str(label)
             class_folder.mkdir(parents=True)
             for number in range(count):
-<<<<<<< HEAD
-                (class_folder / f"{number}.jpg").write_bytes(
-                    encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90)
-                )
-=======
                 image = encoded(photo(1000 * label + number, SIZE, SIZE), "JPEG", quality=90)
                 (class_folder / f"{number}.jpg").write_bytes(image)
     return folder
@@ -71,7 +63,6 @@ def link_images(images: Path, folder: Path) -> Path:
         class_folder.mkdir(parents=True, exist_ok=True)
         for copy in range(MANY):
             os.link(file, class_folder / f"{copy}_{file.name}")
->>>>>>> doctor
     return folder
 
 
@@ -171,25 +162,13 @@ def file_report(config: TrainConfig, group: Group) -> Report:
             with open(stage.metrics, "a") as file:
                 file.write(json.dumps({**line, "metrics": metrics}) + "\n")
 
-<<<<<<< HEAD
-    with NodeTelemetry(config, group) as telemetry, contextlib.closing(build(config, group, report, telemetry.snapshot)) as job:
-        undone = [FAULTS[fault](job, extra_s) for fault, extra_s in faults.items() if fault in FAULTS]
-        try:
-            summary = loop.run(job)
-        finally:
-            for undo in undone:
-                undo()
-    if group.is_main:
-        write_stage_result(stage, StageResult(stage=config.stage, model=config.model, metrics=summary))
-=======
     return report
 
 
 def write_summary(job: Job, summary: Mapping[str, float]) -> None:
     """The stage's result, as the worker writes it."""
-    config = job.config
     if job.group.is_main:
-        write_json(job.stage.result, {"stage": config.stage, "model": config.model, "metrics": summary, "history": []})
+        write_stage_result(job.stage, StageResult(stage=job.config.stage, model=job.config.model, metrics=dict(summary)))
 
 
 @contextlib.contextmanager
@@ -200,4 +179,3 @@ def injected(job: Job, faults: Mapping[str, float]) -> Iterator[None]:
             if fault in FAULTS:
                 stack.callback(FAULTS[fault](job, extra_s))
         yield
->>>>>>> doctor

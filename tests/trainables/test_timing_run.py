@@ -45,7 +45,7 @@ def test_the_loaders_costs_are_those_past_the_warm_up_and_no_sum_has_a_graph(tmp
     settings = config(tmp_path, train=TIMING, teacher=None)
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         loop.run(job)
-        assert 28 <= job.train_loader.costs.batches <= 31
+        assert 28 <= job.train_loader.costs._batches <= 31
         assert not job.train_state.sums.requires_grad
 
 
