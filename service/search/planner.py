@@ -33,7 +33,7 @@ from service.search.probes import Mean
 from service.search.remeasure import MOST_LOOKS, Contest
 from service.search.step_time_model import StepTime
 
-__all__ = ["Forecast", "Guided", "Hardware", "Observation", "Point"]
+__all__ = ["Forecast", "Hardware", "Observation", "Planner", "Point"]
 
 METRICS = {"images_per_s": 0, "epoch_s": 0, "gpu_s_per_epoch": 1, "pareto": 0}  # power of num_workers in what one image costs
 FIRST_PROBES = 4  # by optimal design, before gains are compared
@@ -53,7 +53,7 @@ HOPELESS = 0.02  # chance to run of what is left alone for what others of its ki
 CHANCE_AFTER = {"failed": 0.5, "oom": 0.0, "infeasible": 0.5}  # to run, of a point that ended so
 
 
-class Guided:
+class Planner:
     """Proposes points (`ask`) and takes up what they brought (`tell`); from the same observations follows the same next point.
 
     A point may be proposed again, and has as many observations as it was measured.
@@ -155,7 +155,7 @@ class Guided:
         self.pending.append(row)
         return self.points[row]
 
-    def enough(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
+    def should_stop(self, steps_s: Sequence[float], point: Point | None = None) -> bool:
         """Whether a probe's mean step time is known well enough, or the probe has had its steps; no point: the one pending.
 
         That is to 3%, of a point that was measured before to 1.5%; what is far from the best is worth no long probe (Maron and
