@@ -25,7 +25,9 @@ NEAR = 6  # probes between two measurements that may have met the same state of 
 SHARED = 0.5  # of a neighbour's disturbance that one expects of a measurement at its time, give or take as much
 SHARE, WEIGHT = 0.1, 5.0  # of visits that are disturbed, before anything was measured twice; what that guess weighs, in visits
 MOST_SHARE = 0.3
-SLOWER = 0.25  # mean of the logarithm by which a disturbed visit is slower
+SLOWER = 0.5  # mean of the logarithm by which a disturbed visit is slower
+PERSISTS = 0.3  # chance that who disturbed one occasion is there, or there again, at the next
+EQUAL = 0.06  # points that differ by less are as good
 APART = 4  # probes in between after which a visit is worth another one
 OCCASION_S, MOST_OCCASIONS = 120.0, 3  # seconds in between that make two visits two occasions; how many of them are sought
 
@@ -61,8 +63,9 @@ class Disturbances:
             if not switching_O[visits[0]]:
                 as_many_O = workers_O >= workers_O[visits[0]]
                 evidence_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[visits[0]], as_many_O)
-                if near := [at for visit in visits for at in _nearest(np.flatnonzero(evidence_O), int(visit))]:
-                    excess_O[visits] = doubt_O[visits] = SHARED * float(np.mean(found_O[near]))
+                shared = _shared_excess(visits, np.flatnonzero(evidence_O), found_O)
+                if shared is not None:
+                    excess_O[visits] = doubt_O[visits] = shared
                     witnessed_O[visits] = True
         return cls(excess_O, doubt_O, repeated_O, switching_O, witnessed_O)
 
@@ -71,16 +74,17 @@ class Disturbances:
         """Those that nothing speaks against."""
         return np.asarray(self.excess_O == 0)
 
-    def shares(self, workers_O: Array, workers_U: Array) -> Array:
-        """Of visits that are disturbed, for some numbers of workers, as far as repeated ones show.
+    def shares(self, workers_O: Array, workers_U: Array, ended_O: Array) -> Array:
+        """Of occasions that are disturbed, for some numbers of workers, as far as repeated visits show; `ended_O`: seconds.
 
         A visit that nobody disturbed says so of the nodes that its workers were on: little of a point with more of them.
         """
         count = len(workers_O)
         disturbed_O = (self.switching_O & (self.excess_O > 0))[:count]
         clean_O = self.repeated_O[:count] & self.clean_O[:count]
-        clean_U = (clean_O & np.less_equal.outer(workers_U, workers_O)).sum(axis=1)
-        return np.asarray(np.minimum((SHARE * WEIGHT + disturbed_O.sum()) / (WEIGHT + disturbed_O.sum() + clean_U), MOST_SHARE))
+        disturbed = occasions(ended_O[disturbed_O])
+        clean_U = np.array([occasions(ended_O[clean_O & (workers_O >= workers)]) for workers in workers_U])
+        return np.asarray(np.minimum((SHARE * WEIGHT + disturbed) / (WEIGHT + disturbed + clean_U), MOST_SHARE))
 
 
 def excess(log_V: Array, noise_V: Array) -> Array:
@@ -88,6 +92,26 @@ def excess(log_V: Array, noise_V: Array) -> Array:
     fastest = np.argmin(log_V + noise_V)
     behind_V = log_V - log_V[fastest]
     return np.where(behind_V > np.maximum(NOTABLE, SIGMAS * np.hypot(noise_V, noise_V[fastest])), behind_V, 0.0)
+
+
+def _shared_excess(visits: NDArray[np.int_], witnesses: NDArray[np.int_], found_O: Array) -> float | None:
+    """The excess that one expects of visits to one point that all agree, by what witnesses near them found; None: there are none.
+
+    Either somebody was there on all of its occasions or on none, and the more they are the less likely is the former.
+    """
+    occasions = np.split(visits, np.flatnonzero(np.diff(visits) > NEAR) + 1)
+    near = [[at for visit in occasion for at in _nearest(witnesses, int(visit))] for occasion in occasions]
+    found = found_O[list(itertools.chain(*near))]
+    if not len(found):
+        return None
+    if len(occasions) >= MOST_OCCASIONS or not found.any():
+        return 0.0
+    odds = 1.0
+    for of_occasion in near:
+        chance = SHARED * float((found_O[of_occasion] > 0).mean()) if of_occasion else SHARE
+        odds *= chance / (1 - chance)
+    expected = odds / (1 + odds) * float(found[found > 0].mean())
+    return expected if len(occasions) == 1 or expected > NOTABLE else 0.0
 
 
 def _nearest(witnesses: NDArray[np.int_], visit: int) -> list[int]:
@@ -130,27 +154,41 @@ def undisturbed(
     return found
 
 
-def occasions(ended_s: Sequence[float]) -> int:
+def occasions(ended_s: Sequence[float] | Array) -> int:
     """How many times, well apart, visits that ended at these times stand for."""
-    return 1 + sum(later - earlier > OCCASION_S for earlier, later in itertools.pairwise(ended_s)) if ended_s else 0
+    return 1 + sum(later - earlier > OCCASION_S for earlier, later in itertools.pairwise(ended_s)) if len(ended_s) else 0
 
 
 def second_look(
-    workers_U: Array, cost_U: Array, turns_U: Sequence[Sequence[int]], shares_U: Array, ended_s: Sequence[float]
+    groups_U: Sequence[tuple[float, int]],
+    batch_U: Array,
+    cost_U: Array,
+    turns_U: Sequence[Sequence[int]],
+    shares_U: Array,
+    ended_s: Sequence[float],
 ) -> list[tuple[int, float]]:
-    """For each other number of workers than the best point's, its best point, and the gain that a second look may bring.
+    """For each other group of points than the best point's, its best point, and the gain that a second look may bring.
 
-    The most first. `cost_U`: logarithms; `turns_U`: when each point was measured, disturbed visits left out; `ended_s`: when
-    each turn ended. What was looked at just before is left out: it would meet the same conditions.
+    The most first. A group are the points of one number of workers and one kind. `cost_U`: logarithms; `turns_U`: when each
+    point was measured, disturbed visits left out; `ended_s`: when each turn ended. A group that was never measured at about the
+    time of the best point may owe its place to the time alone. Of points that are as good, the one with the largest batch is
+    looked at: it has most to gain where something that all share was slow. What was looked at just before is left out: it would
+    meet the same conditions.
     """
     best, now = int(np.argmin(cost_U)), len(ended_s)
     found = []
-    for workers in np.unique(workers_U):
-        if workers != workers_U[best]:
-            having: NDArray[np.int_] = np.flatnonzero(workers_U == workers)
-            candidate = int(having[np.argmin(cost_U[having])])
+    for group in dict.fromkeys(groups_U):
+        if group == groups_U[best]:
+            continue
+        having: NDArray[np.int_] = np.array([index for index, other in enumerate(groups_U) if other == group])
+        alike = having[cost_U[having] <= cost_U[having].min() + EQUAL]
+        candidate = int(alike[np.argmax(batch_U[alike])])
+        turns = sorted(turn for index in having.tolist() for turn in turns_U[index])
+        times = occasions([ended_s[turn] for turn in turns])
+        if times < MOST_OCCASIONS and now - max(turns_U[candidate], default=-APART) > APART:
+            compared = any(abs(turn - other) < APART for turn in turns for other in turns_U[best])
+            share = float(shares_U[candidate]) if compared else MOST_SHARE
+            chance = share * PERSISTS ** (times - 1) if times else 1.0
             behind = float(cost_U[candidate] - cost_U[best])
-            times = occasions([ended_s[turn] for turn in sorted(turn for index in having.tolist() for turn in turns_U[index])])
-            if times < MOST_OCCASIONS and now - max(turns_U[candidate], default=-APART) > APART:
-                found.append((candidate, float(shares_U[candidate]) ** times * SLOWER * math.exp(-behind / SLOWER)))
+            found.append((candidate, chance * SLOWER * math.exp(-behind / SLOWER)))
     return sorted(found, key=lambda pair: -pair[1])

@@ -162,17 +162,19 @@ class Planner:
         Moore 1994, "Hoeffding races").
         """
         count = len(steps_s)
-        if not FLOOR_STEPS <= count < self.max_steps:
+        row = self.row[identity(point)] if point is not None else self.pending[0] if len(self.pending) == 1 else None
+        # Loader workers that make a batch each deliver in bursts: a mean needs one from each of them.
+        floor = FLOOR_STEPS if row is None else max(FLOOR_STEPS, self.layout.threads_M[row])
+        if not floor <= count < self.max_steps:
             return count >= self.max_steps
         mean, known = self.measured.slow.mean(steps_s), KNOWN
-        row = self.row[identity(point)] if point is not None else self.pending[0] if len(self.pending) == 1 else None
         rows = [row for row, _ in self._ok()]
         if row is not None and rows:
             least_O = self.measured.logs_3M[0] + self.offset_M[rows]
             if self.along_front:
                 least_O += behind(self.layout.workers_M[[row]], self.layout.workers_M[rows])[:, 0]
             late = math.log(mean.step_s) + self.offset_M[row] - float(least_O.min())
-            if row in rows and count >= 2 * FLOOR_STEPS and self._is_disturbed(row, mean):
+            if row in rows and count >= 2 * floor and self._is_disturbed(row, mean):
                 return True
             known = min((KNOWN_AGAIN if row in rows else KNOWN) + KNOWN_BEHIND * max(late, 0.0), KNOWN_AT_MOST)
         return 1.96 * mean.error <= known
@@ -323,14 +325,12 @@ class Planner:
         open_M &= cost_M < budget.left_gpu_s
         row = self._explore(posterior, chance_M, open_M, cost_M, budget)
         if row is not None:
-            anchor = self._anchor(posterior, group)
+            anchor = self._anchor(posterior, group, budget)
             return row if anchor is None else anchor
         ends = self._why
-        steps = min(2 * self._usual_steps(), self.max_steps)
-        again_M = self.costs.probe_M(self.layout, posterior.step_s_M, np.ones_like(chance_M), steps, group)
         row = self._check(posterior, open_M & (chance_M > LIKELY), cost_M, budget)
         if row is None:
-            row = self._again(posterior, again_M, budget)
+            row = self._again(posterior, group, budget)
         if row is None:
             self._why = ends + self._why
         return row
@@ -388,38 +388,65 @@ class Planner:
             rows += unchecked(self.layout, self.global_M, posterior, best, open_M, tried_M, farther)
         return [row for row in rows if affordable_M[row]]
 
-    def _anchor(self, posterior: Posterior, group: float | None) -> int | None:
-        """A point that is known, to measure again since none was for a while: the best one that needs no new workers."""
-        rows = self._measured_rows()
+    def _anchor(self, posterior: Posterior, group: float | None, budget: Budget) -> int | None:
+        """A point that is known, to measure again since none was for a while.
+
+        One that may have been slow for its time, else the best one that needs no new workers.
+        """
+        rows, explored = self._measured_rows(), self._why
         since = next((back for back in range(len(rows)) if rows[-1 - back] in rows[: len(rows) - 1 - back]), len(rows))
+        if since < ANCHOR_EVERY or self.pending:
+            return None
+        if (row := self._second_look(posterior, group, budget)) is not None:
+            return row
+        self._why = explored
         here = [row for row in posterior.leaders(len(rows)).tolist() if self.layout.workers_M[row] == group]
-        if since < ANCHOR_EVERY or self.pending or not here or rows[-1] == here[0]:
+        if not here or rows[-1] == here[0]:
             return None
         self._why = f"{self._name(here[0])} is measured again: is the cluster still what it was?"
         return int(here[0])
 
-    def _again(self, posterior: Posterior, cost_M: Array, budget: Budget) -> int | None:
-        """One of the leading points, to measure again before the best of them is named."""
-        rows = self._measured_rows()
-        ended = [turn for turn, (_, observation) in enumerate(self.history) if observation.status == "ok"]
-        clean = [
-            (row, turn) for row, turn, is_clean in zip(rows, ended, posterior.disturbances.clean_O, strict=False) if is_clean
-        ]
+    def _repeat_costs(self, posterior: Posterior, group: float | None) -> Array:
+        """Of measuring each point once more."""
+        steps = min(2 * self._usual_steps(), self.max_steps)
+        return self.costs.probe_M(self.layout, posterior.step_s_M, np.ones(len(self.points)), steps, group)
+
+    def _clean(self, posterior: Posterior) -> list[tuple[int, int]]:
+        """Point and turn of the measurements that nobody disturbed."""
+        ended = [(row, turn) for turn, (row, observation) in enumerate(self.history) if observation.status == "ok"]
+        return [pair for pair, is_clean in zip(ended, posterior.disturbances.clean_O, strict=False) if is_clean]
+
+    def _is_futile(self, row: int, clean: Sequence[tuple[int, int]]) -> bool:
+        """Whether a point was just measured twice while others disturbed it: they will be there the next time too."""
+        last = [*enumerate(self.history)][-2:]
+        return all(measured == row and (row, turn) not in clean for turn, (measured, _) in last)
+
+    def _second_look(self, posterior: Posterior, group: float | None, budget: Budget) -> int | None:
+        """A point that may only look slow for the time at which it was measured."""
+        rows, cost_M, clean = self._measured_rows(), self._repeat_costs(posterior, group), self._clean(posterior)
         turns = [[turn for row, turn in clean if row == point] for point in posterior.rows_U]
-        left = budget.left_repeats_gpu_s
-        workers_U = self.layout.workers_M[posterior.rows_U]
-        shares_U = posterior.disturbances.shares(self.layout.workers_M[rows], workers_U)
-        for index, gain in second_look(workers_U, posterior.cost_U, turns, shares_U, self.costs.ended_s):
+        workers_U, batch_U = self.layout.workers_M[posterior.rows_U], self.layout.batch_M[posterior.rows_U]
+        ended_s = np.array([self.costs.ended_s[turn] for turn, (_, one) in enumerate(self.history) if one.status == "ok"])
+        shares_U = posterior.disturbances.shares(self.layout.workers_M[rows], workers_U, ended_s)
+        groups_U = [*zip(workers_U.tolist(), self.kind_M[posterior.rows_U].tolist(), strict=True)]
+        for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns, shares_U, self.costs.ended_s):
             row = int(posterior.rows_U[index])
             worth = gain > SECOND_LOOK_PRICE * budget.price(cost_M[row]) and rows.count(row) < MOST_LOOKS / 2
-            if row not in self.pending and worth and cost_M[row] < left:
+            if row not in self.pending and worth and cost_M[row] < budget.left_repeats_gpu_s:
                 self._why = f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 return row
+        return None
+
+    def _again(self, posterior: Posterior, group: float | None, budget: Budget) -> int | None:
+        """One of the leading points, to measure again before the best of them is named."""
+        if (row := self._second_look(posterior, group, budget)) is not None:
+            return row
+        cost_M, clean, rows = self._repeat_costs(posterior, group), self._clean(posterior), self._measured_rows()
         contest = Contest.of(posterior, rows, [row for row, _ in clean], (self.seed, len(self.history)))
         verified = contest.clean[int(contest.rows_C[0])] > 1
         for row in [] if contest.is_settled else contest.candidates():
             worth = not verified or contest.loss > CONTEST_PRICE * budget.price(cost_M[row])
-            if row not in self.pending and worth and cost_M[row] < left:
+            if row not in self.pending and worth and cost_M[row] < budget.left_repeats_gpu_s and not self._is_futile(row, clean):
                 self._why = f"{self._name(row)} is measured again: of the leading points it may be the best"
                 return row
         self._why = contest.summary() if not self.along_front else ""

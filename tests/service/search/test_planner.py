@@ -173,6 +173,16 @@ def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
     assert search.should_stop(rng.lognormal(0, 0.5, 50).tolist())
 
 
+def test_a_probe_of_many_loader_workers_sees_a_batch_of_each_of_them() -> None:
+    """Each makes whole batches: they come all at once, and then none for a while."""
+    search = Planner(grid([1], [64], [4, 16]), ONE_NODE)
+    burst_s = [0.05] * 11 + [1.0] + [0.05] * 15 + [1.0]
+    assert not search.should_stop(burst_s[:8], point(1, 64, 16))
+    assert search.should_stop(burst_s[:8], point(1, 64, 4))
+    assert not search.should_stop(burst_s[:16], point(1, 64, 16))  # too different from each other to end here
+    assert search.should_stop([0.05] * 16, point(1, 64, 16))
+
+
 def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
     search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.08, 40)).tolist()))
@@ -429,3 +439,20 @@ def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
     best = search.best()
     assert best is not None
     assert best["data.loader_workers"] == 2
+
+
+def test_a_tenant_that_leaves_after_half_of_the_cluster_was_measured_does_not_decide_for_the_other_half() -> None:
+    """Large groups of workers are measured beside somebody else, who is gone when the smaller ones are."""
+    cluster, points = CLUSTERS["compute"]
+    regrets = []
+    for seed in range(3):
+        search, rng, group = Planner(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
+        while (at := search.ask(group)) is not None:
+            group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
+            slower = 2.5 if len(search.history) < 12 and group == 4 else 1.0
+            steps_s = [slower * step_s for step_s in seen.steps_s]
+            seconds = (25.0 if not search.history else 0.0) + 5 + sum(steps_s)
+            one = Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib, seconds=seconds)
+            search.tell(at, one)
+        regrets.append(cluster.regret(search))
+    assert max(regrets) <= 0.03
