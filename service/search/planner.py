@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.config.space import GLOBAL_BATCH
+from service.search.budget import Costs
 from service.search.disturbance import excess
 from service.search.fit_data import Measured
 from service.search.formulas import times
@@ -25,7 +26,6 @@ from service.search.memory_model import MemoryModel
 from service.search.pareto_front import behind, front
 from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity
 from service.search.posterior import Posterior, posterior_of
-from service.search.probe_cost import Costs
 from service.search.probes import Mean
 from service.search.proposals import MIN_WIN_PROBABILITY, Proposal, Proposals, first_probe
 from service.search.step_time_model import StepTime
@@ -133,16 +133,6 @@ class Planner:
             self.measured = Measured.of(self.layout.take(rows), [one for _, one in self._ok()])
             self.model = self.prior.fitted(self.measured)
 
-    @property
-    def spent_gpu_s(self) -> float:
-        """GPU-seconds so far, as far as the planner can tell."""
-        return self.costs.spent_gpu_s
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that a new group of workers takes."""
-        return self.costs.start_s
-
     def ask(self, group: float | None = None) -> Point | None:
         """The next point to probe; None when no further probe is worth it, or none is left.
 
@@ -235,14 +225,14 @@ class Planner:
                     self.prior,
                     self.model,
                     self.measured,
-                    [row for _, row in ended],
-                    [len(self.history) - turn for turn, _ in ended],
-                    self.pending,
-                    self.layout,
-                    self.offset_M,
-                    (self.seed, len(self.history), len(self.pending)),
-                    self.along_front,
-                    lost(self.layout, self.history),
+                    rows=[row for _, row in ended],
+                    ages=[len(self.history) - turn for turn, _ in ended],
+                    pending=self.pending,
+                    layout=self.layout,
+                    offset_M=self.offset_M,
+                    seed=(self.seed, len(self.history), len(self.pending)),
+                    along_front=self.along_front,
+                    lost_M=lost(self.layout, self.history),
                 ),
             )
         return self._posterior[1]
@@ -258,10 +248,10 @@ class Planner:
         return chance_M
 
     def _is_disturbed(self, row: int, mean: Mean) -> bool:
-        """Whether a visit to a point is so much slower than an earlier one that more steps would say no more of the point."""
-        visits = [at for at, earlier in enumerate(self.measured_rows) if earlier == row]
-        logs_V = np.append(self.measured.logs_3M[0, visits], math.log(mean.step_s))
-        return bool(excess(logs_V, np.append(self.measured.noise_M[visits], mean.error))[-1] > 0)
+        """Whether a point is so much slower than it was before that more steps would say no more of it."""
+        before = [at for at, earlier in enumerate(self.measured_rows) if earlier == row]
+        logs_R = np.append(self.measured.logs_3M[0, before], math.log(mean.step_s))
+        return bool(excess(logs_R, np.append(self.measured.noise_M[before], mean.error))[-1] > 0)
 
     def _ok(self) -> list[tuple[int, Observation]]:
         return [(row, observation) for row, observation in self.history if observation.status == "ok"]

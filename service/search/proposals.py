@@ -17,7 +17,7 @@ from service.search.disturbance import second_look
 from service.search.formulas import times
 from service.search.neighbours import unchecked
 from service.search.points import Array, Flags, named
-from service.search.remeasure import MOST_LOOKS, Contest
+from service.search.remeasure import MAX_REPEATS, Contest
 
 if TYPE_CHECKING:
     from service.search.planner import Planner
@@ -70,7 +70,7 @@ class Proposals:
         layout, step_s_M = planner.layout, self.posterior.step_s_M
         # Of the whole cluster, also where a part of it has gone: what was spent on that part was not spent on the rest.
         grid_gpu_s = planner.costs.grid(layout, step_s_M, planner.memory.chances(planner.kind_M, layout.batch_M))
-        self.budget = Budget(grid_gpu_s, planner.spent_gpu_s, planner.costs.again_gpu_s)
+        self.budget = Budget(grid_gpu_s, planner.costs.spent_gpu_s, planner.costs.again_gpu_s)
         self.cost_M = planner.costs.probe_M(layout, step_s_M, self.chance_M, planner.usual_steps, group)
         self.open_M = planner.is_open(self.chance_M) & (self.cost_M < self.budget.left_gpu_s)
 
@@ -153,7 +153,7 @@ class Proposals:
         for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns, shares_U, ended_s):
             row = int(rows_U[index])
             worth = gain > SECOND_LOOK_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
-            if worth and rows.count(row) < MOST_LOOKS / 2 and self._may_repeat(row):
+            if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row):
                 return Proposal(
                     row, f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 )

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from service.config.space import GLOBAL_BATCH
 from service.search.fit_data import MODEL_ERROR, Measured
 from service.search.formulas import INDEX, PARAMETERS, Times, times
 from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
@@ -134,10 +133,6 @@ class Prediction:
     step_s: Array
     step_sd_s: Array
     times: Times
-
-    def epoch_s(self, points: Sequence[Point], num_images: int) -> Array:
-        """Seconds of an epoch of `num_images`."""
-        return np.asarray(self.step_s * num_images / np.array([float(p[GLOBAL_BATCH]) for p in points]))
 
 
 def fit(points: Sequence[Point], observations: Sequence[Observation], hardware: Hardware) -> StepTime:

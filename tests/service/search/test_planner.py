@@ -54,7 +54,8 @@ def test_after_two_peaks_hardly_anything_is_tried_that_does_not_fit() -> None:
     search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     for at in (point(1, 64, 4), point(4, 64, 4)):
         search.tell(at, cluster.probe(at, search, rng))
-    assert sum(seen.status != "ok" for _, seen in cluster.search(search)) <= 1  # 2% more than there is: that may be tried once
+    ran_out = [cluster.batch(at) for at, seen in cluster.search(search) if seen.status != "ok"]
+    assert ran_out in ([], [128])  # 2% more than there is: that may be tried once, and nothing beyond it
     assert cluster.regret(search) <= 0.03
 
 
@@ -211,7 +212,7 @@ def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_c
         group = workers
         search.tell(at, Observation("ok", steps_s, start_s=start_s, seconds=seconds))
     whole_s = 7 * 5.0 + sum(at["scale.num_workers"] * 45 * at["data.global_batch_size"] / 1000 for at in points)
-    assert spent_s == pytest.approx(search.spent_gpu_s)
+    assert spent_s == pytest.approx(search.costs.spent_gpu_s)
     assert spent_s <= 0.9 * whole_s
 
 
@@ -246,12 +247,12 @@ def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_th
 def test_what_a_start_took_is_believed_from_the_first_on_that_is_told() -> None:
     search = Planner(SMALL, ONE_NODE, start_s=25.0)
     search.tell(point(1, 64, 4), Observation("ok", [0.1] * 8))
-    assert search.start_s == 25.0
-    assert search.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
+    assert search.costs.start_s == 25.0
+    assert search.costs.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
     for start_s in (60.0, None, 0.0, 80.0):
         search.tell(point(2, 64, 4), Observation("ok", [0.1] * 8, start_s=start_s))
-    assert search.start_s == 70.0
-    assert search.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
+    assert search.costs.start_s == 70.0
+    assert search.costs.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
 
 
 @pytest.mark.parametrize("kind", CLUSTERS)
@@ -295,7 +296,9 @@ def test_the_front_of_speed_and_cost_is_found_to_three_percent(kind: str) -> Non
     for at in filter(cluster.fits, points):  # no point is faster and cheaper by more than that than all that were found
         workers, time_s = at["scale.num_workers"], cluster.cost(at)
         assert min(other_s * max(1, more / workers) for more, other_s in found) / time_s - 1 <= 0.03
-    assert len({identity(at) for at, _ in seen}) <= 0.35 * len(points)
+    distinct = {identity(at) for at, _ in seen}
+    assert len(distinct) <= 0.35 * len(points)
+    assert len(seen) <= 1.5 * len(distinct)  # known points are measured again, but that is not most of the search
     best = search.best()
     assert best is not None
     assert cluster.cost(best) == found[-1][1]
@@ -414,7 +417,7 @@ def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_befor
     assert max(regrets) <= 0.05
 
 
-def test_a_visit_to_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
+def test_a_repeat_of_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
     search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
     search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.12, 60)).tolist()))
     noise = rng.lognormal(0, 0.12, 16)
