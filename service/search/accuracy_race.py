@@ -24,7 +24,7 @@ MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training
 
 @dataclass
 class Race:
-    """Asked for points, told what their trainings brought; the same tells in the same order give the same next point."""
+    """Proposes points to train (`ask`) and takes up their trainings (`tell`); the same trainings give the same next point."""
 
     global_batch_M: Array
     step_s_M: Array

@@ -172,7 +172,7 @@ def second_look(
 
     The most first. A group are the points of one number of workers and one kind. `cost_U`: logarithms; `turns_U`: when each
     point was measured, disturbed ones left out; `ended_s`: when each turn ended. A group that was never measured at about the
-    time of the best point may owe its place to the time alone. Of points that are as good, the one with the largest batch is
+    time of the best point may have lost by its time alone. Of points that are as good, the one with the largest batch is
     looked at: it has most to gain where something that all share was slow. What was looked at just before is left out: it would
     meet the same conditions.
     """
@@ -181,10 +181,10 @@ def second_look(
     for group in dict.fromkeys(groups_U):
         if group == groups_U[best]:
             continue
-        having: NDArray[np.int_] = np.array([index for index, other in enumerate(groups_U) if other == group])
-        alike = having[cost_U[having] <= cost_U[having].min() + EQUAL_COST]
+        members: NDArray[np.int_] = np.array([index for index, other in enumerate(groups_U) if other == group])
+        alike = members[cost_U[members] <= cost_U[members].min() + EQUAL_COST]
         candidate = int(alike[np.argmax(batch_U[alike])])
-        turns = sorted(turn for index in having.tolist() for turn in turns_U[index])
+        turns = sorted(turn for index in members.tolist() for turn in turns_U[index])
         times = occasions([ended_s[turn] for turn in turns])
         if times < MAX_OCCASIONS and now - max(turns_U[candidate], default=-APART_PROBES) > APART_PROBES:
             compared = any(abs(turn - other) < APART_PROBES for turn in turns for other in turns_U[best])

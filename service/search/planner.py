@@ -176,7 +176,7 @@ class Planner:
         return 1.96 * mean.error <= known
 
     def best(self) -> Point | None:
-        """The best measured point, its neighbours' and the model's word taken into account; None where nothing ran."""
+        """The best measured point, by its own measurements, its neighbours' and the model; None where nothing ran."""
         return self.points[self.posterior().best] if self._ok() else None
 
     def front(self) -> list[Point]:

@@ -55,7 +55,7 @@ def named(point: Point) -> str:
 
 
 def categories(points: Sequence[Point]) -> tuple[Category, ...]:
-    """Every value of every extra key but the first one seen, which is what the others are compared with.
+    """Every value of every extra key but the first one, which is what the others are compared with.
 
     A key with one value only tells nothing and is left out.
     """

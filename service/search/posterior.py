@@ -22,7 +22,7 @@ from service.search.residual_model import REPEAT_SD, Residuals
 from service.search.step_time_model import StepTime
 
 DRAWS = 192
-SLOW = 5.0  # standard deviations by which a probe is too slow for the model: an outlier, maybe, and not worth its own word
+SLOW = 5.0  # standard deviations by which a probe is too slow for the model: an outlier, maybe, and given less weight
 CHANGED = 0.02  # of the cluster's state, from which on the model is fitted again without it
 
 
@@ -37,7 +37,7 @@ class Posterior:
     residuals: Residuals
     disturbances: Disturbances
     rows_U: Rows  # of the points that ran
-    cost_U: Array  # the logarithm of their cost, their own measurements and the model's word taken together
+    cost_U: Array  # the logarithm of their cost, from their own measurements and the model together
     incumbent_M: Rows  # row of the measured point that each one has to beat
     penalty_M: Array  # what that one's cost counts more, in logarithms
 

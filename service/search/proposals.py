@@ -15,7 +15,7 @@ import numpy as np
 from service.search.budget import Budget
 from service.search.disturbance import second_look
 from service.search.formulas import times
-from service.search.neighbours import unchecked
+from service.search.neighbours import unchecked_neighbours
 from service.search.points import Array, Flags, named
 from service.search.remeasure import MAX_REPEATS, Contest
 
@@ -192,12 +192,12 @@ class Proposals:
         last = [*enumerate(self.planner.history)][-2:]
         return all(measured == row and (row, turn) not in self.clean for turn, (measured, _) in last)
 
-    def _neighbours(self, bests: Sequence[int], open_M: Flags, affordable_M: Flags, farther: float = 0.0) -> list[int]:
+    def _neighbours(self, bests: Sequence[int], open_M: Flags, affordable_M: Flags, margin: float = 0.0) -> list[int]:
         planner, tried_M = self.planner, ~self.planner.untested_M
         tried_M[planner.pending] = True
         rows: list[int] = []
         for best in dict.fromkeys(bests):
-            rows += unchecked(planner.layout, planner.global_M, self.posterior, best, open_M, tried_M, farther)
+            rows += unchecked_neighbours(planner.layout, planner.global_M, self.posterior, best, open_M, tried_M, margin)
         return [row for row in rows if affordable_M[row]]
 
     def _neighbour(self, row: int) -> Proposal:

@@ -1,6 +1,6 @@
-"""A planner that knows what a sweep's records know: told every row again, in the order in which they ended.
+"""A planner that knows what a sweep's records know: every measurement is replayed, in the order in which they ended.
 
-So a search goes on after a kill, and a finished one can be asked what it believes, from `result.json` alone.
+So a search goes on after a kill, and a finished one has its posterior, from `result.json` alone.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def conclusion(result: RunResult) -> dict[str, Any]:
 
 
 def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
-    """The race to the target among the points that can run, told all trainings so far; and the trials of its rows.
+    """The race to the target among the points that can run, after all trainings so far; and the trials of its rows.
 
     `planner` is the result's own, see `replay`.
     """
@@ -157,5 +157,5 @@ def percent(bound: float) -> float | None:
 
 
 def spent_gpu_s(rows: Sequence[TrialRow]) -> float:
-    """GPU-seconds (where there is no GPU: seconds of a worker's place) of all trials, starts included."""
+    """GPU-seconds (where there is no GPU: seconds of a worker's CPU slot) of all trials, starts included."""
     return float(sum(row.scale.num_workers * row.seconds for row in rows))
