@@ -100,19 +100,19 @@ def _shared_excess(repeats: NDArray[np.int_], witnesses: NDArray[np.int_], found
 
     Either somebody was there on all of its occasions or on none, and the more they are the less likely is the former.
     """
-    occasions = np.split(repeats, np.flatnonzero(np.diff(repeats) > NEAR_PROBES) + 1)
-    near = [[at for repeat in occasion for at in _nearest(witnesses, int(repeat))] for occasion in occasions]
+    by_occasion = np.split(repeats, np.flatnonzero(np.diff(repeats) > NEAR_PROBES) + 1)
+    near = [[at for repeat in occasion for at in _nearest(witnesses, int(repeat))] for occasion in by_occasion]
     found = found_O[list(itertools.chain(*near))]
     if not len(found):
         return None
-    if len(occasions) >= MAX_OCCASIONS or not found.any():
+    if len(by_occasion) >= MAX_OCCASIONS or not found.any():
         return 0.0
     odds = 1.0
     for of_occasion in near:
         chance = SHARED_EXCESS * float((found_O[of_occasion] > 0).mean()) if of_occasion else DISTURBED_SHARE
         odds *= chance / (1 - chance)
     expected = odds / (1 + odds) * float(found[found > 0].mean())
-    return expected if len(occasions) == 1 or expected > NOTABLE_EXCESS else 0.0
+    return expected if len(by_occasion) == 1 or expected > NOTABLE_EXCESS else 0.0
 
 
 def _nearest(witnesses: NDArray[np.int_], repeat: int) -> list[int]:
