@@ -18,13 +18,13 @@ from trainables.rundir import RunDir, StageDir, append_line, read_lines
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
-    from trainables.worker.trainer import Visit
+    from trainables.worker.trainer import ReusableWorkers
 
 
-def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit: Visit | None = None) -> Outcome:
+def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, reused: ReusableWorkers | None = None) -> Outcome:
     """Train a stage to its end, from its last checkpoint where there is one.
 
-    With `visit` the same workers go on to what its guide has next; the outcome is that of the stage which they were at.
+    With `reused` the same workers go on to what their coordinator has next; the outcome is that of the stage which they were at.
 
     A worker or node that dies is no reason to stop: the stage is restarted up to `scale.max_failures` times. What the
     training itself refuses (a loss that is not finite, unreadable data), an error in a model's code and memory that runs out
@@ -35,11 +35,11 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit
     while True:
         if outcome := finished(assignment.stage_dir, restarts):
             return outcome
-        result = attempt(assignment, callbacks, visit)
+        result = attempt(assignment, callbacks, reused)
         if isinstance(result, Outcome):
             return result.model_copy(update={"restarts": restarts})
         if isinstance(result, WorkersFailedError):
-            current = current_of(visit) if visit is not None else assignment
+            current = current_assignment(reused) if reused is not None else assignment
             if current is None:  # its last point was measured; the workers died on their way out
                 return Outcome(status="failed", reason="the workers died when they had nothing left to do")
             if current != assignment:
@@ -49,7 +49,9 @@ def run_to_end(assignment: Assignment, callbacks: list[Any] | None = None, visit
             restarts += 1
 
 
-def attempt(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None) -> Outcome | WorkersFailedError | None:
+def attempt(
+    assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None
+) -> Outcome | WorkersFailedError | None:
     """Train a stage once: its outcome, or why its workers failed; None where they found no room and may now.
 
     Raises:
@@ -61,7 +63,7 @@ def attempt(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | 
 
     stage = assignment.stage_dir
     try:
-        fit(assignment, callbacks, visit)
+        fit(assignment, callbacks, reused)
     except trainer.ClusterFullError:
         if refusal := wait_for_resources(assignment):
             return Outcome(status="failed", reason=refusal)
@@ -76,15 +78,15 @@ def attempt(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | 
     return finished(stage) or Outcome(status="failed", reason="the stage ended without a result")
 
 
-def current_of(visit: Visit) -> Assignment | None:
-    """The stage that a visit's workers are at; None where they have measured their last."""
+def current_assignment(reused: ReusableWorkers) -> Assignment | None:
+    """The stage that reused workers are at; None where they have measured their last."""
     import ray
 
-    current: Assignment | None = ray.get(visit.guide.current.remote(visit.name))
+    current: Assignment | None = ray.get(reused.coordinator.current.remote(reused.group_id))
     return current
 
 
-def fit(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None) -> None:
+def fit(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
     """One `TorchTrainer.fit` of the stage, under a name of its own; what a kill has left of an earlier one is removed.
 
     Raises:
@@ -104,7 +106,7 @@ def fit(assignment: Assignment, callbacks: list[Any] | None, visit: Visit | None
         storage=assignment.storage,
         name=f"{config.labels.get('trial', config.stage)}-{time.time_ns():x}",
         callbacks=callbacks,
-        visit=visit,
+        reused=reused,
     )
 
 
@@ -221,17 +223,17 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     tune.report({"done": True, **read_outcome(run_dir.result).metrics})
 
 
-def run_visit(settings: dict[str, Any], guide: Any) -> None:
-    """The function that Ray Tune calls in a guided sweep: one start of workers, as many points as the guide has for them.
+def run_worker_group(settings: dict[str, Any], coordinator: Any) -> None:
+    """Ray Tune's function of a trial in a guided sweep: one start of workers, as many points as the coordinator has for them.
 
-    `guide` is the actor with the sweep's `service.search.visits.Visits`, which also writes the points' results.
+    `coordinator` is the sweep's actor, a `service.search.coordinator.SearchCoordinator`; it also writes the points' results.
     """
     import ray
     from ray import tune
 
-    from trainables.worker.trainer import Visit
+    from trainables.worker.trainer import ReusableWorkers
 
-    visit = Visit(guide, settings["visit"])
-    outcome = run_to_end(ray.get(guide.enter.remote(visit.name)), visit=visit)
-    ray.get(guide.leave.remote(visit.name, outcome))
+    workers = ReusableWorkers(coordinator, settings["group"])
+    outcome = run_to_end(ray.get(coordinator.start.remote(workers.group_id)), reused=workers)
+    ray.get(coordinator.finish.remote(workers.group_id, outcome))
     tune.report({"done": True})

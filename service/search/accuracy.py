@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import ndtr
 
 from service.config.space import GLOBAL_BATCH
 from service.search.points import Array, Point
@@ -26,7 +25,6 @@ FORM = 1.0  # standard deviation of log(B_noise) around a measured B_simple: the
 UNMEASURED = (500.0, 3.0)  # B_noise in images where nothing measured it, and the standard deviation of its logarithm
 UNKNOWN = 8.0  # standard deviation of log(S_min) before a training
 SEEDS = 0.12  # relative: what another seed changes about the steps that a training takes
-CHANCE = 0.1  # a point stays worth a training while it may be the fastest with this probability
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ class Prediction:
     """Medians."""
     spread_M: Array
     """Standard deviation of their logarithms."""
-    fastest_M: Array
-    """Probability of being faster than the point of least seconds; ½ for that one."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +136,7 @@ class Learning:
         paid_M = steps_M + np.asarray(every_M) / 2
         seconds_M = paid_M * step_s_M
         J_M2 = _jacobian(self.mean_2, global_batch_M) * (steps_M / paid_M)[:, None]
-        of_step_M = np.broadcast_to(np.asarray(step_spread_M, dtype=float), seconds_M.shape)
-
-        best = int(np.argmin(seconds_M))
-        apart_M = np.hypot(self._deviation_M(J_M2 - J_M2[best]), np.hypot(of_step_M, of_step_M[best]))  # S_min is common to both
-        ahead_M = np.log(seconds_M[best] / seconds_M)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fastest_M = np.where(apart_M > 0, ndtr(ahead_M / apart_M), 0.5 * (ahead_M == 0))
-        fastest_M[best] = 0.5
-        return Prediction(seconds_M, np.hypot(self._deviation_M(J_M2), of_step_M), fastest_M)
+        return Prediction(seconds_M, np.hypot(self._deviation_M(J_M2), np.asarray(step_spread_M)))
 
 
 def _log_steps(logs_2: Array, global_batch_M: Array) -> Array:

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import ndtr
 
-from service.search.accuracy import CHANCE, SEEDS, Learning, Prediction, Training
+from service.search.accuracy import SEEDS, Learning, Prediction, Training
 from service.search.points import Array
+
+MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training
 
 
 @dataclass
 class Race:
-    """Asked for points, told what their trainings brought; the same tells in the same order give the same next point."""
+    """Proposes points to train (`ask`) and takes up their trainings (`tell`); the same trainings give the same next point."""
 
     global_batch_M: Array
     step_s_M: Array
@@ -109,7 +111,7 @@ class Race:
             return None
         chance_M = self.chances_M()
         row = int(np.argmax(chance_M))
-        if chance_M[row] < CHANCE:
+        if chance_M[row] < MIN_FASTEST_PROBABILITY:
             self._why = (
                 f"no other point is believed to reach the target more than {self.tolerance:.0%} sooner; "
                 f"the likeliest with a probability of {chance_M[row]:.0%}"

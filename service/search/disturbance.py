@@ -1,7 +1,7 @@
 """Which measurements were disturbed by who else was on the cluster, and what may have looked slow only for that.
 
 Another tenant makes all slower that is measured meanwhile, some points more and some less. Where a point was measured several
-times, a visit that took notably longer than its fastest one was disturbed. It is also evidence of its time: what was measured
+times, a measurement that took notably longer than the fastest was disturbed. It is also evidence of its time: what was measured
 just before or after, and only once, was perhaps disturbed too.
 
 Shapes: O observations in the order of time, U points that were measured.
@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 
 from service.search.points import Array, Flags
 
-NOTABLE, SIGMAS = 0.12, 3.0  # relative: a difference of two visits to one point that neither heat nor the steps' noise explains
-NEAR = 6  # probes between two measurements that may have met the same state of the cluster
-SHARED = 0.5  # of a neighbour's disturbance that one expects of a measurement at its time, give or take as much
-SHARE, WEIGHT = 0.1, 5.0  # of visits that are disturbed, before anything was measured twice; what that guess weighs, in visits
-MOST_SHARE = 0.3
-SLOWER = 0.25  # mean of the logarithm by which a disturbed visit is slower
-APART = 4  # probes in between after which a visit is worth another one
-OCCASION_S, MOST_OCCASIONS = 120.0, 3  # seconds in between that make two visits two occasions; how many of them are sought
+NOTABLE_EXCESS, NOTABLE_SDS = 0.12, 3.0  # relative, and in standard deviations: more than heat and the steps' noise make
+NEAR_PROBES = 6  # between two measurements that may have met the same state of the cluster
+SHARED_EXCESS = 0.5  # of a neighbour's excess that one expects of a measurement at its time, give or take as much
+DISTURBED_SHARE, SHARE_WEIGHT = 0.1, 5.0  # of occasions, before anything was measured twice; occasions that this guess weighs
+MAX_DISTURBED_SHARE = 0.3
+MEAN_EXCESS = 0.5  # of the logarithm of a disturbed measurement
+PERSISTENCE = 0.3  # chance that who disturbed one occasion is there at the next
+EQUAL_COST = 0.06  # points that differ by less (logarithm of the cost) are as good
+APART_PROBES = 4  # in between, after which a measurement is worth another one
+OCCASION_GAP_S, MAX_OCCASIONS = 120.0, 3  # in between that makes two measurements two occasions; how many are looked for
 
 
 @dataclass(frozen=True)
@@ -37,33 +39,34 @@ class Disturbances:
     excess_O: Array  # of the logarithm of the step, to be taken off
     doubt_O: Array  # standard deviation of that
     repeated_O: Flags  # of points that were measured several times
-    switching_O: Flags  # of those of them that some visit found disturbed
-    witnessed_O: Flags  # of a time at which another visit shows whether somebody was there
+    switching_O: Flags  # of those of them that were disturbed at least once
+    witnessed_O: Flags  # of a time at which another measurement shows whether somebody was there
 
     @classmethod
     def of(cls, rows_O: Sequence[int], workers_O: Array, log_O: Array, noise_O: Array) -> Disturbances:
         """From the logarithms of the measured steps, and their noise; `rows_O` are the points.
 
-        A point whose visits all agree is no evidence of its time: all of them may have been disturbed. What is known of their
-        times from other points holds for all its visits alike, as for a point that was measured once. Workers fill nodes in one
-        order: who disturbs few of them disturbs more of them too, and where many are alone fewer are.
+        A point whose measurements all agree is no evidence of its time: all of them may have been disturbed. What is known of
+        their times from other points holds for all of them alike. Workers fill nodes in one order: who disturbs few of them
+        disturbs more of them too, and where many are alone fewer are.
         """
         rows = np.asarray(rows_O, dtype=int)
         excess_O, doubt_O = np.zeros(len(rows)), np.zeros(len(rows))
         repeated_O = np.isin(rows, [row for row, count in Counter(rows.tolist()).items() if count > 1])
-        visits_of = [np.flatnonzero(rows == row) for row in np.unique(rows)]
-        for visits in visits_of:
-            excess_O[visits] = excess(log_O[visits], noise_O[visits])
+        repeats_of = [np.flatnonzero(rows == row) for row in np.unique(rows)]
+        for repeats in repeats_of:
+            excess_O[repeats] = excess(log_O[repeats], noise_O[repeats])
         switching_O = np.isin(rows, rows[excess_O > 0])
-        doubt_O[switching_O] = SHARED * excess_O[switching_O]
+        doubt_O[switching_O] = SHARED_EXCESS * excess_O[switching_O]
         found_O, witnessed_O = excess_O.copy(), switching_O.copy()
-        for visits in visits_of:
-            if not switching_O[visits[0]]:
-                as_many_O = workers_O >= workers_O[visits[0]]
-                evidence_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[visits[0]], as_many_O)
-                if near := [at for visit in visits for at in _nearest(np.flatnonzero(evidence_O), int(visit))]:
-                    excess_O[visits] = doubt_O[visits] = SHARED * float(np.mean(found_O[near]))
-                    witnessed_O[visits] = True
+        for repeats in repeats_of:
+            if not switching_O[repeats[0]]:
+                as_many_O = workers_O >= workers_O[repeats[0]]
+                evidence_O = switching_O & np.where(found_O > 0, workers_O <= workers_O[repeats[0]], as_many_O)
+                shared = _shared_excess(repeats, np.flatnonzero(evidence_O), found_O)
+                if shared is not None:
+                    excess_O[repeats] = doubt_O[repeats] = shared
+                    witnessed_O[repeats] = True
         return cls(excess_O, doubt_O, repeated_O, switching_O, witnessed_O)
 
     @property
@@ -71,29 +74,51 @@ class Disturbances:
         """Those that nothing speaks against."""
         return np.asarray(self.excess_O == 0)
 
-    def shares(self, workers_O: Array, workers_U: Array) -> Array:
-        """Of visits that are disturbed, for some numbers of workers, as far as repeated ones show.
+    def shares(self, workers_O: Array, workers_U: Array, ended_O: Array) -> Array:
+        """Of occasions that are disturbed, for some numbers of workers, as far as repeats show; `ended_O`: seconds.
 
-        A visit that nobody disturbed says so of the nodes that its workers were on: little of a point with more of them.
+        A measurement that nobody disturbed says so of the nodes that its workers were on: little of a point with more of them.
         """
         count = len(workers_O)
         disturbed_O = (self.switching_O & (self.excess_O > 0))[:count]
         clean_O = self.repeated_O[:count] & self.clean_O[:count]
-        clean_U = (clean_O & np.less_equal.outer(workers_U, workers_O)).sum(axis=1)
-        return np.asarray(np.minimum((SHARE * WEIGHT + disturbed_O.sum()) / (WEIGHT + disturbed_O.sum() + clean_U), MOST_SHARE))
+        disturbed = occasions(ended_O[disturbed_O])
+        clean_U = np.array([occasions(ended_O[clean_O & (workers_O >= workers)]) for workers in workers_U])
+        share_U = (DISTURBED_SHARE * SHARE_WEIGHT + disturbed) / (SHARE_WEIGHT + disturbed + clean_U)
+        return np.asarray(np.minimum(share_U, MAX_DISTURBED_SHARE))
 
 
-def excess(log_V: Array, noise_V: Array) -> Array:
-    """By how much visits to one point are slower than its fastest one, where that is notable."""
-    fastest = np.argmin(log_V + noise_V)
-    behind_V = log_V - log_V[fastest]
-    return np.where(behind_V > np.maximum(NOTABLE, SIGMAS * np.hypot(noise_V, noise_V[fastest])), behind_V, 0.0)
+def excess(log_R: Array, noise_R: Array) -> Array:
+    """By how much measurements of one point are slower than the fastest of them, where that is notable."""
+    fastest = np.argmin(log_R + noise_R)
+    behind_R = log_R - log_R[fastest]
+    return np.where(behind_R > np.maximum(NOTABLE_EXCESS, NOTABLE_SDS * np.hypot(noise_R, noise_R[fastest])), behind_R, 0.0)
 
 
-def _nearest(witnesses: NDArray[np.int_], visit: int) -> list[int]:
+def _shared_excess(repeats: NDArray[np.int_], witnesses: NDArray[np.int_], found_O: Array) -> float | None:
+    """The excess that one expects of measurements of a point that all agree, by what witnesses near them found, if any.
+
+    Either somebody was there on all of its occasions or on none, and the more they are the less likely is the former.
+    """
+    by_occasion = np.split(repeats, np.flatnonzero(np.diff(repeats) > NEAR_PROBES) + 1)
+    near = [[at for repeat in occasion for at in _nearest(witnesses, int(repeat))] for occasion in by_occasion]
+    found = found_O[list(itertools.chain(*near))]
+    if not len(found):
+        return None
+    if len(by_occasion) >= MAX_OCCASIONS or not found.any():
+        return 0.0
+    odds = 1.0
+    for of_occasion in near:
+        chance = SHARED_EXCESS * float((found_O[of_occasion] > 0).mean()) if of_occasion else DISTURBED_SHARE
+        odds *= chance / (1 - chance)
+    expected = odds / (1 + odds) * float(found[found > 0].mean())
+    return expected if len(by_occasion) == 1 or expected > NOTABLE_EXCESS else 0.0
+
+
+def _nearest(witnesses: NDArray[np.int_], repeat: int) -> list[int]:
     """The last one before and the first one after, as far as they are near."""
-    before, after = witnesses[witnesses < visit][-1:], witnesses[witnesses > visit][:1]
-    return [int(witness) for witness in (*before, *after) if abs(witness - visit) <= NEAR]
+    before, after = witnesses[witnesses < repeat][-1:], witnesses[witnesses > repeat][:1]
+    return [int(witness) for witness in (*before, *after) if abs(witness - repeat) <= NEAR_PROBES]
 
 
 def undisturbed(
@@ -108,9 +133,9 @@ def undisturbed(
 ) -> Array:
     """The cost of points while nobody else is there, where somebody came and went; else as the posterior has it.
 
-    What was measured while others were not disturbed, or at several times, is as fast as its undisturbed visits. The posterior of
-    the others (`cost_U`, of the mean state) is taken down by what that state costs those that have as many workers: a point that
-    looks good for this is measured once more before it is chosen.
+    What was measured while others were not disturbed, or at several times, is as fast as its undisturbed measurements. The
+    posterior of the others (`cost_U`, of the mean state) is taken down by what that state costs those that have as many
+    workers: a point that looks good for this is measured once more before it is chosen.
     `log_O` are costs as they were measured, `change_O` what the cluster's state most likely has added to them.
     """
     switching_O = disturbances.switching_O
@@ -120,37 +145,51 @@ def undisturbed(
     least = workers_O[switching_O].min()
     found = cost_U.copy()
     for index, row in enumerate(rows_U.tolist()):
-        visits = np.flatnonzero(at_O == row)
-        clean = visits[disturbances.clean_O[visits]]
-        if len(clean) and (disturbances.witnessed_O[visits[0]] or visits[-1] - visits[0] > APART):
+        repeats = np.flatnonzero(at_O == row)
+        clean = repeats[disturbances.clean_O[repeats]]
+        if len(clean) and (disturbances.witnessed_O[repeats[0]] or repeats[-1] - repeats[0] > APART_PROBES):
             weights = 1 / noise_O[clean] ** 2
             found[index] = float(weights @ log_O[clean] / weights.sum())
-        elif workers_O[visits[0]] >= least:
+        elif workers_O[repeats[0]] >= least:
             found[index] += usual
     return found
 
 
-def occasions(ended_s: Sequence[float]) -> int:
-    """How many times, well apart, visits that ended at these times stand for."""
-    return 1 + sum(later - earlier > OCCASION_S for earlier, later in itertools.pairwise(ended_s)) if ended_s else 0
+def occasions(ended_s: Sequence[float] | Array) -> int:
+    """How many times, well apart, measurements that ended at these times stand for."""
+    return 1 + sum(later - earlier > OCCASION_GAP_S for earlier, later in itertools.pairwise(ended_s)) if len(ended_s) else 0
 
 
 def second_look(
-    workers_U: Array, cost_U: Array, turns_U: Sequence[Sequence[int]], shares_U: Array, ended_s: Sequence[float]
+    groups_U: Sequence[tuple[float, int]],
+    batch_U: Array,
+    cost_U: Array,
+    turns_U: Sequence[Sequence[int]],
+    shares_U: Array,
+    ended_s: Sequence[float],
 ) -> list[tuple[int, float]]:
-    """For each other number of workers than the best point's, its best point, and the gain that a second look may bring.
+    """For each other group of points than the best point's, its best point, and the gain that a second look may bring.
 
-    The most first. `cost_U`: logarithms; `turns_U`: when each point was measured, disturbed visits left out; `ended_s`: when
-    each turn ended. What was looked at just before is left out: it would meet the same conditions.
+    The most first. A group are the points of one number of workers and one kind. `cost_U`: logarithms; `turns_U`: when each
+    point was measured, disturbed ones left out; `ended_s`: when each turn ended. A group that was never measured at about the
+    time of the best point may have lost by its time alone. Of points that are as good, the one with the largest batch is
+    looked at: it has most to gain where something that all share was slow. What was looked at just before is left out: it would
+    meet the same conditions.
     """
     best, now = int(np.argmin(cost_U)), len(ended_s)
     found = []
-    for workers in np.unique(workers_U):
-        if workers != workers_U[best]:
-            having: NDArray[np.int_] = np.flatnonzero(workers_U == workers)
-            candidate = int(having[np.argmin(cost_U[having])])
+    for group in dict.fromkeys(groups_U):
+        if group == groups_U[best]:
+            continue
+        members: NDArray[np.int_] = np.array([index for index, other in enumerate(groups_U) if other == group])
+        alike = members[cost_U[members] <= cost_U[members].min() + EQUAL_COST]
+        candidate = int(alike[np.argmax(batch_U[alike])])
+        turns = sorted(turn for index in members.tolist() for turn in turns_U[index])
+        times = occasions([ended_s[turn] for turn in turns])
+        if times < MAX_OCCASIONS and now - max(turns_U[candidate], default=-APART_PROBES) > APART_PROBES:
+            compared = any(abs(turn - other) < APART_PROBES for turn in turns for other in turns_U[best])
+            share = float(shares_U[candidate]) if compared else MAX_DISTURBED_SHARE
+            chance = share * PERSISTENCE ** (times - 1) if times else 1.0
             behind = float(cost_U[candidate] - cost_U[best])
-            times = occasions([ended_s[turn] for turn in sorted(turn for index in having.tolist() for turn in turns_U[index])])
-            if times < MOST_OCCASIONS and now - max(turns_U[candidate], default=-APART) > APART:
-                found.append((candidate, float(shares_U[candidate]) ** times * SLOWER * math.exp(-behind / SLOWER)))
+            found.append((candidate, chance * MEAN_EXCESS * math.exp(-behind / MEAN_EXCESS)))
     return sorted(found, key=lambda pair: -pair[1])

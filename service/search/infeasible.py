@@ -71,14 +71,14 @@ def failing(layout: Layout, values: Sequence[Flags], history: Sequence[tuple[int
     worked = [row for row, observation in history if observation.status in RAN]
     failed = [row for row in counts if row not in worked]
     tried, points = np.unique(layout.workers_M[failed], return_counts=True)
-    crowds = [layout.workers_M >= workers for workers in tried[points >= FAILURES]]
-    guilty: list[tuple[frozenset[int], Flags]] = []
-    for having_M in (*values, *crowds):
+    sizes = [layout.workers_M >= workers for workers in tried[points >= FAILURES]]
+    suspects: list[tuple[frozenset[int], Flags]] = []
+    for having_M in (*values, *sizes):
         failures = frozenset(row for row in failed if having_M[row])
         if len(failures) >= FAILURES and not having_M[worked].any():
-            guilty.append((failures, having_M))
+            suspects.append((failures, having_M))
     failing_M = np.zeros(len(layout.workers_M), dtype=bool)
     failing_M[[row for row in failed if counts[row] >= FAILURES]] = True
-    for failures, _ in guilty:
-        failing_M |= np.all(np.stack([having_M for others, having_M in guilty if failures <= others]), axis=0)
+    for failures, _ in suspects:
+        failing_M |= np.all(np.stack([having_M for others, having_M in suspects if failures <= others]), axis=0)
     return failing_M

@@ -17,7 +17,7 @@ Rows = NDArray[np.int_]
 
 
 def behind(workers_M: Array, workers_O: Array) -> Array:
-    """What a measured point's time counts more, in logarithms, beside a point of M: OM.
+    """What a measured point's time counts more, in logarithms, compared with a point of M: OM.
 
     More workers have to make up for their cost; fewer that are as fast are better in both.
     """
@@ -25,7 +25,7 @@ def behind(workers_M: Array, workers_O: Array) -> Array:
 
 
 def incumbents(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows, Array]:
-    """For each of M the place of the measured point that keeps it off the front, and what that one's time counts more.
+    """For each of M the index of the measured point that keeps it off the front, and what that one's time counts more.
 
     `time_O` is the logarithm of the time for an image. A point that is faster than that moves the front by as much: it is
     faster than every measured point that is not dearer, and cheaper than every one that is not slower, by that share.
@@ -36,6 +36,6 @@ def incumbents(workers_M: Array, workers_O: Array, time_O: Array) -> tuple[Rows,
 
 
 def front(workers_O: Array, time_O: Array) -> list[int]:
-    """Places of the points that no other one beats in speed and cost, the fewest workers first."""
+    """Indices of the points that no other one beats in speed and cost, the fewest workers first."""
     incumbent_O, _ = incumbents(workers_O, workers_O, time_O)
     return sorted({int(index) for index in np.flatnonzero(incumbent_O == np.arange(len(time_O)))}, key=lambda o: workers_O[o])

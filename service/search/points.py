@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -55,7 +55,7 @@ def named(point: Point) -> str:
 
 
 def categories(points: Sequence[Point]) -> tuple[Category, ...]:
-    """Every value of every extra key but the first one seen, which is what the others are compared with.
+    """Every value of every extra key but the first one, which is what the others are compared with.
 
     A key with one value only tells nothing and is left out.
     """
@@ -102,12 +102,5 @@ class Layout:
     def take(self, rows: Sequence[int] | NDArray[np.int_]) -> Layout:
         """Some of the points."""
         at = np.asarray(rows, dtype=int)
-        return Layout(
-            self.workers_M[at],
-            self.nodes_M[at],
-            self.per_node_M[at],
-            self.batch_M[at],
-            self.threads_M[at],
-            self.cores,
-            self.member_KM[:, at],
-        )
+        columns = ("workers_M", "nodes_M", "per_node_M", "batch_M", "threads_M", "member_KM")
+        return replace(self, **{name: getattr(self, name)[..., at] for name in columns})

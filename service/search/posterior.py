@@ -18,11 +18,11 @@ from service.search.fit_data import MODEL_ERROR, Measured
 from service.search.formulas import times
 from service.search.pareto_front import Rows, incumbents
 from service.search.points import Array, Flags, Layout
-from service.search.residual_model import VISIT, Residuals
+from service.search.residual_model import REPEAT_SD, Residuals
 from service.search.step_time_model import StepTime
 
 DRAWS = 192
-SLOW = 5.0  # standard deviations by which a probe is too slow for the model: an outlier, maybe, and not worth its own word
+SLOW = 5.0  # standard deviations by which a probe is too slow for the model: an outlier, maybe, and given less weight
 CHANGED = 0.02  # of the cluster's state, from which on the model is fitted again without it
 
 
@@ -37,7 +37,7 @@ class Posterior:
     residuals: Residuals
     disturbances: Disturbances
     rows_U: Rows  # of the points that ran
-    cost_U: Array  # the logarithm of their cost, their own measurements and the model's word taken together
+    cost_U: Array  # the logarithm of their cost, from their own measurements and the model together
     incumbent_M: Rows  # row of the measured point that each one has to beat
     penalty_M: Array  # what that one's cost counts more, in logarithms
 
@@ -115,6 +115,7 @@ def posterior_of(
     prior: StepTime,
     model: StepTime,
     measured: Measured,
+    *,
     rows: Sequence[int],
     ages: Sequence[int],
     pending: Sequence[int],
@@ -153,10 +154,8 @@ def posterior_of(
     step_SM = np.log(times(logs_SP, layout).step)
     value_SM = step_SM + (log_O - step_SM[:, at_O]) @ rest.gain_MO.T + offset_M
     rows_U = np.array(list(dict.fromkeys(rows)))
-    # A point that was measured slow is not the best, whatever the model says of it.
-    weight_UO = np.equal.outer(rows_U, at_O) / (measured.noise_M**2 + VISIT**2)
-    own_U = weight_UO @ (log_O - rest.change_O) / weight_UO.sum(axis=1) - 2 / np.sqrt(weight_UO.sum(axis=1))
-    cost_U = np.maximum((weights_S @ value_SM)[rows_U], own_U + offset_M[rows_U])
+    least_U = _least_by_own_steps(rows_U, at_O, log_O - rest.change_O, measured.noise_M)
+    cost_U = np.maximum((weights_S @ value_SM)[rows_U], least_U + offset_M[rows_U])
     cost_U = undisturbed(disturbances, rows_U, at_O, workers_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
     cost_U[lost_M[rows_U]] = np.inf
     incumbent_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
@@ -174,6 +173,15 @@ def posterior_of(
         incumbent_M=rows_U[incumbent_M],
         penalty_M=penalty_M,
     )
+
+
+def _least_by_own_steps(rows_U: Rows, at_O: Rows, log_O: Array, noise_O: Array) -> Array:
+    """The logarithm of the step that a point's own measurements allow at least, two standard deviations below their mean.
+
+    A point that was measured slow is not the best, whatever the model says of it.
+    """
+    weight_UO = np.equal.outer(rows_U, at_O) / (noise_O**2 + REPEAT_SD**2)
+    return np.asarray(weight_UO @ log_O / weight_UO.sum(axis=1) - 2 / np.sqrt(weight_UO.sum(axis=1)))
 
 
 def _unexplained(

@@ -66,13 +66,13 @@ class SlowSteps:
     @classmethod
     def of(cls, probes: Sequence[Sequence[float]]) -> SlowSteps:
         """Pooled over probes, each step counting the same; probes that are mostly unusual steps are left out."""
-        probed = [np.asarray(steps_s, dtype=float) for steps_s in probes]
-        ratios = [times_S / usual_S.mean() for times_S in probed if (usual_S := _usual(times_S)) is not None]
-        if not ratios:
+        every = [np.asarray(steps_s, dtype=float) for steps_s in probes]
+        pairs = [(times_S, usual_S) for times_S in every if (usual_S := _usual(times_S)) is not None]
+        if not pairs:
             return cls()
-        ratio_S = np.concatenate(ratios)
+        ratio_S = np.concatenate([times_S / usual_S.mean() for times_S, usual_S in pairs])
         slow_S = np.where(np.abs(ratio_S - 1) > USUAL, ratio_S - 1, 0.0)
-        noise = math.sqrt(float(np.mean([_variance(usual_S) for times_S in probed if (usual_S := _usual(times_S)) is not None])))
+        noise = math.sqrt(float(np.mean([_variance(usual_S) for _, usual_S in pairs])))
         return cls(float(ratio_S.mean() - 1), float(slow_S.std()), noise)
 
     def mean(self, steps_s: Sequence[float] | Array) -> Mean:
@@ -87,9 +87,7 @@ class SlowSteps:
             return plain
         count = len(times_S)
         added = (count * own + PRIOR_STEPS * self.added) / (count + PRIOR_STEPS)
-        variance = _variance(
-            usual_S
-        )  # of few steps by chance too small: a spell of slow ones may not have come yet, or not ended
+        variance = _variance(usual_S)  # of few steps too small by chance: a slow spell may not have come yet
         variance = (count * variance + NOISE_STEPS * max(self.noise**2, variance)) / (count + NOISE_STEPS)
         error = math.hypot(math.sqrt(variance / len(usual_S)), self.spread * math.sqrt(count) / (count + PRIOR_STEPS))
         return Mean(float(usual_S.mean()) * (1 + added), error)

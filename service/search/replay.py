@@ -1,6 +1,6 @@
-"""A planner that knows what a sweep's records know: told every row again, in the order in which they ended.
+"""A planner that knows what a sweep's records know: every measurement is replayed, in the order in which they ended.
 
-So a search goes on after a kill, and a finished one can be asked what it believes, from `result.json` alone.
+So a search goes on after a kill, and a finished one has its posterior, from `result.json` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from service.runs.outcome import Outcome
 from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
 from service.search.accuracy import Learning
 from service.search.accuracy_race import Race
-from service.search.planner import METRICS, Guided
+from service.search.planner import METRICS, Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
 from trainables.metrics.phases import PHASES
@@ -52,7 +52,7 @@ def hardware_of(hardware: ClusterHardware) -> Hardware:
     return Hardware(hardware.nodes, hardware.slots_per_node, hardware.cpus_per_node)
 
 
-def replay(result: RunResult) -> Guided:
+def replay(result: RunResult) -> Planner:
     """The planner of a sweep as its `result.json` tells it, guided or not.
 
     Raises:
@@ -61,7 +61,7 @@ def replay(result: RunResult) -> Guided:
     if result.hardware is None:
         raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
     points = searched(result.rows)
-    planner = Guided(
+    planner = Planner(
         list(points.values()),
         hardware_of(result.hardware),
         metric=result.metric if result.metric in METRICS else "images_per_s",
@@ -101,8 +101,8 @@ def conclusion(result: RunResult) -> dict[str, Any]:
     return {"trials": rows, "best": rows_at[identity(best)] if best else None, "search": search}
 
 
-def race(result: RunResult, planner: Guided) -> tuple[Race, list[str]]:
-    """The race to the target among the points that can run, told all trainings so far; and the trials of its rows.
+def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
+    """The race to the target among the points that can run, after all trainings so far; and the trials of its rows.
 
     `planner` is the result's own, see `replay`.
     """
@@ -133,7 +133,7 @@ def race(result: RunResult, planner: Guided) -> tuple[Race, list[str]]:
     return found, [trial for trial, _ in known]
 
 
-def outcome_of_race(result: RunResult, planner: Guided) -> dict[str, Any]:
+def outcome_of_race(result: RunResult, planner: Planner) -> dict[str, Any]:
     """What a search for time says at its end, see `conclusion`. `search.predicted_s`: of each point that could run, by trial."""
     found, ids = race(result, planner)
     found.ask()
@@ -156,5 +156,5 @@ def percent(bound: float) -> float | None:
 
 
 def spent_gpu_s(rows: Sequence[TrialRow]) -> float:
-    """GPU-seconds (where there is no GPU: seconds of a worker's place) of all trials, starts included."""
+    """GPU-seconds (where there is no GPU: seconds of a worker's CPU slot) of all trials, starts included."""
     return float(sum(row.scale.num_workers * row.seconds for row in rows))

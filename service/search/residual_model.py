@@ -31,7 +31,7 @@ COMMON = 0.5  # share of a change's variance that meets all points alike; the re
 OCTAVES = (1.0, 1.5, 0.8)  # of workers, batch, loader workers: how far along an axis a residual stays the same
 WALK = 0.05  # relative error that each doubling of the workers adds: more nodes are other hardware, not more of the same
 OWN = 0.01  # relative error of each point that its neighbours know nothing of: which convolution was chosen, what a cache holds
-VISIT = 0.007  # relative difference of two visits to one point that their steps do not show
+REPEAT_SD = 0.007  # relative difference of two measurements of one point that their steps do not show
 
 
 def steps_apart(a: Layout, b: Layout) -> Array:
@@ -86,7 +86,7 @@ class Residuals:
         walk_OO = steps_apart(at, at)
         same_MO = np.equal.outer(np.arange(len(layout.workers_M)), rows_O)
         own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
-        rest_OO = np.diag(noise_O**2 + VISIT**2) + own_OO + walk_OO
+        rest_OO = np.diag(noise_O**2 + REPEAT_SD**2) + own_OO + walk_OO
         time_OO = np.exp(-np.abs(np.subtract.outer(ages_O, ages_O)) / DRIFT_PROBES) * (COMMON + (1 - COMMON) * alike_OO)
         best, amplitude, drift = -np.inf, PRIOR_AMPLITUDE, STEADY
         usual_O = noise_O**2 + OWN**2 + np.diag(walk_OO)

@@ -1,4 +1,4 @@
-"""The guided search as a searcher of Ray Tune: one of its trials is one group of workers on its way through several points."""
+"""The guided search as a searcher of Ray Tune: one of its trials is one group of workers, which measures several points."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from service.runs.outcome import Outcome
 
 
 class GuidedSearcher(Searcher):  # type: ignore[misc]
-    """Asks the actor that holds `service.search.visits.Visits`, which decides and remembers.
+    """Forwards to the actor of `service.search.coordinator.SearchCoordinator`, which decides and remembers.
 
     What was searched is known from the trials' results, so there is nothing to save or restore here.
     """
 
-    def __init__(self, guide: Any) -> None:
+    def __init__(self, coordinator: Any) -> None:
         super().__init__()
-        self._guide = guide
+        self._coordinator = coordinator
 
     def suggest(self, trial_id: str) -> dict[str, str] | str | None:
-        first = ray.get(self._guide.begin.remote(trial_id))
+        first = ray.get(self._coordinator.suggest.remote(trial_id))
         if first is not None:
-            return {"visit": trial_id, "trial": first}
-        return Searcher.FINISHED if ray.get(self._guide.is_idle.remote()) else None
+            return {"group": trial_id, "trial": first}
+        return Searcher.FINISHED if ray.get(self._coordinator.is_idle.remote()) else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        # Of a trial whose function ended by itself the guide knows already.
-        ray.get(self._guide.leave.remote(trial_id, Outcome(status="failed", reason="the process that led its workers died")))
+        # Of a trial whose function ended by itself the coordinator knows already.
+        died = Outcome(status="failed", reason="the process that led its workers died")
+        ray.get(self._coordinator.finish.remote(trial_id, died))
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         pass

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from service.config.space import GLOBAL_BATCH
-from service.search.fit_data import Measured
+from service.search.fit_data import MODEL_ERROR, Measured
 from service.search.formulas import INDEX, PARAMETERS, Times, times
 from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
 
@@ -105,6 +104,19 @@ class StepTime:
         count = len(self.mean_P)
         return np.asarray(np.moveaxis((logs[:count] - logs[count:]) / (2 * nudge), 0, -1))
 
+    def information(self, layout: Layout, pending: Sequence[int]) -> Array:
+        """By how much a probe of each point shrinks the parameters' uncertainty (D-optimal: Chaloner and Verdinelli 1995): M.
+
+        The gain of one observation is log det(I + J Σ Jᵀ / error²), J being its derivatives by the parameters. Pending rows
+        count as if they had been measured.
+        """
+        J_M3P = np.moveaxis(self.jacobian(layout), 0, 1) / np.array(list(MODEL_ERROR.values()))[:, None]
+        covariance_PP = self.covariance_PP
+        for row in pending:
+            lift_P3 = covariance_PP @ J_M3P[row].T
+            covariance_PP = covariance_PP - lift_P3 @ np.linalg.solve(np.eye(3) + J_M3P[row] @ lift_P3, lift_P3.T)
+        return np.asarray(np.linalg.slogdet(np.eye(3) + J_M3P @ covariance_PP @ np.swapaxes(J_M3P, 1, 2))[1])
+
     def predict(self, points: Sequence[Point]) -> Prediction:
         """Seconds of a step, with the standard deviation that the parameters' uncertainty gives, and each part apart."""
         layout = self.layout(points)
@@ -121,10 +133,6 @@ class Prediction:
     step_s: Array
     step_sd_s: Array
     times: Times
-
-    def epoch_s(self, points: Sequence[Point], num_images: int) -> Array:
-        """Seconds of an epoch of `num_images`."""
-        return np.asarray(self.step_s * num_images / np.array([float(p[GLOBAL_BATCH]) for p in points]))
 
 
 def fit(points: Sequence[Point], observations: Sequence[Observation], hardware: Hardware) -> StepTime:

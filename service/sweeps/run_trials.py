@@ -16,7 +16,7 @@ from service.runs.result import TrialRow
 from service.runs.session import Session, start_tracking
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes
-from service.sweeps.tune import guide_trials, tune_trials, with_shared_starts
+from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
 from trainables.rundir import StageDir, final_names, headline, read_lines, write_atomic
 
 
@@ -40,7 +40,7 @@ def run_pending(
         return
     if guided:
         assignments = with_shared_starts(assignments)
-        search = partial(guide_trials, session.result)
+        search = partial(search_trials, session.result)
     else:
         search = partial(tune_trials, session.experiment.sweep)
     watch = TrialWatch(session, records, trials)

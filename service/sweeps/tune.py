@@ -1,4 +1,4 @@
-"""Trials run by Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they visit."""
+"""Trials run by Ray Tune: one start of workers a trial, or in a guided sweep one for as many points as they measure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from service.config.sweep import SweepConfig
 from service.runs.assignment import Assignment
 from service.runs.result import RunResult
-from service.runs.trial import run_trial, run_visit
+from service.runs.trial import run_trial, run_worker_group
 from trainables.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def asha_scheduler(sweep: SweepConfig) -> ASHAScheduler:
 
 
 def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assignment]:
-    """The same work for workers that visit several points: they reserve loader workers for the hungriest with their number."""
+    """The same work for workers that measure several points: they reserve loader workers for the hungriest with their number."""
     most: dict[int, int] = {}
     for assignment in assignments.values():
         num_workers = assignment.config.scale.num_workers
@@ -82,27 +82,28 @@ def with_shared_starts(assignments: Mapping[str, Assignment]) -> dict[str, Assig
     }
 
 
-def guide_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
-    """Let the planner choose trials, and Ray Tune run groups of workers that visit them; returns when no probe is worth it."""
+def search_trials(result: RunResult, assignments: Mapping[str, Assignment], run_dir: RunDir, max_concurrent: int) -> None:
+    """Let the planner choose trials, and Ray Tune run groups of workers that measure them; returns when no probe is worth it."""
     import ray
     from ray import tune
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from service.search.coordinator import SearchCoordinator
     from service.search.searcher import GuidedSearcher
-    from service.search.visits import Visits
 
     # On the driver's node: where this node dies, so does the driver, and the sweep is resumed from the trials' results.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    guide = ray.remote(Visits).options(num_cpus=0, scheduling_strategy=here).remote(result, assignments, str(run_dir.root))
-    trainable = tune.with_resources(partial(run_visit, guide=guide), TRIAL_RESOURCES)
-    # As many visits as the guide has: points may be measured again, so that their number is not known.
+    actor = ray.remote(SearchCoordinator).options(num_cpus=0, scheduling_strategy=here)
+    coordinator = actor.remote(result, assignments, str(run_dir.root))
+    trainable = tune.with_resources(partial(run_worker_group, coordinator=coordinator), TRIAL_RESOURCES)
+    # As many worker groups as the coordinator starts: points may be measured again, so that their number is not known.
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=GuidedSearcher(guide),
+            search_alg=GuidedSearcher(coordinator),
             num_samples=-1,
             max_concurrent_trials=max_concurrent,
-            trial_dirname_creator=lambda trial: f"visit-{trial.config['visit']}",
+            trial_dirname_creator=lambda trial: f"group-{trial.config['group']}",
         ),
         run_config=tune.RunConfig(name=f"tune-{time.time_ns():x}", storage_path=str(run_dir.tune), verbose=0),
     ).fit()

@@ -2,8 +2,9 @@
 
 Each cluster is searched by ours until it has nothing more to ask; then by each peer with as many GPU-seconds as that took. All
 costs are the simulator's own, in lean grids: one start for each num_workers, a set-up, a warm-up and 40 steps for each point that
-runs. Seeds 0–199 are there to tune on; 3000–3199 are reported, and nobody tunes on them. In about half of the clusters another
-tenant comes and goes during the search. TPE needs optuna, BOHB needs hpbandster; what is not installed is left out.
+runs. Seeds 0–199, 3000–3199 and 4000–4116 have been tuned on; 6000–6199 are reported, and nobody tunes on them. In about half of
+the clusters another tenant comes and goes during the search. TPE needs optuna, BOHB needs hpbandster; what is not installed is
+left out.
 
 `python -m tests.benchmarks.search --seeds 0 100` prints a row a cluster, `--alone` leaves the peers out, `--metric
 gpu_s_per_epoch` asks for another best, and `--trace SEED` prints each probe of one search.
@@ -32,9 +33,9 @@ from tests.benchmarks.simulation.cluster import METRICS, Cluster, Point
 from tests.benchmarks.simulation.session import STEPS, Probe, Session
 
 if TYPE_CHECKING:
-    from service.search.planner import Guided
+    from service.search.planner import Planner
 
-REPORTED, SHORT = range(3000, 3200), range(1000, 1004)
+REPORTED, SHORT = range(6000, 6200), range(1000, 1004)
 PROCESSES = 2
 FRONT = "pareto"
 """The metric that asks for many points, which the peers do not search for here."""
@@ -70,26 +71,26 @@ class Row:
 
 def search(
     cluster: Cluster, metric: str = "images_per_s", report: Callable[[Session, Point, Probe], None] = lambda *_: None
-) -> tuple[Guided, Session, list[float]]:
+) -> tuple[Planner, Session, list[float]]:
     """Ours, to its end: the planner, what was spent, and the seconds of each proposal. `report` is called after each probe.
 
     The planner may ask for a point again: it is then measured again, at the time that it is by then.
     """
-    from service.search.planner import Guided, Hardware, Observation
+    from service.search.planner import Hardware, Observation, Planner
 
     plant = cluster.plant
     hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cpu.threads)
     session, thinking_s = Session(cluster, 0), [0.0]
     began = time.perf_counter()
-    guided = Guided(cluster.possible, hardware, metric=metric, seed=cluster.seed, max_steps=STEPS)
+    planner = Planner(cluster.possible, hardware, metric=metric, seed=cluster.seed, max_steps=STEPS)
     thinking_s[0] += time.perf_counter() - began
     for _ in range(MOST_PROBES * len(cluster.points)):
         began = time.perf_counter()
-        point = guided.ask(session.group or None)
+        point = planner.ask(session.group or None)
         thinking_s[-1] += time.perf_counter() - began
         if point is None:
             break
-        probe = session.probe(point, STEPS, enough=lambda steps_s, point=point: guided.enough(steps_s, point))  # type: ignore[misc]
+        probe = session.probe(point, STEPS, should_stop=lambda steps_s, point=point: planner.should_stop(steps_s, point))  # type: ignore[misc]
         report(session, point, probe)
         began = time.perf_counter()
         brought = Observation(
@@ -101,15 +102,15 @@ def search(
             probe.start_s or 0.0,
             probe.seconds,
         )
-        guided.tell(point, brought)
+        planner.tell(point, brought)
         thinking_s.append(time.perf_counter() - began)
-    return guided, session, thinking_s
+    return planner, session, thinking_s
 
 
 def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | None = None) -> Row:
     """Ours, then the peers with the same GPU-seconds."""
     cluster = Cluster(seed, tenant=tenant)
-    guided, session, thinking_s = search(cluster, metric)
+    planner, session, thinking_s = search(cluster, metric)
     return Row(
         seed=seed,
         kind=cluster.kind,
@@ -120,9 +121,9 @@ def search_one(seed: int, metric: str, peers: tuple[str, ...], tenant: bool | No
         lean_grids=session.lean_grids,
         thinking_s=float(np.mean(thinking_s)),
         longest_s=max(thinking_s),
-        regret=cluster.front_regret(guided.front()) if metric == FRONT else cluster.regret(guided.best(), metric),
+        regret=cluster.front_regret(planner.front()) if metric == FRONT else cluster.regret(planner.best(), metric),
         peers={name: cluster.regret(PEERS[name](cluster, session.gpu_s, 1, metric), metric) for name in peers},
-        why=guided.why(),
+        why=planner.why(),
     )
 
 
@@ -248,10 +249,10 @@ def trace(seed: int, metric: str, tenant: bool | None) -> None:
             flush=True,
         )
 
-    guided, session, _ = search(cluster, metric, report)
+    planner, session, _ = search(cluster, metric, report)
     best = max(cluster.possible, key=lambda point: cluster.figure(point, metric))
-    print(f"why: {guided.why()}")
-    for name, point in (("chosen", guided.best()), ("best", best)):
+    print(f"why: {planner.why()}")
+    for name, point in (("chosen", planner.best()), ("best", best)):
         regret, values = 100 * cluster.regret(point, metric), ", ".join(str(value) for value in (point or {}).values())
         print(f"{name}: {values}  regret {regret:.2f} %")
     print(f"{session.num_probes} probes, {session.lean_grids:.3f} lean grids")

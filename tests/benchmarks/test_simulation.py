@@ -404,7 +404,7 @@ def test_a_session_pays_for_starts_set_ups_and_every_step_and_may_measure_again(
     small, too_many, big, *_, two_small, _, two_big, _ = cluster.points
     assert session.probe(too_many, 10).status == "infeasible"
     assert (session.gpu_s, session.clock_s, session.num_probes) == (0.0, 0.0, 0)
-    probe = session.probe(small, 100, enough=lambda steps_s: len(steps_s) >= 20)
+    probe = session.probe(small, 100, should_stop=lambda steps_s: len(steps_s) >= 20)
     assert (len(probe.steps_s), probe.start_s) == (20, 20.0)
     assert session.gpu_s == pytest.approx(20.0 + 1.0 + 25 * probe.step_s, rel=0.01)
     costs = []

@@ -38,22 +38,22 @@ def train_loop_per_worker(settings: dict[str, Any]) -> None:
     train_stage(TrainConfig.model_validate(settings), current_group())
 
 
-def visit_loop_per_worker(settings: dict[str, Any]) -> None:
-    """Train stages as long as the guide has another for these workers: `settings` has the first `config`, and the `visit`.
+def timing_loop_per_worker(settings: dict[str, Any]) -> None:
+    """Carry out timing runs as long as the coordinator has another: `settings` has the first `config`, and the `reused` workers.
 
     Raises:
         DistillError: see `train_stage`; the results of the stages before stay.
     """
-    group, visit = current_group(), settings["visit"]
+    group, workers = current_group(), settings["reused"]
 
     def stop_early(steps_s: Sequence[float]) -> bool:
-        return bool(ray.get(visit.guide.enough.remote(visit.name, list(steps_s))))
+        return bool(ray.get(workers.coordinator.should_stop.remote(workers.group_id, list(steps_s))))
 
-    following = settings["config"]
-    while following is not None:
-        result = train_stage(TrainConfig.model_validate(following), group, stop_early)
-        chosen = ray.get(visit.guide.following.remote(visit.name, result)) if group.is_main else None
-        following = gather_objects(chosen, group)[0]
+    config = settings["config"]
+    while config is not None:
+        result = train_stage(TrainConfig.model_validate(config), group, stop_early)
+        chosen = ray.get(workers.coordinator.next_config.remote(workers.group_id, result)) if group.is_main else None
+        config = gather_objects(chosen, group)[0]
 
 
 def train_stage(config: TrainConfig, group: Group, stop_early: Callable[[Sequence[float]], bool] | None = None) -> StageResult:

@@ -36,16 +36,16 @@ class ClusterFullError(Exception):
 
 
 @dataclass(frozen=True)
-class Visit:
-    """One worker group that runs several timing runs, one after the other, and so starts only once.
+class ReusableWorkers:
+    """A worker group that carries out several timing runs, one after the other, and so starts only once.
 
-    `guide` is the handle of an actor that chooses the runs. It has `enough(visit, steps_s) -> bool`: whether the current run
-    may end, and `following(visit, result) -> dict | None`: takes the current run's `stage.json` and returns the next run's
-    `TrainConfig` as plain data, or None where these workers have no more to do.
+    `coordinator` is the handle of an actor that chooses the runs. It has `should_stop(group_id, steps_s) -> bool`: whether the
+    current run may end, and `next_config(group_id, result) -> dict | None`: takes the current run's `stage.json` and returns the
+    next run's `TrainConfig` as plain data, or None where these workers have no more to do.
     """
 
-    guide: Any
-    name: str
+    coordinator: Any
+    group_id: str
 
 
 def fit(
@@ -56,9 +56,9 @@ def fit(
     storage: Path,
     name: str,
     callbacks: list[Any] | None = None,
-    visit: Visit | None = None,
+    reused: ReusableWorkers | None = None,
 ) -> None:
-    """Train one stage (with `visit` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
+    """Train one stage (with `reused` others after it), fill a cache, or evaluate, with `scale.num_workers` workers.
 
     Blocks until all workers have ended.
     Each worker reserves what it uses: its compute threads and its loader workers as CPUs, and one GPU.
@@ -72,8 +72,8 @@ def fit(
     resources = {"CPU": float(config.scale.cpus_per_worker + loader_workers), **({"GPU": 1.0} if use_gpu else {})}
     settings = config.model_dump(mode="json")
     trainer = ray.train.torch.TorchTrainer(
-        _entry_point(config, visit),
-        train_loop_config=settings if visit is None else {"config": settings, "visit": visit},
+        _entry_point(config, reused),
+        train_loop_config=settings if reused is None else {"config": settings, "reused": reused},
         torch_config=ProcessGroup(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.scale.num_workers, use_gpu=use_gpu, resources_per_worker=resources
@@ -100,9 +100,9 @@ def runtime_env(use_gpu: bool) -> dict[str, Any]:
     return {} if use_gpu else {"env_vars": {name: value for name, value in CPU_MALLOC.items() if name not in os.environ}}
 
 
-def _entry_point(config: TrainConfig | EvaluateConfig, visit: Visit | None) -> Callable[[dict[str, Any]], None]:
-    if visit is not None:
-        return entry_points.visit_loop_per_worker
+def _entry_point(config: TrainConfig | EvaluateConfig, reused: ReusableWorkers | None) -> Callable[[dict[str, Any]], None]:
+    if reused is not None:
+        return entry_points.timing_loop_per_worker
     if isinstance(config, FillConfig):
         return entry_points.fill_loop_per_worker
     if isinstance(config, TrainConfig):

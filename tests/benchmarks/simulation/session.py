@@ -58,8 +58,8 @@ class Session:
         """What was spent so far, in GPU-seconds of a lean grid."""
         return self.gpu_s / self.cluster.lean_grid_gpu_s
 
-    def probe(self, point: Point, steps: int = STEPS, enough: Callable[[Floats], bool] | None = None) -> Probe:
-        """Measure at most `steps` steps after the warm-up, which is paid for too; `enough` may end it before."""
+    def probe(self, point: Point, steps: int = STEPS, should_stop: Callable[[Floats], bool] | None = None) -> Probe:
+        """Measure at most `steps` steps after the warm-up, which is paid for too; `should_stop` may end it before."""
         plant, status, num_workers = self.cluster.plant, self.cluster.status(point), point["scale.num_workers"]
         if status == "infeasible":
             return Probe(point, status)
@@ -73,7 +73,9 @@ class Session:
         fails = self._rng.random() < plant.failures
         measured = self.cluster.measure(point, steps, self._rng, WARM_UP_STEPS, self._warmth_NG, self._load())
         assert not isinstance(measured, str)
-        num = next((k for k in range(CHECK_EVERY, steps, CHECK_EVERY) if enough and enough(measured.steps_s[:k])), steps)
+        num = next(
+            (k for k in range(CHECK_EVERY, steps, CHECK_EVERY) if should_stop and should_stop(measured.steps_s[:k])), steps
+        )
         if fails:
             num = int(self._rng.integers(1, num + 1))
         steps_s, warmth_NG = measured.steps_s[:num], measured.warmth_TNG[WARM_UP_STEPS + num - 1]

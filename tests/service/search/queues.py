@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from service.search.planner import Guided, Hardware, Observation
+from service.search.planner import Hardware, Observation, Planner
 
 QUEUE, STEPS = 4, 60
 
@@ -69,13 +69,13 @@ class Queues:
         while True:
             yield mean * float(np.exp(rng.normal(0, 0.05))) * (1 + float(rng.random() < 0.05) * float(rng.uniform(0, 0.8)))
 
-    def probe(self, at: Mapping[str, Any], search: Guided, rng: np.random.Generator) -> Observation:
+    def probe(self, at: Mapping[str, Any], search: Planner, rng: np.random.Generator) -> Observation:
         if not self.fits(at):
             return Observation("oom", gpu_memory_mib=self.gpu_mib)
         taken: list[float] = []
         for step_s in self.steps_s(at, rng):
             taken.append(step_s)
-            if search.enough(taken):
+            if search.should_stop(taken):
                 break
         mean, data = self.parts(at)
         rest = mean - data
@@ -87,7 +87,7 @@ class Queues:
         mean, _ = self.parts(at)
         return mean / at["data.global_batch_size"] * (at["scale.num_workers"] if metric == "gpu_s_per_epoch" else 1)
 
-    def search(self, search: Guided, seed: int = 0, at_most: int = 200) -> list[tuple[Mapping[str, Any], Observation]]:
+    def search(self, search: Planner, seed: int = 0, at_most: int = 200) -> list[tuple[Mapping[str, Any], Observation]]:
         """Probe what the search asks for, to its end."""
         rng, seen, group = np.random.default_rng(seed), [], None
         while (at := search.ask(group)) is not None:
@@ -97,7 +97,7 @@ class Queues:
             assert len(seen) <= at_most
         return seen
 
-    def regret(self, search: Guided, metric: str = "images_per_s") -> float:
+    def regret(self, search: Planner, metric: str = "images_per_s") -> float:
         """How much dearer the found point is than the best of all."""
         best = search.best()
         assert best is not None

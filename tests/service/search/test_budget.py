@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.search.budget import LEAST_SHARE, MOST_SHARE, Budget
+from service.search.budget import LEAST_SHARE, MAX_SHARE, Budget
 
 
 def test_a_probe_is_cheap_while_the_search_is_and_where_it_has_cost_much_already() -> None:
@@ -22,6 +22,6 @@ def test_what_is_expected_to_be_worse_is_checked_only_by_cheap_and_by_dear_searc
 
 
 def test_nothing_is_left_once_the_most_was_spent() -> None:
-    budget = Budget(1000.0, 1000 * MOST_SHARE, 0.0)
+    budget = Budget(1000.0, 1000 * MAX_SHARE, 0.0)
     assert budget.left_gpu_s == budget.left_repeats_gpu_s == 0
     assert not budget.is_open_to_checks(np.array([1.0])).any()

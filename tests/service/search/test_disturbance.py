@@ -15,13 +15,13 @@ def found(rows: list[int], workers: list[float], steps_s: list[float]) -> Distur
     return Disturbances.of(rows, np.array(workers), np.log(steps_s), np.full(len(rows), NOISE))
 
 
-def test_a_visit_much_slower_than_the_fastest_to_its_point_was_disturbed() -> None:
+def test_a_measurement_much_slower_than_the_fastest_to_its_point_was_disturbed() -> None:
     disturbances = found([0, 1, 0], [4, 4, 4], [1.0, 1.0, 1.5])
-    assert disturbances.clean_O.tolist() == [True, False, False]  # the second one is near a disturbed visit, and one alone
+    assert disturbances.clean_O.tolist() == [True, False, False]  # the second one is near a disturbed one, and one alone
     assert disturbances.excess_O[2] > disturbances.excess_O[1] > 0
 
 
-def test_a_point_whose_visits_all_agree_was_not_alone_where_another_point_was_disturbed() -> None:
+def test_a_point_whose_measurements_all_agree_was_not_alone_where_another_point_was_disturbed() -> None:
     rows, steps_s = [0, *range(2, 9), 1, 0, 1], [1.0] * 8 + [2.0, 1.6, 2.0]
     disturbances = found(rows, [4] * len(rows), steps_s)
     assert not disturbances.clean_O[8]
@@ -34,13 +34,35 @@ def test_who_disturbs_many_workers_says_nothing_of_fewer() -> None:
     assert found(rows, [2, 16, 2, 16], steps_s).clean_O.tolist() == [True, False, False, False]
 
 
-def test_undisturbed_visits_with_few_workers_say_nothing_of_more() -> None:
+def test_undisturbed_measurements_with_few_workers_say_nothing_of_more() -> None:
     disturbances = found([0] * 20, [2] * 20, [1.0] * 20)
-    few, many = disturbances.shares(np.full(20, 2.0), np.array([2.0, 16.0]))
+    few, many = disturbances.shares(np.full(20, 2.0), np.array([2.0, 16.0]), 300.0 * np.arange(20))
     assert few < 0.03 < many == 0.1
 
 
-def test_a_point_is_as_fast_as_its_undisturbed_visits_and_a_smaller_one_is_left_as_it_is() -> None:
+def test_undisturbed_measurements_of_one_occasion_say_as_much_as_one() -> None:
+    disturbances, at_once, one = found([0] * 20, [2] * 20, [1.0] * 20), np.zeros(20), np.array([2.0])
+    assert disturbances.shares(np.full(20, 2.0), one, at_once) > 2 * disturbances.shares(
+        np.full(20, 2.0), one, 300.0 * np.arange(20)
+    )
+
+
+def test_a_point_whose_measurements_agree_on_three_occasions_was_undisturbed() -> None:
+    rows = [9, 0, *range(10, 16), 9, 0, *range(20, 26), 9, 0]
+    steps_s = [1.0 if row != 0 else 0.5 for row in rows]
+    steps_s[0] = steps_s[8] = 2.0  # somebody was there twice, and left before the end
+    disturbances = found(rows, [4] * len(rows), steps_s)
+    assert all(disturbances.clean_O[[1, 9, 17]])
+    assert not found([0, 9, 9], [4] * 3, [0.5, 2.0, 1.0]).clean_O[0]
+
+
+def test_a_point_that_is_as_fast_where_nobody_is_known_to_have_been_was_most_likely_undisturbed_before() -> None:
+    rows = [9, 0, *range(10, 20), 0]
+    steps_s = [2.0, 0.5, *[1.0] * 10, 0.5]
+    assert found([*rows, *range(20, 30), 9], [4] * 24, [*steps_s, *[1.0] * 11]).clean_O[[1, 12]].all()
+
+
+def test_a_point_is_as_fast_as_its_undisturbed_measurements_and_a_smaller_one_is_left_as_it_is() -> None:
     rows, workers = [0, 0, 1], [8.0, 8.0, 2.0]
     log_O = np.log([1.0, 1.6, 0.7])
     disturbances = Disturbances.of(rows, np.array(workers), log_O, np.full(3, NOISE))
@@ -57,12 +79,33 @@ def test_a_point_is_as_fast_as_its_undisturbed_visits_and_a_smaller_one_is_left_
     assert np.allclose(cost_U, np.log([1.0, 0.7]))
 
 
+def look(cost_U: list[float], turns_U: list[list[int]], workers_U: list[float], batch_U: list[float]) -> list[tuple[int, float]]:
+    """Ten turns, one each 100 s."""
+    ended_s = [100.0 * turn for turn in range(1, 11)]
+    groups_U = [(workers, 0) for workers in workers_U]
+    return second_look(groups_U, np.array(batch_U), np.array(cost_U), turns_U, np.full(len(cost_U), 0.1), ended_s)
+
+
 def test_the_best_of_each_other_number_of_workers_is_looked_at_again_but_not_at_once() -> None:
-    workers_U, cost_U, shares_U = np.array([2.0, 16.0, 16.0]), np.array([0.0, 0.1, 0.5]), np.array([0.02, 0.1, 0.1])
-    ended_s = [10.0 * turn for turn in range(1, 11)]
-    assert second_look(workers_U, cost_U, [[0], [1], [9]], shares_U, ended_s)[0][0] == 1
-    assert second_look(workers_U, cost_U, [[0], [8], [9]], shares_U, ended_s) == []
+    assert look([0.0, 0.1, 0.5], [[0], [1], [9]], [2, 16, 16], [8, 8, 8])[0][0] == 1
+    assert look([0.0, 0.1, 0.5], [[0], [8], [9]], [2, 16, 16], [8, 8, 8]) == []
 
 
-def test_visits_within_two_minutes_are_one_occasion() -> None:
+def test_a_group_that_was_measured_at_another_time_than_the_best_point_deserves_a_second_look_sooner() -> None:
+    ((_, at_the_time),) = look([0.0, 0.1], [[0], [1]], [2, 16], [8, 8])
+    ((_, at_another),) = look([0.0, 0.1], [[9], [1]], [2, 16], [8, 8])
+    assert at_another > 2 * at_the_time
+
+
+def test_of_points_that_are_as_good_the_one_with_the_largest_batch_is_looked_at() -> None:
+    assert look([0.0, 0.1, 0.11, 0.3], [[0], [1], [2], [3]], [2, 16, 16, 16], [8, 8, 32, 64])[0][0] == 2
+
+
+def test_who_was_there_twice_may_be_there_again_but_less_likely() -> None:
+    ((_, once),) = look([0.0, 0.1], [[0], [1]], [2, 16], [8, 8])
+    ((_, twice),) = look([0.0, 0.1], [[0], [1, 4]], [2, 16], [8, 8])
+    assert 0.1 * once < twice < 0.5 * once
+
+
+def test_measurements_within_two_minutes_are_one_occasion() -> None:
     assert [occasions(ended_s) for ended_s in ([], [5.0], [5.0, 100.0], [5.0, 100.0, 500.0])] == [0, 1, 1, 2]

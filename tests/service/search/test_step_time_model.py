@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 
 from service.search.formulas import INDEX, PARAMETERS, times
-from service.search.points import Hardware, Observation
-from service.search.step_time_model import StepTime, fit
+from service.search.points import Hardware, Observation, Point
+from service.search.step_time_model import Prediction, StepTime, fit
 from tests.service.search.queues import grid, point
 from trainables.metrics.phases import PHASES
 
@@ -33,11 +34,15 @@ KD_EPOCHS = np.array([row[-1] for row in KD])
 INCEPTION = [(1, 32, 7870), (1, 64, 7065), (1, 128, 6657), (2, 64, 8235), (2, 256, 5376)]
 
 
+def epoch_s(prediction: Prediction, points: Sequence[Point], num_images: int) -> np.ndarray:
+    return prediction.step_s * num_images / np.array([float(at["data.global_batch_size"]) for at in points])
+
+
 @pytest.mark.parametrize("left_out", [0, 1, 2, 3])
 def test_three_rows_of_the_distillation_table_predict_the_fourth_and_the_order_of_all(left_out: int) -> None:
     kept = [row for row in range(4) if row != left_out]
     model = fit([KD_POINTS[row] for row in kept], [KD_SEEN[row] for row in kept], EIGHT_GPUS)
-    epochs_s = model.predict(KD_POINTS).epoch_s(KD_POINTS, IMAGENET)
+    epochs_s = epoch_s(model.predict(KD_POINTS), KD_POINTS, IMAGENET)
     assert abs(epochs_s[left_out] / KD_EPOCHS[left_out] - 1) < 0.15
     assert epochs_s.argsort().tolist() == KD_EPOCHS.argsort().tolist()
 
@@ -48,7 +53,7 @@ def test_two_gpus_lose_at_a_batch_of_32_and_gain_at_128_since_the_all_reduce_com
     seen = [Observation("ok", [seconds / 30 * batch / images] * 10) for _, batch, seconds in INCEPTION]
     hardware = Hardware(nodes=1, gpus_per_node=2, cpus_per_node=32)
     predicted = fit(points, seen, hardware).predict(points)
-    one_32, one_64, one_128, two_32, two_128 = 30 * predicted.epoch_s(points, images)
+    one_32, one_64, one_128, two_32, two_128 = 30 * epoch_s(predicted, points, images)
     assert two_32 > one_32
     assert two_128 / one_128 == pytest.approx(1 - 0.19, abs=0.03)
     assert [one_32, one_64, one_128, two_32, two_128] == pytest.approx([row[-1] for row in INCEPTION], rel=0.03)
@@ -65,7 +70,7 @@ def test_the_two_rows_of_teacher_training_keep_their_order() -> None:
         Observation("ok", [step] * 10, {"data": share * step, "backward": (1 - share) * step})
         for step, (*_, share) in zip(steps, rows, strict=True)
     ]
-    small, large = fit(points, seen, EIGHT_GPUS).predict(points).epoch_s(points, IMAGENET)
+    small, large = epoch_s(fit(points, seen, EIGHT_GPUS).predict(points), points, IMAGENET)
     assert small > large
     assert [small, large] == pytest.approx([800, 770], rel=0.03)
 
@@ -141,7 +146,7 @@ def test_the_parts_are_seconds_of_one_step() -> None:
         if parameter.unit.startswith(("s ", "images/s")):
             double.mean_P[place] += math.log(2) * (1 if parameter.unit.startswith("s ") else -1)
     assert double.predict(SPREAD).step_s == pytest.approx(2 * predicted.step_s)
-    assert predicted.epoch_s(SPREAD, 1000) == pytest.approx(
+    assert epoch_s(predicted, SPREAD, 1000) == pytest.approx(
         predicted.step_s * 1000 / np.array([at["data.global_batch_size"] for at in SPREAD])
     )
 

@@ -1,4 +1,4 @@
-"""Groups of workers on their way through a sweep's points, with a formula in place of the workers."""
+"""Groups of workers that measure a sweep's points, with a formula in place of the workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.config.experiment import load
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.search.visits import Visits
+from service.search.coordinator import SearchCoordinator
 from service.sweeps.trials import plan_trials
 from tests.service.search.rows import AXES, result, row, stage
 from trainables.rundir import RunDir
@@ -34,10 +34,10 @@ def points_of(run_dir: RunDir, rows: dict[str, dict[str, Any]]) -> dict[str, Ass
     return left
 
 
-def begun(folder: Path) -> Visits:
+def begun(folder: Path) -> SearchCoordinator:
     rows: dict[str, dict[str, Any]] = {}
     left = points_of(RunDir(folder), rows)
-    return Visits(result(list(rows.values())), left, str(folder))
+    return SearchCoordinator(result(list(rows.values())), left, str(folder))
 
 
 def scale(config: dict[str, Any]) -> dict[str, Any]:
@@ -49,35 +49,35 @@ def scale(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drive(visits: Visits, limit: int = 100) -> list[list[dict[str, Any]]]:
-    """Run visits one after the other until there is nothing to begin, or `limit` points were measured: the points of each."""
+def drive(coordinator: SearchCoordinator, limit: int = 100) -> list[list[dict[str, Any]]]:
+    """Run worker groups one after the other to the end, or until `limit` points were measured: the points of each."""
     done: list[list[dict[str, Any]]] = []
     count = 0
-    while count < limit and visits.begin(name := f"v{len(done)}") is not None:
+    while count < limit and coordinator.suggest(name := f"v{len(done)}") is not None:
         done.append([])
-        config: dict[str, Any] | None = visits.enter(name).config.model_dump(mode="json")
+        config: dict[str, Any] | None = coordinator.start(name).config.model_dump(mode="json")
         while config is not None:
             done[-1].append(scale(config))
             count += 1
             if count == limit:
                 return done
-            config = visits.following(name, StageResult(**stage(done[-1][-1])))
+            config = coordinator.next_config(name, StageResult(**stage(done[-1][-1])))
     return done
 
 
 def test_a_group_of_workers_goes_on_to_points_with_as_many_workers_and_then_makes_room(tmp_path: Path) -> None:
-    visits = begun(tmp_path)
-    done = drive(visits)
-    assert all(len({point[AXES[0]] for point in visit}) == 1 for visit in done)
-    measured = [point for visit in done for point in visit]
+    coordinator = begun(tmp_path)
+    done = drive(coordinator)
+    assert all(len({point[AXES[0]] for point in group}) == 1 for group in done)
+    measured = [point for group in done for point in group]
     assert len(done) < len({tuple(point.values()) for point in measured}) < 24
-    assert visits.is_idle()
+    assert coordinator.is_idle()
 
 
-def test_each_point_has_a_result_and_only_the_first_of_a_visit_a_start(tmp_path: Path) -> None:
+def test_each_point_has_a_result_and_only_the_first_of_a_group_a_start(tmp_path: Path) -> None:
     done = drive(begun(tmp_path))
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("trials/*/result.json"))]
-    assert len(results) == len({tuple(point.values()) for visit in done for point in visit})
+    assert len(results) == len({tuple(point.values()) for group in done for point in group})
     each = [one for whole in results for one in whole["measurements"] or [whole]]
     assert len(each) == sum(map(len, done))
     assert all(one["status"] == "ok" and len(one["steps_s"]) == 12 and one["ended_s"] > 0 for one in each)
@@ -89,14 +89,14 @@ def trial_at(work: Assignment) -> str:
 
 
 def test_a_point_that_is_measured_again_has_each_measurement_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    visits, done, number = begun(tmp_path), list[tuple[str, str]](), 0
-    while visits.begin(name := f"v{number}") is not None:
+    coordinator, done, number = begun(tmp_path), list[tuple[str, str]](), 0
+    while coordinator.suggest(name := f"v{number}") is not None:
         number += 1
-        work: Assignment | None = visits.enter(name)
+        work: Assignment | None = coordinator.start(name)
         while work is not None:
             done.append((trial_at(work), Path(work.config.output_dir).name))
-            visits.following(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
-            work = visits.current(name)
+            coordinator.next_config(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
+            work = coordinator.current(name)
     assert len(set(done)) == len(done)
     again = {trial: [folder for one, folder in done if one == trial] for trial, _ in done}
     twice = next(trial for trial, folders in again.items() if len(folders) > 1)
@@ -108,72 +108,72 @@ def test_a_point_that_is_measured_again_has_each_measurement_in_a_folder_of_its_
 
 
 def test_a_measurement_that_fails_leaves_those_before_it_as_they_were(tmp_path: Path) -> None:
-    visits, number = begun(tmp_path), 0
-    while visits.begin(name := f"v{number}") is not None:
+    coordinator, number = begun(tmp_path), 0
+    while coordinator.suggest(name := f"v{number}") is not None:
         number += 1
-        work: Assignment | None = visits.enter(name)
+        work: Assignment | None = coordinator.start(name)
         while work is not None:
             path = RunDir(tmp_path).trial(trial_at(work)).result
             if path.exists():
                 earlier = json.loads(path.read_text())
-                visits.leave(name, Outcome(status="failed", reason="its reason"))
+                coordinator.finish(name, Outcome(status="failed", reason="its reason"))
                 now = json.loads(path.read_text())
                 assert (now["status"], now["reason"], now["metrics"]) == ("ok", "", earlier["metrics"])
                 assert [one["status"] for one in now["measurements"]] == ["ok", "failed"]
                 return
-            visits.following(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
-            work = visits.current(name)
+            coordinator.next_config(name, StageResult(**stage(scale(work.config.model_dump(mode="json")))))
+            work = coordinator.current(name)
     raise AssertionError("no point was measured again")
 
 
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = [point for visit in drive(begun(tmp_path / "whole")) for point in visit]
+    whole = [point for group in drive(begun(tmp_path / "whole")) for point in group]
     drive(begun(tmp_path / "killed"), limit=4)  # the fourth is under way when it dies
     before = len(list((tmp_path / "killed").glob("trials/*/result.json")))
-    after = [point for visit in drive(begun(tmp_path / "killed")) for point in visit]
+    after = [point for group in drive(begun(tmp_path / "killed")) for point in group]
     assert before == 3
     assert after[0] not in whole[:before]  # what was finished is not begun with again
     assert after[-1] in whole
     assert abs(before + len(after) - len(whole)) <= 3  # the group that died had its start paid, the new one has not
 
 
-def test_a_point_that_fails_ends_its_visit_and_another_is_asked_for_next(tmp_path: Path) -> None:
-    visits = begun(tmp_path)
-    first = visits.begin("a")
+def test_a_point_that_fails_ends_its_group_and_another_is_asked_for_next(tmp_path: Path) -> None:
+    coordinator = begun(tmp_path)
+    first = coordinator.suggest("a")
     assert first is not None
-    visits.enter("a")
-    visits.leave("a", Outcome(status="failed", reason="its reason"))
+    coordinator.start("a")
+    coordinator.finish("a", Outcome(status="failed", reason="its reason"))
     written = json.loads(RunDir(tmp_path).trial(first).result.read_text())
     assert (written["status"], written["reason"]) == ("failed", "its reason")
-    assert visits.is_idle()
-    visits.leave("a", Outcome(status="failed", reason="said twice"))
+    assert coordinator.is_idle()
+    coordinator.finish("a", Outcome(status="failed", reason="said twice"))
     assert json.loads(RunDir(tmp_path).trial(first).result.read_text())["reason"] == "its reason"
-    assert visits.begin("b") not in (None, first)
+    assert coordinator.suggest("b") not in (None, first)
 
 
 def test_two_groups_at_a_time_never_measure_the_same_point(tmp_path: Path) -> None:
-    visits = begun(tmp_path)
-    under_way = [visits.begin("a"), visits.begin("b"), visits.begin("c")]
+    coordinator = begun(tmp_path)
+    under_way = [coordinator.suggest("a"), coordinator.suggest("b"), coordinator.suggest("c")]
     assert None not in under_way
     assert len(set(under_way)) == 3
-    assert not visits.is_idle()
+    assert not coordinator.is_idle()
 
 
 def test_a_search_is_not_over_while_a_point_waits_for_another_group(tmp_path: Path) -> None:
-    visits = begun(tmp_path)
+    coordinator = begun(tmp_path)
     workers = None
     for number in range(24):
-        first = visits.begin(f"v{number}")
+        first = coordinator.suggest(f"v{number}")
         if first is None:
             break
-        config: dict[str, Any] | None = visits.enter(f"v{number}").config.model_dump(mode="json")
+        config: dict[str, Any] | None = coordinator.start(f"v{number}").config.model_dump(mode="json")
         while config is not None:
             workers = scale(config)[AXES[0]]
-            config = visits.following(f"v{number}", StageResult(**stage(scale(config))))
-        waiting = visits.current(f"v{number}") is None and not visits.is_idle()
-        following = visits.begin("next")
-        assert waiting is (following is not None)
-        if following is None:
+            config = coordinator.next_config(f"v{number}", StageResult(**stage(scale(config))))
+        waiting = coordinator.current(f"v{number}") is None and not coordinator.is_idle()
+        after = coordinator.suggest("next")
+        assert waiting is (after is not None)
+        if after is None:
             break
-        visits.leave("next", Outcome(status="failed", reason="its reason"))
+        coordinator.finish("next", Outcome(status="failed", reason="its reason"))
     assert workers is not None

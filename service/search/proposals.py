@@ -1,0 +1,208 @@
+"""The kinds of probes that a search may go on with, and which of them is worth its GPU time now.
+
+Shapes: M points, U points that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from service.search.budget import Budget
+from service.search.disturbance import second_look
+from service.search.formulas import times
+from service.search.neighbours import unchecked_neighbours
+from service.search.points import Array, Flags, named
+from service.search.remeasure import MAX_REPEATS, Contest
+
+if TYPE_CHECKING:
+    from service.search.planner import Planner
+
+MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
+GAIN_PER_GRID, LATE_GAIN_PER_GRID = 0.05, 0.3  # relative gain that a probe as dear as a lean grid would have to bring
+EARLY_SHARE = 0.10  # of a lean grid, its starts added: until it is spent the lower gain will do, or the probability
+NEIGHBOUR_SHARE = 0.15  # the same for neighbours of the best point
+CHEAP_CHECK_MARGIN = 0.35  # while the search is cheap, values are checked that are expected to be worse by this (log of the cost)
+MIN_CHECK_CHANCE = 0.9  # to run, of what is checked only in case the model is wrong
+RACE_LOSS_PER_GRID = 1.5  # expected loss of taking the leader for the best, for a repeat as dear as a lean grid
+SECOND_LOOK_GAIN_PER_GRID = 0.5  # expected gain of a second look as dear as a lean grid
+REPEAT_INTERVAL = 8  # probes after which a known point is measured again
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The row of a point to measure, or None, and why, in a sentence."""
+
+    row: int | None
+    why: str
+
+
+def first_probe(planner: Planner, group: float | None) -> Proposal:
+    """The most informative point for its cost, the batches small as long as little is known of memory."""
+    layout, memory, chance_M = planner.layout, planner.memory, planner.chances()
+    open_M = planner.is_open(chance_M)
+    if not open_M.any():
+        return Proposal(None, "no point is left that can run")
+    gain_M = chance_M * planner.model.information(layout, planner.pending)
+    if memory.capacity_mib == np.inf:  # begin in the lower half
+        open_M = open_M & (layout.batch_M <= np.median(layout.batch_M[open_M]))
+    elif memory.is_line_unknown():  # no bigger batch is tried before two peaks give the line
+        other_M = np.zeros_like(open_M)
+        for kind, peaks in memory.peaks.items():
+            other_M |= (planner.kind_M == kind) & ~np.isin(layout.batch_M, list(peaks))
+        open_M = open_M & other_M if (open_M & other_M).any() else open_M
+    step_s_M = times(planner.model.mean_P, layout).step
+    cost_M = planner.costs.probe_M(layout, step_s_M, chance_M, planner.usual_steps, group)
+    row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
+    return Proposal(row, f"{named(planner.points[row])} tells most about what a step is made of, for its GPU time")
+
+
+class Proposals:
+    """What may be measured next once a point ran. `group` is the num_workers of the workers that are there, if any."""
+
+    def __init__(self, planner: Planner, group: float | None) -> None:
+        self.planner, self.group = planner, group
+        self.posterior, self.chance_M = planner.posterior(), planner.chances()
+        layout, step_s_M = planner.layout, self.posterior.step_s_M
+        # Of the whole cluster, also where a part of it has gone: what was spent on that part was not spent on the rest.
+        grid_gpu_s = planner.costs.grid(layout, step_s_M, planner.memory.chances(planner.kind_M, layout.batch_M))
+        self.budget = Budget(grid_gpu_s, planner.costs.spent_gpu_s, planner.costs.again_gpu_s)
+        self.cost_M = planner.costs.probe_M(layout, step_s_M, self.chance_M, planner.usual_steps, group)
+        self.open_M = planner.is_open(self.chance_M) & (self.cost_M < self.budget.left_gpu_s)
+
+    def next(self) -> Proposal:
+        """The point to measure next, new or known; None: neither is worth it."""
+        explored = self.explore()
+        if explored.row is not None:
+            return self.interim_repeat() or explored
+        if found := self.check() or self.second_look():
+            return found
+        raced = self.final_race()
+        return raced if raced.row is not None else Proposal(None, explored.why + raced.why)
+
+    def explore(self) -> Proposal:
+        """A point that was not measured yet, and is worth it."""
+        planner, posterior, open_M = self.planner, self.posterior, self.open_M
+        if not open_M.any():
+            if planner.is_open(self.chance_M).any():
+                return Proposal(None, "the search has cost as much as measuring every point briefly")
+            every = "every point that is expected to run" if planner.untested_M.any() else "every point"
+            return Proposal(None, f"{every} was measured")
+        gain_M, beats_M = self.chance_M * posterior.gain_M(), self.chance_M * posterior.beats_M(planner.tolerance)
+        starts_gpu_s, share_M = planner.costs.starts(planner.layout), self.cost_M / self.budget.grid_gpu_s
+        early_M = self.budget.within(EARLY_SHARE, self.cost_M, starts_gpu_s)
+        needed_M = np.where(early_M, GAIN_PER_GRID, LATE_GAIN_PER_GRID) * share_M
+        worth_M = open_M & ((early_M & (beats_M > MIN_WIN_PROBABILITY)) | (gain_M > needed_M))
+        if worth_M.any():
+            row = int(np.argmax(np.where(worth_M, gain_M / self.cost_M, -1.0)))
+            return Proposal(
+                row,
+                f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(posterior.incumbent_M[row])}, and beats "
+                f"it by more than {planner.tolerance:.0%} with a probability of {beats_M[row]:.0%}",
+            )
+        affordable_M = self.budget.within(NEIGHBOUR_SHARE, self.cost_M, starts_gpu_s)
+        if rows := self._neighbours(posterior.incumbent_M.tolist(), open_M, affordable_M):
+            return self._neighbour(min(rows, key=lambda row: float(self.cost_M[row])))
+        chance = float(np.max(beats_M[open_M]))
+        best = "those of the front of speed and cost" if planner.along_front else self._name(posterior.best)
+        hopeless = chance <= MIN_WIN_PROBABILITY
+        ends = "no untested point is expected to be" if hopeless else "no probe is worth its GPU time any more to find one"
+        return Proposal(
+            None,
+            f"{ends} more than {planner.tolerance:.0%} better than {best}; "
+            f"the likeliest is so with a probability of {chance:.1%}",
+        )
+
+    def check(self) -> Proposal | None:
+        """A value of an axis that was not measured with the best point's number of workers, though it is expected to be worse."""
+        open_M = self.open_M & (self.chance_M > MIN_CHECK_CHANCE)
+        affordable_M = self.budget.is_open_to_checks(self.cost_M)
+        rows = self._neighbours([self.posterior.best], open_M, affordable_M, CHEAP_CHECK_MARGIN)
+        return self._neighbour(min(rows, key=lambda row: float(self.posterior.value_M[row]))) if rows else None
+
+    def interim_repeat(self) -> Proposal | None:
+        """A point that is known, to measure again since none was for a while.
+
+        One that may have been slow for its time, else the best one that needs no new workers.
+        """
+        rows = self.planner.measured_rows
+        since = next((back for back in range(len(rows)) if rows[-1 - back] in rows[: len(rows) - 1 - back]), len(rows))
+        if since < REPEAT_INTERVAL or self.planner.pending:
+            return None
+        if found := self.second_look():
+            return found
+        workers_M = self.planner.layout.workers_M
+        here = [row for row in self.posterior.leaders(len(rows)).tolist() if workers_M[row] == self.group]
+        if not here or rows[-1] == here[0]:
+            return None
+        return Proposal(int(here[0]), f"{self._name(here[0])} is measured again: is the cluster still what it was?")
+
+    def second_look(self) -> Proposal | None:
+        """A point that may only look slow for the time at which it was measured."""
+        planner, posterior = self.planner, self.posterior
+        rows, rows_U, ended_s = planner.measured_rows, posterior.rows_U, planner.costs.ended_s
+        turns = [[turn for row, turn in self.clean if row == point] for point in rows_U]
+        workers_U, batch_U = planner.layout.workers_M[rows_U], planner.layout.batch_M[rows_U]
+        ended_O = np.array([ended_s[turn] for turn, (_, one) in enumerate(planner.history) if one.status == "ok"])
+        shares_U = posterior.disturbances.shares(planner.layout.workers_M[rows], workers_U, ended_O)
+        groups_U = [*zip(workers_U.tolist(), planner.kind_M[rows_U].tolist(), strict=True)]
+        for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns, shares_U, ended_s):
+            row = int(rows_U[index])
+            worth = gain > SECOND_LOOK_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row):
+                return Proposal(
+                    row, f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
+                )
+        return None
+
+    def final_race(self) -> Proposal:
+        """One of the leading points, to measure again before the best of them is named; None: it is clear enough which it is."""
+        planner, clean = self.planner, self.clean
+        seed = (planner.seed, len(planner.history))
+        contest = Contest.of(self.posterior, planner.measured_rows, [row for row, _ in clean], seed)
+        verified = contest.clean[int(contest.rows_C[0])] > 1
+        for row in [] if contest.is_settled else contest.candidates():
+            worth = not verified or contest.loss > RACE_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            if worth and self._may_repeat(row) and not self._is_futile(row):
+                return Proposal(row, f"{self._name(row)} is measured again: of the leading points it may be the best")
+        return Proposal(None, contest.summary() if not planner.along_front else "")
+
+    @cached_property
+    def repeat_cost_M(self) -> Array:
+        """GPU-seconds of measuring each point once more."""
+        steps = min(2 * self.planner.usual_steps, self.planner.max_steps)
+        always_M = np.ones(len(self.planner.points))
+        return self.planner.costs.probe_M(self.planner.layout, self.posterior.step_s_M, always_M, steps, self.group)
+
+    @cached_property
+    def clean(self) -> list[tuple[int, int]]:
+        """Row and turn of the measurements that nobody disturbed."""
+        ended = [(row, turn) for turn, (row, observation) in enumerate(self.planner.history) if observation.status == "ok"]
+        return [pair for pair, is_clean in zip(ended, self.posterior.disturbances.clean_O, strict=False) if is_clean]
+
+    def _may_repeat(self, row: int) -> bool:
+        return row not in self.planner.pending and bool(self.repeat_cost_M[row] < self.budget.left_repeats_gpu_s)
+
+    def _is_futile(self, row: int) -> bool:
+        """Whether a point was just measured twice while others disturbed it: they will be there the next time too."""
+        last = [*enumerate(self.planner.history)][-2:]
+        return all(measured == row and (row, turn) not in self.clean for turn, (measured, _) in last)
+
+    def _neighbours(self, bests: Sequence[int], open_M: Flags, affordable_M: Flags, margin: float = 0.0) -> list[int]:
+        planner, tried_M = self.planner, ~self.planner.untested_M
+        tried_M[planner.pending] = True
+        rows: list[int] = []
+        for best in dict.fromkeys(bests):
+            rows += unchecked_neighbours(planner.layout, planner.global_M, self.posterior, best, open_M, tried_M, margin)
+        return [row for row in rows if affordable_M[row]]
+
+    def _neighbour(self, row: int) -> Proposal:
+        incumbent = self._name(self.posterior.incumbent_M[row])
+        return Proposal(row, f"{self._name(row)} is checked as a neighbour of {incumbent}, which the model expects to be better")
+
+    def _name(self, row: int) -> str:
+        return named(self.planner.points[row])
