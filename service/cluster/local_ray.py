@@ -71,7 +71,7 @@ def shut_down() -> None:
         ray.shutdown()
 
 
-def begin(target: Callable[[], None]) -> threading.Thread:
+def start_thread(target: Callable[[], None]) -> threading.Thread:
     """Start a thread that uses Ray."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()

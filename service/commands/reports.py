@@ -44,9 +44,9 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
     from service.report.compare import compare as run_compare
     from service.report.comparison import comparison_lines, comparison_page
     from service.report.document import write
-    from service.report.run_records import open_records
+    from service.report.run_records import records_of_run
 
-    comparison = run_compare(open_records(a), open_records(b))
+    comparison = run_compare(records_of_run(a), records_of_run(b))
     print_all(output(), comparison_lines(comparison))
     if html:
         write(comparison_page(comparison), html)

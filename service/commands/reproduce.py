@@ -20,7 +20,7 @@ from service.reproduce.run_table import (
     seconds_left,
     size_differences,
     teachers_of,
-    write_result,
+    write_table_result,
 )
 from service.reproduce.table import read_table
 from service.runs.display import output
@@ -72,13 +72,13 @@ def reproduce(
     prepare(job)
     out = new_run_dir(root, stem, out).root.absolute()
     job = replace(job, changed=(*changed, *size_differences(job)), out=out)
-    failed = run(job, table)
+    failed = run_cells(job, table)
     print_results(job)
     if failed:
         raise TrainingError("\n".join(failed))
 
 
-def run(job: Reproduction, table: str) -> list[str]:
+def run_cells(job: Reproduction, table: str) -> list[str]:
     """Run what is left and write the result. Returns one line for each sweep that failed."""
     try:
         failed = run_sweeps(job, click.echo)
@@ -87,7 +87,7 @@ def run(job: Reproduction, table: str) -> list[str]:
         raise
     except RayLostError as error:
         raise ClusterError(f"{error}; the same command with --out {job.out} goes on") from error
-    click.echo(f"result: {write_result(job, table)}")
+    click.echo(f"result: {write_table_result(job, table)}")
     return failed
 
 
@@ -95,4 +95,4 @@ def print_results(job: Reproduction) -> None:
     """Ours and the published numbers, as far as there are any."""
     found = cells(job)
     teachers = terminal.teachers_grid(job.table, teachers_of(job))
-    print_all(output(), [teachers, terminal.cells_grid(job.table, found, job.changed), terminal.summary(found)])
+    print_all(output(), [teachers, terminal.cells_grid(job.table, found, job.changed), terminal.verdict_counts(found)])

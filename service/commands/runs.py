@@ -26,7 +26,7 @@ def train(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
     """Train the teacher if it has no weights, then distil the student."""
     from service.config.experiment import load
 
-    start("train", load(recipe_or_file, overrides), out, root)
+    start_run("train", load(recipe_or_file, overrides), out, root)
 
 
 @click.command()
@@ -38,7 +38,7 @@ def sweep(recipe_or_file: str, overrides: tuple[str, ...], out: Path | None, roo
     """Search over GPUs × batch × loader workers, or whatever sweep.space names."""
     from service.config.experiment import load
 
-    start("sweep", load(recipe_or_file, overrides), out, root)
+    start_run("sweep", load(recipe_or_file, overrides), out, root)
 
 
 @click.command()
@@ -68,19 +68,19 @@ def resume(directory: Path) -> None:
 def cache(recipe_or_file: str, overrides: tuple[str, ...], root: Path) -> None:
     """Fill teacher.cache: the teacher's logits for all epochs of an experiment. Interrupted, the same command goes on."""
     from service.config.experiment import load
-    from service.runs.teacher_cache import fill
+    from service.runs.teacher_cache import fill_cache
 
-    click.echo(fill(load(recipe_or_file, overrides), root))
+    click.echo(fill_cache(load(recipe_or_file, overrides), root))
 
 
-def start(kind: Kind, resolved: Resolved, out: Path | None, root: Path) -> None:
+def start_run(kind: Kind, resolved: Resolved, out: Path | None, root: Path) -> None:
     """Check the experiment, create its run directory, and run it."""
-    from service.runs.run_directory import begin, check_writable, new_run_dir
+    from service.runs.run_directory import begin_run, check_writable, new_run_dir
 
     check_writable(root, out)
     check_inputs(kind, resolved)
     run_dir = new_run_dir(root, resolved.experiment.name, out)
-    begin(resolved, kind, run_dir, root)
+    begin_run(resolved, kind, run_dir, root)
     run_to_the_end(kind, resolved, run_dir, root)
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
 from service.config.dotted import put
-from service.config.files import read_file
+from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.method_rules import MethodFiles, check_methods, distills, own_optimizers
 from service.config.rules import RULES
@@ -175,7 +175,7 @@ def load(recipe_or_file: str, overrides: Sequence[str] = (), *, method_files: Me
     Raises:
         ExperimentError: with one line for each problem, six at most.
     """
-    written = read_file(recipe_or_file)
+    written = read_experiment_file(recipe_or_file)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_or_file).stem).lstrip("-._")
     written.tree.setdefault("name", stem[:MAX_NAME] or "experiment")
     tree, sources = copy.deepcopy(written.tree), written.sources
@@ -217,7 +217,7 @@ def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
     Raises:
         ExperimentError: one line for each problem.
     """
-    written = read_file(str(path))
+    written = read_experiment_file(str(path))
     if not reading:
         return Resolved(validate(written.tree, written.where), written.sources)
     experiment, unknown = _readable(written.tree, written.where)

@@ -38,7 +38,7 @@ def shipped(package: str) -> dict[str, str]:
     return {name.removesuffix(".yaml"): text.splitlines()[0].lstrip("# ") for name, text in found.items()}
 
 
-def read_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:
+def read_experiment_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:
     """A recipe or file merged over its bases. `named_by`: the files whose `base` led here, the first one first.
 
     Raises:
@@ -60,7 +60,7 @@ def read_file(name: str, named_by: tuple[str, ...] = ()) -> WrittenExperiment:
     if not isinstance(base, str):
         raise ExperimentError(f"{where}: base: give one recipe or file")
     relative = str(Path(name).parent / base) if name not in recipes() and base not in recipes() else base
-    below = read_file(relative, (*named_by, name))
+    below = read_experiment_file(relative, (*named_by, name))
     below.tree.pop("name", None)  # a run is named after its own file, not after what that builds on
     below.sources.pop("name", None)
     return WrittenExperiment(merge(below.tree, tree), {**below.sources, **sources}, where)

@@ -14,7 +14,7 @@ from service.config.messages import SETTABLE, ConfigProblems, problems_of
 from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, OptimConfig
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, file_of, load, option_key
+from trainables.methods import METHODS, check_name, file_of, load_method, option_key
 from trainables.rules import Problem, first_problem_of_method
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
     """Whether one of the methods, or one that a sweep over the `searched` keys may choose, reads a teacher."""
     if distill.method == ("kd",) or any(key.startswith("distill.method") for key in searched):
         return True
-    return any(load(name).requires.teacher for name in distill.method)
+    return any(load_method(name).requires.teacher for name in distill.method)
 
 
 def method_names(experiment: Experiment) -> list[str]:
@@ -90,7 +90,7 @@ def check_options(name: str, options: Mapping[str, object], missing: str = SETTA
         ConfigProblems: one line for each.
         ExperimentError: the method cannot be loaded.
     """
-    section = load(name).Options
+    section = load_method(name).Options
     try:
         section.model_validate(options)
     except ValidationError as error:
@@ -143,7 +143,7 @@ def _logits_are_enough(experiment: Experiment) -> Problem:
 def _assistants_have_classifiers(experiment: Experiment) -> Problem:
     if not experiment.assistants or not distills(experiment) or experiment.distill.method == ("kd",):
         return None
-    name = next((name for name in experiment.distill.method if load(name).requires.reuses_classifier), None)
+    name = next((name for name in experiment.distill.method if load_method(name).requires.reuses_classifier), None)
     if name is None:
         return None
     return (
@@ -166,7 +166,7 @@ def _methods_have_what_they_need(experiment: Experiment) -> Problem:
     limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
     if only_kd or not limits or not distills(experiment):  # no method is loaded for nothing
         return None
-    problems = (first_problem_of_method(name, load(name).requires, experiment) for name in experiment.distill.method)
+    problems = (first_problem_of_method(name, load_method(name).requires, experiment) for name in experiment.distill.method)
     return next((problem for problem in problems if problem is not None), None)
 
 

@@ -50,7 +50,7 @@ def supplied(e: Evidence, image_ms: float) -> Effect:
     return Effect(supply_ms=share * loading_ms, late_ms=share * late_ms(e))
 
 
-def begin(e: Evidence) -> str:
+def wait_text(e: Evidence) -> str:
     """How much of a step the wait is; of a loader that is faster, how near it is to being the slower one."""
     step = e.typical
     if e.waits_for_data:
@@ -86,8 +86,8 @@ def storage(e: Evidence) -> Cause | None:
     waits_ms = e.loader.storage_ms
     return Cause(
         "storage-bound",
-        f"{begin(e)} from the disk or the network: a loader thread takes {e.loader.image_ms:.2f} ms an image, {waits_ms:.2f} of "
-        "it waiting for storage",
+        f"{wait_text(e)} from the disk or the network: a loader thread takes {e.loader.image_ms:.2f} ms an image, "
+        f"{waits_ms:.2f} of it waiting for storage",
         "bring the images nearer (distill pack; --set data.stage=ram or data.cache=memory), or read more at a time: "
         f"{more_threads(e)}",
         supplied(e, waits_ms),
@@ -106,8 +106,8 @@ def decoding(e: Evidence) -> Cause | None:
     change = f"{cheaper}: cores are busy {cores_busy_pct(e):.0f}%" if crowded else f"{more_threads(e, most)}, or {cheaper}"
     return Cause(
         "decode-bound",
-        f"{begin(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.decode_ms:.2f} of it "
-        f"decoding{waits}",
+        f"{wait_text(e)} to be decoded: a loader thread takes {e.loader.image_ms:.2f} ms an image, "
+        f"{e.loader.decode_ms:.2f} of it decoding{waits}",
         change,
         replace(supplied(e, e.loader.decode_ms), cpu_ms=e.loader_cpu_ms),
     )
@@ -119,7 +119,7 @@ def lock(e: Evidence) -> Cause | None:
         return None
     return Cause(
         "lock-bound",
-        f"{begin(e)}: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.lock_ms:.2f} of it waiting for "
+        f"{wait_text(e)}: a loader thread takes {e.loader.image_ms:.2f} ms an image, {e.loader.lock_ms:.2f} of it waiting for "
         "Python's lock (GIL), which the threads of a worker share",
         "not more loader workers but fewer, or less Python an image (distill pack --raw: pixels of the final size are read many "
         "at a time where data.augment is none); each worker has a lock of its own: --set scale.num_workers="
@@ -134,7 +134,7 @@ def swapping(e: Evidence) -> Cause | None:
         return None
     blocked_ms = e.loader.blocked_ms if e.loader is not None else 0.0
     effect = supplied(e, blocked_ms) if e.loader is not None else Effect(supply_ms=e.supply_ms, late_ms=late_ms(e))
-    where = f"{begin(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else begin(e)
+    where = f"{wait_text(e)}: a loader thread waits {blocked_ms:.2f} ms an image" if e.loader is not None else wait_text(e)
     return Cause(
         "swapping",
         f"{where} while the node reads {swap_mib_per_s(e):.0f} MiB/s back from swap space: its memory is full",
@@ -173,7 +173,7 @@ def unknown(e: Evidence) -> Cause | None:
         change = f"run distill doctor again when the run has ended, or on a short one {short}"
     return Cause(
         "data-bound",
-        f"{begin(e)}; {lacking} whether reading or decoding is slow",
+        f"{wait_text(e)}; {lacking} whether reading or decoding is slow",
         change,
         Effect(supply_ms=e.supply_ms, late_ms=late_ms(e)),
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
-from service.doctor.read_run import Case, read_run
+from service.doctor.read_run import Recording, read_run
 from service.report import reporter
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
 from service.runs.result import RunResult
-from service.runs.run_directory import begin, check_writable, new_run_dir
+from service.runs.run_directory import begin_run, check_writable, new_run_dir
 from service.runs.session import open_session
 from service.runs.stages import run_stage
 from service.runs.teacher_actors import running_teacher_actors
@@ -24,7 +24,7 @@ STEPS = 40
 """Timed steps of a probe, where the experiment does not set `train.max_steps` itself."""
 
 
-def probe(resolved: Resolved, root: Path) -> list[Case]:
+def probe(resolved: Resolved, root: Path) -> list[Recording]:
     """Time a few steps of the student, in a run directory of its own under `root`; nothing is sent to MLflow.
 
     Raises:
@@ -35,7 +35,7 @@ def probe(resolved: Resolved, root: Path) -> list[Case]:
     check_writable(root, None)
     check_train(short)
     run_dir = new_run_dir(root, f"{resolved.experiment.name}-doctor", None)
-    begin(short, "train", run_dir, root)
+    begin_run(short, "train", run_dir, root)
     with contextlib.redirect_stdout(sys.stderr):  # its progress: standard output begins with the main finding
         result = run_probe(short, run_dir)
     return read_run(short, run_dir, result)

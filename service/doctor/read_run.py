@@ -22,14 +22,14 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Case:
+class Recording:
     """One stage or trial."""
 
     name: str
     evidence: Evidence
 
 
-def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Case]:
+def read_run(resolved: Resolved, run_dir: RunDir, result: RunResult) -> list[Recording]:
     """The evidence of a run directory: a run's last stage, or a sweep's trials, the best one first and the others in their order.
 
     Raises:
@@ -60,15 +60,15 @@ def _nothing_timed(run_dir: RunDir, result: RunResult) -> str:
     return f"{run_dir.root}: no step was timed in its {what} ({counted}){reason}; see distill report {run_dir.root}"
 
 
-def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Case:
+def _trial(resolved: Resolved, run_dir: RunDir, row: TrialRow) -> Recording:
     experiment = resolved.override(row.params, "trial", reading=True).experiment
     scale = row.scale
     name = f"trial {row.id} ({scale.num_workers} × batch {scale.global_batch_size} × {scale.loader_workers} loader workers)"
     lines = read_lines(run_dir.trial(row.id).stage("student").metrics)
-    return Case(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers))
+    return Recording(name, evidence_of(experiment, row.metrics, lines, scale.loader_workers))
 
 
-def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Case | None:
+def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str) -> Recording | None:
     """A stage that is complete, or as far as its log lines go; None where no step has been timed."""
     stage = run_dir.stage(name)
     lines, summary = read_lines(stage.metrics), read_summary(stage)
@@ -78,7 +78,7 @@ def _stage(experiment: Experiment, run_dir: RunDir, result: RunResult, name: str
         return None
     loader_workers = experiment.data.loader_workers if result.loader_workers is None else result.loader_workers
     evidence = evidence_of(experiment, metrics, lines, loader_workers)
-    return Case(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
+    return Recording(f"the {name}", evidence if name == "student" else replace(evidence, teacher_actors=None))
 
 
 def plain(metrics: Metrics) -> dict[str, float]:

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from service.doctor.causes import findings
 from service.doctor.evidence import LEAST_PCT, Evidence
 from service.doctor.input_path import swap_mib_per_s, swaps
-from service.doctor.read_run import Case
+from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
 from trainables.metrics.phases import PHASES
 
 HEALTHY = f"nothing to gain over {LEAST_PCT:g}%"
 
 
-def case_lines(cases: Sequence[Case]) -> list[str]:
+def case_lines(cases: Sequence[Recording]) -> list[str]:
     """Lines on a run, or on a sweep: its best trial, and why the others are slower.
 
     The first line is the main finding.
     """
     first = cases[0]
     found = findings(first.evidence)
-    lines = [f"{number}. {line}" if len(found) > 1 else line for number, line in enumerate(map(headline, found), start=1)]
+    lines = [f"{number}. {line}" if len(found) > 1 else line for number, line in enumerate(map(finding_line, found), start=1)]
     text = [part for line, finding in zip(lines, found, strict=True) for part in (line, f"   change: {finding.change}")]
     text = text or [healthy(first.evidence)]
     text.append(f"{first.name}: {where_time_goes(first.evidence)}")
@@ -30,7 +30,7 @@ def case_lines(cases: Sequence[Case]) -> list[str]:
     return text + (others(first.evidence, cases[1:]) if len(cases) > 1 else [])
 
 
-def headline(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
     """Cause, gain and sentence."""
     if finding.after is not None:
         return f"then {finding.cause}, both together {finding.gain_pct:.0f}% to gain: {finding.sentence}"
@@ -84,11 +84,11 @@ def remarks(e: Evidence) -> list[str]:
     return lines
 
 
-def others(best: Evidence, cases: Sequence[Case]) -> list[str]:
+def others(best: Evidence, cases: Sequence[Recording]) -> list[str]:
     """Why a sweep's other trials are slower than its best: a line for each part of a step that takes most of their extra time."""
     slower: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for case in cases:
-        extra_pct, part = excess(best, case.evidence)
+        extra_pct, part = slower_by(best, case.evidence)
         slower[part].append((extra_pct, case.name))
     lines = []
     for part, trials in sorted(slower.items(), key=lambda item: -len(item[1])):
@@ -102,7 +102,7 @@ def others(best: Evidence, cases: Sequence[Case]) -> list[str]:
     return lines
 
 
-def excess(best: Evidence, other: Evidence) -> tuple[float, str]:
+def slower_by(best: Evidence, other: Evidence) -> tuple[float, str]:
     """By how many percent more time an image takes than in the best trial, and the part of a step where most of that is."""
 
     def an_image(e: Evidence) -> dict[str, float]:

@@ -19,7 +19,7 @@ from service.search.rows import probes
 
 
 @dataclass(frozen=True)
-class Pair:
+class CommonPoint:
     """One point that both have run."""
 
     point: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Comparison:
     a: Records
     b: Records
     keys: list[str]  # of a point
-    pairs: list[Pair]
+    pairs: list[CommonPoint]
     differences: list[tuple[str, Any, Any]]  # of the experiments: key, A's, B's
 
 
@@ -62,7 +62,7 @@ def compare(a: Records, b: Records) -> Comparison:
     searched = dict.fromkeys([*SCALE_AXES, *(key for records in (a, b) for row in records.rows for key in row.params)])
     found_a, found_b = (dict(pointed(records, list(searched))) for records in (a, b))
     common = [
-        Pair(dict(zip(searched, (item for item, _ in point), strict=True)), found_a[point], found_b[point])
+        CommonPoint(dict(zip(searched, (item for item, _ in point), strict=True)), found_a[point], found_b[point])
         for point in found_a
         if point in found_b
     ]
@@ -79,16 +79,16 @@ def compare(a: Records, b: Records) -> Comparison:
 
 def pointed(records: Records, keys: list[str]) -> Iterator[tuple[tuple[tuple[Any, str], ...], Row]]:
     """Each point that ran, as a name (values and how they are written: 1 is not True), with its row."""
-    for row in rows_of(records):
+    for row in timed_rows(records):
         known = {**records.experiment, **row.params, **row.scale.by_key}
-        yield tuple((item, repr(item)) for item in (hashable(known.get(key)) for key in keys)), row
+        yield tuple((item, repr(item)) for item in (comparable(known.get(key)) for key in keys)), row
 
 
-def hashable(item: Any) -> Any:
+def comparable(item: Any) -> Any:
     return item if isinstance(item, str | int | float | bool | None) else repr(item)
 
 
-def rows_of(records: Records) -> list[Row]:
+def timed_rows(records: Records) -> list[Row]:
     """The points that have a speed, as they were probed; of a single run, its student as one row."""
     if records.is_sweep:
         return ran(probes(records.rows))
@@ -108,10 +108,10 @@ def rows_of(records: Records) -> list[Row]:
 
 def best_row(records: Records) -> Row | None:
     """The winner of a sweep by its own metric; of a run, its student."""
-    return records.best if records.is_sweep else next(iter(rows_of(records)), None)
+    return records.best if records.is_sweep else next(iter(timed_rows(records)), None)
 
 
-def with_significance(pairs: list[Pair]) -> list[Pair]:
+def with_significance(pairs: list[CommonPoint]) -> list[CommonPoint]:
     """The pairs with `beyond_noise`, by Holm's correction over all pairs whose noise is known."""
     p_values = [pair.p_value for pair in pairs]
     adjusted = iter(holm([p_value for p_value in p_values if p_value is not None]))
@@ -121,7 +121,7 @@ def with_significance(pairs: list[Pair]) -> list[Pair]:
     ]
 
 
-def overall(pairs: list[Pair]) -> tuple[float, float, float] | None:
+def overall(pairs: list[CommonPoint]) -> tuple[float, float, float] | None:
     """Geometric mean of the ratios with its 95% bounds, from how the points differ among themselves; None for fewer than two.
 
     What differs between two days (clocks, neighbours, caches) moves all points alike and is in neither figure.
@@ -138,10 +138,10 @@ def lead(comparison: Comparison) -> list[str]:
     for name, records in (("A", comparison.a), ("B", comparison.b)):
         best = best_row(records)
         where = f"{name}, {records.result.name}"
-        sentences.append(f"{where}: {summary(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
+        sentences.append(f"{where}: {summary_of(records, best, comparison.keys)}" if best else f"{where}: no trial is complete.")
     a, b = (best_row(records) for records in (comparison.a, comparison.b))
     if a and b:
-        sentences.append(f"B's best is {times(Pair({}, a, b).ratio)} A's best.")
+        sentences.append(f"B's best is {times(CommonPoint({}, a, b).ratio)} A's best.")
     if not comparison.pairs:
         return [*sentences, "No point was run by both."]
     counted = names.counted(len(comparison.pairs), "common point")
@@ -163,7 +163,7 @@ def lead(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def summary(records: Records, best: Row, keys: list[str]) -> str:
+def summary_of(records: Records, best: Row, keys: list[str]) -> str:
     m = best.metrics
     accuracy = f", top-1 {names.number(m['top1_pct'])}%" if "top1_pct" in m else ""
     where = names.point(with_known(records, best, keys), records.unit, keys)
@@ -179,7 +179,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.3f} times as fast as"
 
 
-def verdict(pair: Pair) -> str:
+def point_verdict(pair: CommonPoint) -> str:
     """What may be said of one point."""
     if pair.beyond_noise is None:
         return "spread unknown"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import rich.table
 
 from service.report import labels as names
-from service.report.compare import Comparison, Pair, lead, verdict
-from service.report.document import Page, Section, Table
-from service.report.plotly_marks import GREY, Figure, dots, hover, line, plain, whiskers
+from service.report.compare import CommonPoint, Comparison, lead, point_verdict
+from service.report.document import Page, PageSection, PageTable
+from service.report.plotly_marks import GREY, Figure, dots, hover, line, unformatted, whiskers
 from service.report.text_table import text_table
 
 VERDICTS = ("B faster", "within noise", "B slower", "spread unknown")
@@ -29,8 +29,8 @@ def comparison_lines(comparison: Comparison) -> Iterator[str | rich.table.Table]
 def comparison_page(comparison: Comparison) -> Page:
     """The comparison as a page."""
     sections = [
-        Section.of("Points that both have run", common_points(comparison), ratios(comparison)),
-        Section.of("What differs in the experiments", differences(comparison)),
+        PageSection.of("Points that both have run", common_points(comparison), ratios(comparison)),
+        PageSection.of("What differs in the experiments", differences(comparison)),
     ]
     a, b = comparison.a, comparison.b
     sentences = lead(comparison)
@@ -38,7 +38,7 @@ def comparison_page(comparison: Comparison) -> Page:
     return Page("comparison", title, "", sentences[:2], sections, notes=sentences[2:], foot=foot)
 
 
-def common_points(comparison: Comparison) -> Table | None:
+def common_points(comparison: Comparison) -> PageTable | None:
     """Both speeds at each point that both have run."""
     if not comparison.pairs:
         return None
@@ -52,15 +52,15 @@ def common_points(comparison: Comparison) -> Table | None:
         error = names.number(pair.error * pair.ratio if pair.error is not None else None, 3)
         tops = [names.number(row.metrics.get("top1_pct")) for row in (pair.a, pair.b)] if accurate else []
         rows.append(
-            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, verdict(pair), *tops]
+            [*(str(pair.point[key]) for key in comparison.keys), *speeds, f"{pair.ratio:.3f}", error, point_verdict(pair), *tops]
         )
-    return Table("Common points", columns, rows)
+    return PageTable("Common points", columns, rows)
 
 
-def differences(comparison: Comparison) -> Table | None:
+def differences(comparison: Comparison) -> PageTable | None:
     """What differs in the experiments."""
     rows = [[key, str(a), str(b)] for key, a, b in comparison.differences]
-    return Table("What differs in the experiments", ["key", "A", "B"], rows) if rows else None
+    return PageTable("What differs in the experiments", ["key", "A", "B"], rows) if rows else None
 
 
 def ratios(comparison: Comparison) -> Figure | None:
@@ -71,12 +71,12 @@ def ratios(comparison: Comparison) -> Figure | None:
     unit, keys = comparison.a.unit, comparison.keys
     rank = {id(pair): index + 1 for index, pair in enumerate(ordered)}
 
-    def name(pair: Pair) -> str:
+    def name(pair: CommonPoint) -> str:
         return ", ".join(names.at(key, pair.point[key], unit) for key in keys)
 
     traces = [line("as fast", 0, [0.5, len(ordered) + 0.5], [1, 1], hoverinfo="skip") | {"line": {"color": GREY, "dash": "dot"}}]
     for index, kind in enumerate(VERDICTS):
-        pairs = [pair for pair in ordered if verdict(pair) == kind]
+        pairs = [pair for pair in ordered if point_verdict(pair) == kind]
         if pairs:
             tips = [hover(name(pair), f"B ÷ A: {pair.ratio:.3f}", kind) for pair in pairs]
             marks = dots(kind, index, [rank[id(pair)] for pair in pairs], [pair.ratio for pair in pairs], tips)
@@ -87,7 +87,7 @@ def ratios(comparison: Comparison) -> Figure | None:
         "Speed of B over A",
         "Above 1, B is faster; bars are 95% bounds from the spread of the steps.",
         traces,
-        {"xaxis": {"title": {"text": plain("common points, by ratio")}}, "yaxis": {"title": {"text": "B ÷ A"}}},
+        {"xaxis": {"title": {"text": unformatted("common points, by ratio")}}, "yaxis": {"title": {"text": "B ÷ A"}}},
         ["point", "B ÷ A", "verdict"],
-        [[name(pair), f"{pair.ratio:.3f}", verdict(pair)] for pair in ordered],
+        [[name(pair), f"{pair.ratio:.3f}", point_verdict(pair)] for pair in ordered],
     )

@@ -40,7 +40,7 @@ class Shade:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Cells as text. `marked` rows stand out; a `folded` table is opened by its reader; with `heads` rows have headings."""
 
     title: str
@@ -53,17 +53,17 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page; one without tables and figures is not shown."""
 
     title: str
-    tables: Sequence[Table] = ()
+    tables: Sequence[PageTable] = ()
     figures: Sequence[Figure] = ()
 
     @classmethod
-    def of(cls, title: str, *parts: Table | Figure | None) -> Section:
+    def of(cls, title: str, *parts: PageTable | Figure | None) -> PageSection:
         """A section of the tables and figures that there are."""
-        return cls(title, [one for one in parts if isinstance(one, Table)], [one for one in parts if isinstance(one, Figure)])
+        return cls(title, [one for one in parts if isinstance(one, PageTable)], [one for one in parts if isinstance(one, Figure)])
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Page:
     title: str
     status: str
     lead: Sequence[str]
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
     command_title: str = ""
@@ -112,9 +112,9 @@ def render(page: Page) -> str:
     )
 
 
-def numbers(figure: Figure) -> Table:
+def numbers(figure: Figure) -> PageTable:
     """A figure's numbers."""
-    return Table(f"Numbers of: {figure.title}", figure.columns, figure.numbers)
+    return PageTable(f"Numbers of: {figure.title}", figure.columns, figure.numbers)
 
 
 def as_json(value: Any) -> bytes:

@@ -121,7 +121,7 @@ def by_speed(rows: Sequence[Row], metric: str) -> tuple[list[Row], list[Any], di
     if len(shown) > NAMED:
         return shown, list(range(1, len(shown) + 1)), {"title": {"text": "rank by speed"}}
     axis = {"title": {"text": "trial, fastest first"}, "type": "category", "showgrid": False}
-    return shown, [marks.plain(row.id) for row in shown], axis
+    return shown, [marks.unformatted(row.id) for row in shown], axis
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
@@ -173,7 +173,7 @@ def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
     )
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def pareto_rows(rows: Sequence[Row]) -> list[Row]:
     """The trials that none other beats in both speed and cost, the cheapest first."""
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     costed.sort(key=lambda row: (gpu_s_per_epoch(row), -row.metrics["images_per_s"]))
@@ -190,10 +190,11 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     if len(costed) < 2:
         return None
-    front_rows = sorted((row for row in costed if row.id in found), key=lambda row: gpu_s_per_epoch(row) or 0.0) or front(rows)
 
     def cost(row: Row) -> float:
         return gpu_s_per_epoch(row) or 0.0
+
+    front_rows = sorted((row for row in costed if row.id in found), key=cost) or pareto_rows(rows)
 
     name = "the search's front" if found else "nothing is faster and cheaper"
     stairs = marks.line(

@@ -34,7 +34,7 @@ def number(value: Any, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if isinstance(value, int | float) and math.isfinite(value) else "–"
 
 
-def epoch_seconds(m: Mapping[str, float]) -> str:
+def epoch_seconds_text(m: Mapping[str, float]) -> str:
     """Seconds an epoch takes; a star where that is projected from fewer steps."""
     return number(m.get("epoch_s")) + ("*" if m.get("epoch_projected") else "")
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from service.report.text_table import text_table
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import available_methods, load, option_key
+from trainables.methods import available_methods, load_method, option_key
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -30,7 +30,7 @@ def method_table() -> Table:
     table = text_table("distill.method", HEADINGS, left=("name", "paper", LOSS, "taps"), show_lines=True)
     for name in sorted(available_methods()):
         try:
-            kind = load(name)
+            kind = load_method(name)
         except ExperimentError as error:
             cause = error.__cause__
             reason = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).removeprefix("distill.method: ")
@@ -49,7 +49,7 @@ def method_parts(name: str) -> Iterator[str | Table]:
     Raises:
         ExperimentError: it cannot be loaded.
     """
-    kind = load(name)
+    kind = load_method(name)
     module, loss = _docs(kind)
     defaults = f"task_weight {kind.task_weight:g}, unless distill.task_weight says otherwise; taps: {_taps(kind)}"
     options = inspect.cleandoc(kind.Options.__doc__ or "") if kind.Options is not MethodOptions else ""

@@ -13,7 +13,7 @@ from service.runs.result import RunResult
 from service.search.points import Point
 from service.search.replay import hardware_of, observation
 from service.search.rows import point_of
-from service.search.step_time_model import StepTime, fit
+from service.search.step_time_model import StepTime, fit_step_times
 
 FEWEST = 4  # measured points below which the curve would be the model's prior more than the cluster
 MOST = 120  # points that are fitted: more tell the curve nothing new, and take seconds
@@ -44,7 +44,7 @@ def model_of(result: RunResult, rows: Sequence[Row]) -> StepTime | None:
     if len(measured) > MOST:
         chosen = np.random.default_rng(0).choice(len(measured), MOST, replace=False)
         measured = [measured[index] for index in sorted(chosen)]
-    return fit([point_of(row) for row in measured], [observation(row) for row in measured], hardware_of(known))
+    return fit_step_times([point_of(row) for row in measured], [observation(row) for row in measured], hardware_of(known))
 
 
 def curve(model: StepTime, base: Point, key: str, low: float, high: float) -> Curve:

@@ -13,7 +13,7 @@ from service.report import document, figures, hardware, page_tables, seeds, time
 from service.report import labels as names
 from service.report import speed_by_axis as along
 from service.report import wall_time as wall
-from service.report.document import Page, Section
+from service.report.document import Page, PageSection
 from service.report.model_curve import model_of
 from service.report.plotly_marks import MOST_SERIES, Figure
 from service.report.run_records import Records, axes, ended, ran, read_records
@@ -64,17 +64,17 @@ def sweep_page(records: Records) -> Page:
     result, rows, best, unit = records.result, records.rows, records.best, records.unit
     points, workers = probes(rows), f"{unit[0].upper()}{unit[1:]}s"
     sections = [
-        Section.of(f"{workers} × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)),
-        Section.of("Trials without a result", page_tables.bad(records)),
-        Section.of("Over seeds", seeds.page_table(result), seeds.figure(result)),
-        Section.of("Speed over each axis", *over_axes(records)),
-        Section.of("Where the time goes", figures.phases(rows, unit), figures.waits(rows, unit)),
-        Section.of(
+        PageSection.of(f"{workers} × batch × loader workers", *page_tables.heat(records), page_tables.trials(records)),
+        PageSection.of("Trials without a result", page_tables.bad(records)),
+        PageSection.of("Over seeds", seeds.page_table(result), seeds.seeds_figure(result)),
+        PageSection.of("Speed over each axis", *over_axes(records)),
+        PageSection.of("Where the time goes", figures.phases(rows, unit), figures.waits(rows, unit)),
+        PageSection.of(
             "Scaling and cost",
             figures.efficiency(points, best, unit) if best else None,
             figures.pareto(points, unit, result.search.front if result.search else ()),
         ),
-        Section.of("Over time", *over_time(records)),
+        PageSection.of("Over time", *over_time(records)),
         page_tables.settings(records),
     ]
     if best is None:
@@ -87,7 +87,7 @@ def sweep_page(records: Records) -> Page:
         "sweep",
         result.name,
         result.status,
-        [f"{winner.won(best, unit, axes(rows), metric)} (trial {best.id})", reason, *seeds.sentence(result)],
+        [f"{winner.won(best, unit, axes(rows), metric)} (trial {best.id})", reason, *seeds.seeds_sentence(result)],
         sections,
         facts=facts_of(best.metrics),
         notes=[*winner.without_result(rows), *winner.bound(result), *winner.doubts(result)],
@@ -106,16 +106,16 @@ def run_page(records: Records) -> Page:
         lead.insert(1, f"A step of the student: {shares}.")
     labels = [h.label for h in histories]
     sections = [
-        Section.of("Learning", timeline.losses(histories), timeline.accuracy(histories, labels)),
-        Section.of(
+        PageSection.of("Learning", timeline.losses_figure(histories), timeline.accuracy(histories, labels)),
+        PageSection.of(
             "Where the time goes",
-            wall.figure([(stage.stage, stage) for stage in stages], result),
+            wall.wall_time_figure([(stage.stage, stage) for stage in stages], result),
             wall.stage_phases(stages),
             timeline.waits_over_time(histories),
             timeline.speeds(histories),
             timeline.drift(histories, labels),
         ),
-        Section.of("Hardware", *hardware.hardware(histories)),
+        PageSection.of("Hardware", *hardware.hardware(histories)),
         page_tables.settings(records),
     ]
     return Page("run", result.name, result.status, lead, sections, facts_of(student.metrics) if student else ())

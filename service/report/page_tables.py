@@ -9,7 +9,7 @@ from typing import Any
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS, SCALE_AXES
 from service.report import labels as names
 from service.report import speed_by_axis as along
-from service.report.document import Section, Shade, Table
+from service.report.document import PageSection, PageTable, Shade
 from service.report.run_records import Records, Row, axes, ended, gpu_s_per_epoch, ordered, ran, value
 
 BAD = ("failed", "oom", "infeasible", "stopped")
@@ -76,7 +76,7 @@ def grid(records: Records) -> Grid | None:
     return Grid(down_keys, across_key, down, across, cells, cell_of(best) if best else None)
 
 
-def heat(records: Records) -> list[Table]:
+def heat(records: Records) -> list[PageTable]:
     """Images/s of the grid: around the best trial where the whole is large, and the whole."""
     whole = grid(records)
     if whole is None:
@@ -93,7 +93,7 @@ def heat(records: Records) -> list[Table]:
     return [replace(near, caption=f"{near.caption} {counts} are in the list of all trials below.")]
 
 
-def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) -> Table:
+def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) -> PageTable:
     """A grid as a table: speeds on a ground that is the stronger the faster, and how other trials ended."""
     fastest = max(map(speed, ran(records.rows)))
     rows: list[list[str | Shade]] = []
@@ -119,7 +119,7 @@ def heat_table(records: Records, shown: Grid, title: str, folded: bool = False) 
         caption += " – has no result so far." if to_come else " – was not tried."
     caption += f" The fastest over {', '.join(extras)}." if extras else ""
     columns = ["", *(names.at(shown.across_key, column, records.unit) for column in shown.across)]
-    return Table(title, columns, rows, caption, folded=folded, heads=True)
+    return PageTable(title, columns, rows, caption, folded=folded, heads=True)
 
 
 def hashable(found: Any) -> int | str:
@@ -137,7 +137,7 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def trials(records: Records) -> Table | None:
+def trials(records: Records) -> PageTable | None:
     """Every trial that was tried: GPUs × batch × loader workers → seconds a step, of it waiting for data, speed, epoch."""
     tried = [row for row in records.rows if row.status != "untested"]
     if not tried:
@@ -163,7 +163,7 @@ def trials(records: Records) -> Table | None:
                 names.number(m.get("data_pct"), 1),
                 names.number(m.get("images_per_s"), 1),
                 along.error_cell(row),
-                names.epoch_seconds(m),
+                names.epoch_seconds_text(m),
                 names.number(gpu_s_per_epoch(row)),
                 names.number(m.get("top1_pct")),
                 names.number(row.seconds, 1),
@@ -171,7 +171,7 @@ def trials(records: Records) -> Table | None:
         )
     empty = {index for index in range(len(columns)) if all(row[index] == "–" for row in rows)}
     marked = frozenset(index for index, row in enumerate(tried) if best and row.id == best.id)
-    return Table(
+    return PageTable(
         f"All {names.counted(len(tried), 'trial')}",
         [name for index, name in enumerate(columns) if index not in empty],
         [[cell for index, cell in enumerate(row) if index not in empty] for row in rows],
@@ -180,7 +180,7 @@ def trials(records: Records) -> Table | None:
     )
 
 
-def bad(records: Records) -> Table | None:
+def bad(records: Records) -> PageTable | None:
     """Failed, infeasible and stopped trials, with their reasons."""
     rows = [row for row in records.rows if row.status in BAD]
     keys = axes(records.rows)
@@ -188,10 +188,10 @@ def bad(records: Records) -> Table | None:
     if not rows:
         return None
     title = f"{names.counted(len(rows), 'trial')} and their reasons"
-    return Table(title, ["trial", "status", "reason", "point"], cells, folded=len(rows) > MOST_OPEN)
+    return PageTable(title, ["trial", "status", "reason", "point"], cells, folded=len(rows) > MOST_OPEN)
 
 
-def settings(records: Records) -> Section:
+def settings(records: Records) -> PageSection:
     """The experiment, each value with where it comes from."""
 
     def source(key: str) -> str:
@@ -200,4 +200,5 @@ def settings(records: Records) -> Section:
         return next((one for one in found if one), "default")
 
     rows = [[key, str(item), source(key)] for key, item in records.experiment.items()]
-    return Section("The experiment", tables=[Table(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)])
+    table = PageTable(f"All {len(rows)} values", ["key", "value", "from"], rows, folded=True)
+    return PageSection("The experiment", tables=[table])

@@ -48,14 +48,14 @@ class Figure:
         return f"{self.title}. {self.caption} The numbers are in the table below the figure."
 
 
-def plain(text: object) -> str:
+def unformatted(text: object) -> str:
     """Text from outside as plotly.js shows it unchanged: it reads tags such as <a href=…> in labels otherwise."""
     return html.escape(str(text), quote=False)
 
 
 def hover(*parts: object) -> str:
     """Lines of a tooltip."""
-    return "<br>".join(plain(part) for part in parts if part)
+    return "<br>".join(unformatted(part) for part in parts if part)
 
 
 def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[float], group: str = "") -> Trace:
@@ -78,7 +78,7 @@ def band(colour: str, xs: Sequence[Any], low: Sequence[float], high: Sequence[fl
 def line(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], **more: Any) -> Trace:
     """A series of lines; `index` chooses its colour and dash."""
     style = {"color": PALETTE[index % MOST_SERIES], "dash": DASHES[index % MOST_SERIES], "width": 2}
-    return {"type": "scatter", "mode": "lines", "name": plain(name), "x": list(xs), "y": list(ys), "line": style, **more}
+    return {"type": "scatter", "mode": "lines", "name": unformatted(name), "x": list(xs), "y": list(ys), "line": style, **more}
 
 
 def dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Sequence[str], **more: Any) -> Trace:
@@ -87,7 +87,7 @@ def dots(name: str, index: int, xs: Sequence[Any], ys: Sequence[Any], texts: Seq
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": plain(name),
+        "name": unformatted(name),
         "x": list(xs),
         "y": list(ys),
         "marker": mark,
@@ -116,7 +116,7 @@ def bars(name: str, colour: str, labels: Sequence[Any], lengths: Sequence[float]
 def flat_bars(wholes: Sequence[tuple[str, float, Mapping[str, float]]], colours: Mapping[str, str], unit: str) -> list[Trace]:
     """A horizontal bar for each label, whole and its parts, stacked; a part that is nothing in all of them is left out."""
     traces = []
-    labels = [plain(label) for label, _, _ in wholes]
+    labels = [unformatted(label) for label, _, _ in wholes]
     for part, colour in colours.items():
         lengths = [parts.get(part, 0.0) for _, _, parts in wholes]
         if any(length >= 0.001 for length in lengths):
@@ -149,7 +149,7 @@ def whiskers(colour: str, up: Sequence[float | None], down: Sequence[float | Non
 
 def numbers_axis(title: str, values: Sequence[float], log: bool = False) -> dict[str, Any]:
     """An axis with a tick at every value that was tried, where there are few."""
-    axis: dict[str, Any] = {"title": {"text": plain(title)}}
+    axis: dict[str, Any] = {"title": {"text": unformatted(title)}}
     ticks = sorted(set(values))
     if len(ticks) <= 9:
         axis |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
@@ -158,4 +158,4 @@ def numbers_axis(title: str, values: Sequence[float], log: bool = False) -> dict
 
 def y_axis(title: str, zero: bool = True) -> dict[str, Any]:
     """A vertical axis, from zero unless told otherwise."""
-    return {"title": {"text": plain(title)}, "rangemode": "tozero" if zero else "normal"}
+    return {"title": {"text": unformatted(title)}, "rangemode": "tozero" if zero else "normal"}

@@ -81,7 +81,7 @@ class Records:
         return self.result.unit
 
 
-def open_records(path: Path) -> Records:
+def records_of_run(path: Path) -> Records:
     """The records of a run directory.
 
     Raises:

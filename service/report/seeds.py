@@ -11,7 +11,7 @@ import rich.table
 
 from service.report import labels as names
 from service.report import plotly_marks as marks
-from service.report.document import Table
+from service.report.document import PageTable
 from service.report.run_records import Row, rows_of, value
 from service.report.statistics import LEVEL, holm, paired_t_test
 from service.report.text_table import text_table
@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """Trials of one point but for the seed."""
 
     label: str
@@ -62,7 +62,7 @@ class Group:
         return statistics.stdev(self.of.values()) if len(self.of) > 1 else None
 
 
-def groups(result: RunResult) -> list[Group]:
+def groups(result: RunResult) -> list[SeedGroup]:
     """The points of a sweep over seeds, in the order of the sweep; empty where no point was run with two seeds.
 
     The first is what the others are compared with: seeds pair them, so that what a seed does to all alike cancels. Nothing of
@@ -86,7 +86,7 @@ def groups(result: RunResult) -> list[Group]:
     raw = [paired(of, first) for _, of in others]
     adjusted = iter(holm([one.p for one in raw if one is not None and one.p is not None]))
     differences = [one if one is None or one.p is None else replace(one, p=next(adjusted)) for one in raw]
-    return [Group(label, of, one) for (label, of), one in zip(measured.items(), [None, *differences], strict=True)]
+    return [SeedGroup(label, of, one) for (label, of), one in zip(measured.items(), [None, *differences], strict=True)]
 
 
 def _label(row: Row, keys: Sequence[str]) -> str:
@@ -108,7 +108,7 @@ def paired(values: Mapping[int, float], first: Mapping[int, float]) -> Differenc
     return None if test is None else Difference(test.mean, test.half_width, test.p_value, len(differences))
 
 
-def page_table(result: RunResult) -> Table | None:
+def page_table(result: RunResult) -> PageTable | None:
     """For the page, a row a point; None where no point was run with two seeds."""
     found = groups(result)
     if not found:
@@ -131,7 +131,7 @@ def page_table(result: RunResult) -> Table | None:
         f"Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all"
         " rows together (Holm). What is not significant may be chance: more seeds tell."
     )
-    return Table("Over seeds", heads, rows, caption)
+    return PageTable("Over seeds", heads, rows, caption)
 
 
 def seed_table(result: RunResult) -> rich.table.Table | None:
@@ -143,7 +143,7 @@ def seed_table(result: RunResult) -> rich.table.Table | None:
     return text_table(f"{result.name}: over seeds", found.columns, found.rows, left=left, caption=found.caption)
 
 
-def sentence(result: RunResult) -> list[str]:
+def seeds_sentence(result: RunResult) -> list[str]:
     """Which point is best over its seeds, and how sure that is: a single seed's best trial may owe it to chance."""
     found = groups(result)
     if len(found) < 2:
@@ -158,7 +158,7 @@ def sentence(result: RunResult) -> list[str]:
     return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
 
 
-def figure(result: RunResult) -> marks.Figure | None:
+def seeds_figure(result: RunResult) -> marks.Figure | None:
     """Each point's difference to the first with its interval: what crosses zero may be chance."""
     all_groups = groups(result)
     found, numbers = [group for group in all_groups if group.difference is not None], page_table(result)
@@ -166,7 +166,8 @@ def figure(result: RunResult) -> marks.Figure | None:
         return None
     first, metric = all_groups[0].label, judged(result)[0]
     what, digits = names.METRICS.get(metric, (metric, 3))
-    labels, differences = [marks.plain(group.label) for group in found], [group.difference for group in found if group.difference]
+    labels = [marks.unformatted(group.label) for group in found]
+    differences = [group.difference for group in found if group.difference]
     tips = [
         marks.hover(f"{group.label}: {d.mean:+.{digits}f} ± {d.half:.{digits}f}, p {names.number(d.p, 3)}")
         for group, d in zip(found, differences, strict=True)

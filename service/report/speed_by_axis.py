@@ -31,13 +31,13 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     model = model if numeric and key in SCALE_AXES else None
     second = companion(keys, key)
     distinct = [k for k in keys if k not in (key, second) and len({repr(value(row, k)) for row in rows}) <= CONTINUOUS]
-    drawn = series(measured, best, second)
+    drawn = series_values(measured, best, second)
     inside = [row for row in measured if all(value(row, k) == value(best, k) for k in distinct)]
     inside = [row for row in inside if second is None or value(row, second) in [chosen for _, chosen in drawn]]
     inside.sort(key=lambda row: (0, float(value(row, key)), "") if numeric else (1, 0.0, str(value(row, key))))
 
     def points(part: Sequence[Row]) -> tuple[list[Any], list[float], list[str]]:
-        xs = [value(row, key) if numeric else marks.plain(value(row, key)) for row in part]
+        xs = [value(row, key) if numeric else marks.unformatted(value(row, key)) for row in part]
         return xs, [row.metrics["images_per_s"] for row in part], [tip(row, unit, keys) for row in part]
 
     rest = [row for row in measured if row not in inside]
@@ -61,7 +61,7 @@ def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, 
     caption += ", lines are the step-time model with one standard deviation." if model is not None else "."
     caption += f" The series have {fixed}, as the best trial." if fixed else ""
     title = names.axis(key, unit)
-    ticks = {"title": {"text": marks.plain(title)}, "type": "category"}
+    ticks = {"title": {"text": marks.unformatted(title)}, "type": "category"}
     if numeric:
         ticks = marks.numbers_axis(title, [float(one) for one in axis_values], log=spans(axis_values))
     columns = [key, *(k for k in keys if k != key)]
@@ -94,7 +94,7 @@ def companion(keys: Sequence[str], key: str) -> str | None:
     return next((k for k in candidates if k in keys and k != key), None)
 
 
-def series(measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
+def series_values(measured: Sequence[Row], best: Row, second: str | None) -> list[tuple[int, Any]]:
     """The values of the second axis that may be series, those around the winner's where there are too many.
 
     Each with its index among them, which is the same in all figures with this second axis: it gives the value its colour.

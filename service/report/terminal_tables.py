@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from service.config.space import SCALE_AXES
-from service.report.labels import epoch_seconds, natural, number
+from service.report.labels import epoch_seconds_text, natural, number
 from service.report.run_records import rows_of
-from service.report.seeds import seed_table, sentence
+from service.report.seeds import seed_table, seeds_sentence
 from service.report.text_table import text_table
 from service.report.winner import command
 from service.report.winner import lines as sentences
@@ -59,7 +59,7 @@ def sweep_table(result: RunResult, only: Collection[str] | None = None) -> Table
             data_seconds(m),
             number(m.get("data_pct"), 1),
             number(m.get("images_per_s"), 1),
-            epoch_seconds(m),
+            epoch_seconds_text(m),
             number(m.get("top1_pct")),
             " ".join(filter(None, notes)) + (f": {trial.reason}" if trial.reason else ""),
             style="bold green" if trial.id == best else None,
@@ -131,7 +131,7 @@ def stage_table(result: RunResult) -> Table:
         m = stage.metrics
         accuracies = (number(m.get(name)) for name in ("top1_pct", "top5_pct", "best_top1_pct"))
         speed, steps = number(m.get("images_per_s"), 1), number(m.get("steps"), 0)
-        rows.append([stage.stage, stage.model, *accuracies, speed, epoch_seconds(m), steps])
+        rows.append([stage.stage, stage.model, *accuracies, speed, epoch_seconds_text(m), steps])
     return text_table(result.name, columns, rows, left=("stage", "model"))
 
 
@@ -166,7 +166,7 @@ def overview(result: RunResult, run_dir: RunDir, only: Collection[str] | None = 
 def compared(result: RunResult, only: Collection[str] | None = None) -> list[Any]:
     """A sweep's trials, what its points are over several seeds, and what that says. `only`: as in `sweep_table`."""
     over_seeds = seed_table(result)
-    return [sweep_table(result, only), *([over_seeds] if over_seeds else []), *verdict(result), *sentence(result)]
+    return [sweep_table(result, only), *([over_seeds] if over_seeds else []), *verdict(result), *seeds_sentence(result)]
 
 
 def under_way(run_dir: RunDir) -> list[str]:

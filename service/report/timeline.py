@@ -56,7 +56,7 @@ def trial_of(history: History) -> str:
     return history.label.removeprefix("trial ")
 
 
-def series(index: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
+def history_line(index: int | None, label: str, xs: Sequence[float], ys: Sequence[float], tips: Sequence[str]) -> Trace:
     """One history's line, in the colour of its index or, without one, in the background."""
     if index is None:
         return line(label, 0, xs, ys, hovertext=tips, hoverinfo="text", opacity=0.5, showlegend=False) | {
@@ -85,7 +85,7 @@ def accuracy(histories: Sequence[History], chosen: Sequence[str], rows: Sequence
             hover(h.label, f"epoch {one['epoch']:g}", f"top-1 {y:.2f}%", f"after {x:.3g} {unit}")
             for one, x, y in zip(epochs[h.label], xs, ys, strict=True)
         ]
-        traces.append(series(index, h.label, xs, ys, tips))
+        traces.append(history_line(index, h.label, xs, ys, tips))
     table = []
     for h in evaluated:
         last, ys = epochs[h.label][-1], top1[h.label]
@@ -120,7 +120,7 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
     for index, h in drawn:
         xs, ys = [epoch for epoch, _ in times[h.label]], [seconds for _, seconds in times[h.label]]
         tips = [hover(h.label, f"epoch {x:g}", f"{y:.2f} s") for x, y in times[h.label]]
-        traces.append(series(index, h.label, xs, ys, tips))
+        traces.append(history_line(index, h.label, xs, ys, tips))
     for h in timed:
         ys = [seconds for _, seconds in times[h.label]]
         # The first epoch has the warm-up in it.
@@ -139,7 +139,7 @@ def drift(histories: Sequence[History], chosen: Sequence[str], rows: Sequence[Ro
     )
 
 
-def losses(histories: Sequence[History]) -> Figure | None:
+def losses_figure(histories: Sequence[History]) -> Figure | None:
     """Training loss at the log lines, validation loss at the epochs' ends."""
     traces, table = [], []
     for index, h in enumerate(histories):

@@ -46,7 +46,7 @@ def parts(entry: Outcome) -> dict[str, float]:
     return found | {"interruptions": max(0.0, entry.seconds - sum(found.values()))}
 
 
-def sentence(metrics: Mapping[str, float]) -> str:
+def wall_time_sentence(metrics: Mapping[str, float]) -> str:
     """What an epoch takes by the clock beside its steps; "" where no epoch was timed."""
     if "epoch_wall_s" not in metrics or "epoch_s" not in metrics:
         return ""
@@ -56,7 +56,7 @@ def sentence(metrics: Mapping[str, float]) -> str:
 
 def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
     """The parts of some trials, the best one first. `rows`: of all trials."""
-    found = figure([(f"trial {row.id}", row) for row in shown], None, main=0)
+    found = wall_time_figure([(f"trial {row.id}", row) for row in shown], None, main=0)
     if found is None:
         return None
     timed = {row.id for row in shown if parts(row)}
@@ -64,7 +64,7 @@ def of_trials(shown: Sequence[Row], rows: Sequence[Row]) -> Figure | None:
     return replace(found, caption=found.caption + names.left_out(rows, timed, f"one of the highest {highest}"))
 
 
-def figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: int = -1) -> Figure | None:
+def wall_time_figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: int = -1) -> Figure | None:
     """The parts of each stage or trial; of a run that has ended, also what lies outside its stages.
 
     `main`: the entry on whose epochs the caption has a sentence.
@@ -72,7 +72,7 @@ def figure(entries: Sequence[tuple[str, Outcome]], run: RunResult | None, main: 
     known = [(label, entry.metrics, found) for label, entry in entries if (found := parts(entry))]
     if not known:
         return None
-    words = [sentence(known[main][1])]
+    words = [wall_time_sentence(known[main][1])]
     words += [_outside(run, sum(sum(found.values()) for _, _, found in known))] if run is not None else []
     table = [
         [label, *(names.number(found[part], 2) for part in COLOURS), names.number(sum(found.values()), 2)]

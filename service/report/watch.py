@@ -36,7 +36,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while result.status == "running":
             if console.is_terminal:
-                parts = [*overview(result, run_dir, latest(result, console.height)), *under_way(run_dir)]
+                parts = [*overview(result, run_dir, rows_on_screen(result, console.height)), *under_way(run_dir)]
                 live.update(Group(*(Text(part) if isinstance(part, str) else part for part in parts)), refresh=True)
             elif (now := progress(result)) != shown:  # in a file: a line for every change
                 console.print(now, soft_wrap=True)
@@ -54,7 +54,7 @@ def watch(directory: Path, console: Console, html: Path | None) -> tuple[RunDir,
     return run_dir, result
 
 
-def latest(result: RunResult, height: int) -> set[str]:
+def rows_on_screen(result: RunResult, height: int) -> set[str]:
     """The trials of a sweep that fit on the screen: the best and those that ended last."""
     ended = [row.id for row in result.rows if row.status not in UNRUN]
     room = max(4, height - ABOUT_ROWS)

@@ -13,7 +13,7 @@ from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher,
 from service.reproduce.verdict import Verdict, compare_accuracy
 from service.runs.preflight import check_checkpoints
 from service.runs.result import TrialRow, read_result
-from service.runs.run_directory import begin, reopen
+from service.runs.run_directory import begin_run, reopen
 from service.sweeps.preflight import check_sweep
 from service.sweeps.sweep import sweep
 from trainables.data.source import open_source
@@ -99,7 +99,7 @@ def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
         experiment = planned.resolved.experiment
         if not run_dir.result.exists():
             run_dir.root.mkdir(parents=True, exist_ok=True)
-            begin(planned.resolved, "sweep", run_dir, job.root)
+            begin_run(planned.resolved, "sweep", run_dir, job.root)
         _, _, result = reopen(run_dir.root, to_continue=True)
         if result.status == "complete":
             log(f"{planned.name}: complete")
@@ -157,7 +157,7 @@ def teachers_of(job: Reproduction) -> dict[str, TeacherAccuracy | None]:
     return {teacher: teacher_accuracy(planned.resolved.experiment, job.run_dir(planned)) for teacher, planned in with_teacher}
 
 
-def write_result(job: Reproduction, name: str) -> Path:
+def write_table_result(job: Reproduction, name: str) -> Path:
     """`reproduce.json`: every cell and teacher, with what was changed."""
     path = job.out / "reproduce.json"
     teachers = {

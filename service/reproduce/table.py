@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 """Sections of an experiment: what is different from the table's recipe."""
 
 
-class Source(Section):
+class Citation(Section):
     """Where numbers come from."""
 
     paper: str = Field(min_length=1, description="authors, year, title, and the table's number where it is known")
@@ -97,7 +97,7 @@ class Table(Section):
     recipe: str = Field(description="the experiment that all cells share: a recipe, or a file beside the table")
     data: Size
     tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
-    sources: dict[str, Source]
+    sources: dict[str, Citation]
     teachers: Teachers
     students: Students
     columns: dict[str, Column]
@@ -123,7 +123,7 @@ class Table(Section):
             raise ValueError(f"columns: {ALONE} means the students alone: choose another name")
         return self
 
-    def source_of(self, column: str) -> Source:
+    def source_of(self, column: str) -> Citation:
         """Where a column's numbers come from."""
         return self.sources[self.students.source if column == ALONE else self.columns[column].source]
 
@@ -139,7 +139,7 @@ class Table(Section):
         return self.students.models[row.student].top1_pct if column == ALONE else row.top1_pct.get(column)
 
 
-def tables() -> dict[str, str]:
+def shipped_tables() -> dict[str, str]:
     """Shipped tables: name → the comment in their first line."""
     return shipped(TABLES)
 
@@ -150,7 +150,7 @@ def read_table(name: str) -> Table:
     Raises:
         ExperimentError: there is none, or it is not a table; one line for each problem.
     """
-    ours = tables()
+    ours = shipped_tables()
     if name in ours:
         text = (resources.files(TABLES) / f"{name}.yaml").read_text()
     elif Path(name).is_file():

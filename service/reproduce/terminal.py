@@ -12,7 +12,7 @@ from service.report.text_table import text_table
 from service.reproduce.run_table import Cell, Reproduction
 from service.reproduce.table import ALONE, Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy
-from service.reproduce.verdict import Mean
+from service.reproduce.verdict import MeanAccuracy
 
 
 def plan_grid(job: Reproduction) -> Grid:
@@ -71,7 +71,7 @@ def _cell_columns(cell: Cell) -> list[str]:
     ]
 
 
-def _mean(mean: Mean | None) -> str:
+def _mean(mean: MeanAccuracy | None) -> str:
     if mean is None:
         return "-"
     return number(mean.value) + (f" ± {mean.std:.2f}" if mean.std is not None else "")
@@ -88,7 +88,7 @@ def teachers_grid(table: Table, teachers: Mapping[str, TeacherAccuracy | None]) 
     return grid
 
 
-def summary(found: Sequence[Cell]) -> str:
+def verdict_counts(found: Sequence[Cell]) -> str:
     """How many of each verdict."""
     counts = Counter(cell.verdict.outcome for cell in found)
     names = {"-": "not run"}

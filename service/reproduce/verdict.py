@@ -12,7 +12,7 @@ Outcome = Literal["pass", "fail", "unfinished", "not comparable", "-"]
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanAccuracy:
     """Over `num` runs, in percent. `std` is the sample's deviation (n − 1); None of a single run."""
 
     value: float
@@ -20,7 +20,7 @@ class Mean:
     num: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean | None:
+    def of(cls, values: Sequence[float]) -> MeanAccuracy | None:
         """None of nothing."""
         if not values:
             return None
@@ -35,8 +35,8 @@ class Verdict:
     num_published: int
     """Number of runs whose mean was published."""
     epoch: Literal["last", "best"]
-    last: Mean | None
-    best: Mean | None
+    last: MeanAccuracy | None
+    best: MeanAccuracy | None
     tolerance: float | None
     outcome: Outcome
 
@@ -47,7 +47,7 @@ class Verdict:
         return ours.value - self.published if ours else None
 
 
-def tolerance(ours: Mean, num_published: int, least: float) -> float:
+def tolerance(ours: MeanAccuracy, num_published: int, least: float) -> float:
     """Points by which a mean over seeds may be off: 2·s·√(1/n + 1/m), at least `least` and at most twice that.
 
     That is two standard errors of the difference of the two means, with our deviation s for both, n our runs and m theirs. Papers
@@ -74,7 +74,7 @@ def compare_accuracy(
 
     It passes where |mean − published| ≤ `tolerance`: what is far above was not reproduced either.
     """
-    means = {"last": Mean.of(last), "best": Mean.of(best)}
+    means = {"last": MeanAccuracy.of(last), "best": MeanAccuracy.of(best)}
     ours = means[epoch]
     if ours is None:
         return Verdict(published, num_published, epoch, None, None, None, "-")

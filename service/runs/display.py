@@ -45,7 +45,7 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
         except BaseException as error:  # raised below, in the main thread
             future.set_exception(error)
 
-    thread = local_ray.begin(target)
+    thread = local_ray.start_thread(target)
     while thread.is_alive():
         thread.join(0.25)
         local_ray.check_ray()
@@ -55,7 +55,7 @@ def wait_for(work: Callable[[], T], display: Display, tick: Callable[[], None] =
 
 
 @dataclass
-class Tail:
+class LineTail:
     """Complete lines that a growing file has gained since the last look."""
 
     path: Path
@@ -73,8 +73,8 @@ class Followed:
     """A stage on the display."""
 
     label: str
-    metrics: Tail
-    log: Tail
+    metrics: LineTail
+    log: LineTail
     task: TaskID | None
     steps: int = 0
 
@@ -130,7 +130,7 @@ class Display:
         if label not in self._followed:
             ends = [path.stat().st_size if path.exists() else 0 for path in (stage.metrics, stage.log)]
             task = self._bars.add_task(label, total=None, info="starting workers") if self._bars else None
-            followed = Followed(label, Tail(stage.metrics, ends[0]), Tail(stage.log, ends[1]), task)
+            followed = Followed(label, LineTail(stage.metrics, ends[0]), LineTail(stage.log, ends[1]), task)
             self._followed[label] = followed
             with contextlib.suppress(OSError), open(stage.metrics, "rb") as file:
                 if (record := _record(file.readline())) is not None:  # of a stage that is resumed

@@ -30,7 +30,7 @@ class MethodCopy(BaseModel):
     sha256: str
 
 
-class Index(BaseModel):
+class CopiesIndex(BaseModel):
     """The content of `methods/index.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ def copy_methods(experiment: Experiment, run_dir: RunDir) -> None:
         copies[str(path)] = MethodCopy(file=f"{path.stem}-{sha256[:12]}.py", sha256=sha256)
         write_atomic(run_dir.methods / copies[str(path)].file, text.encode(errors="surrogateescape"))
     if copies:
-        write_json(run_dir.methods_index, Index(copies=copies).model_dump())
+        write_json(run_dir.methods_index, CopiesIndex(copies=copies).model_dump())
     use_copies_of(run_dir)
 
 
@@ -96,11 +96,11 @@ def _read_index(run_dir: RunDir) -> dict[str, MethodCopy]:
     if not path.exists():
         return {}
     try:
-        index = Index.model_validate(json.loads(path.read_bytes()))
+        index = CopiesIndex.model_validate(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
         reason = f"{path} cannot be read: {error}"
         if isinstance(error, ValidationError):
-            reason = problems_of(error, Index).text(str(path))
+            reason = problems_of(error, CopiesIndex).text(str(path))
         raise ExperimentError(f"{reason}; put back a copy, or begin again from {run_dir.experiment}") from error
     if index.version != VERSION:
         raise ExperimentError(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from service.cluster.parallel_map import bar, parallel_map
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, Index, check_file, read_index
-from trainables.data.pack.join import join
+from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
-from trainables.data.pack.plan import SHARD_BYTES, Plan, plan_pack
+from trainables.data.pack.plan import SHARD_BYTES, PackPlan, plan_pack
 from trainables.data.pack.shard import write_shard
 from trainables.errors import DataError
 from trainables.locks import locked_or_raise
@@ -40,7 +40,7 @@ def pack(
     """Pack `source` into the folder `dest`, or go on with it. The result does not depend on `processes`.
 
     Raises:
-        DataError: see `plan_pack` and `join`; a disk or a network fails; `dest` holds something else, another command works
+        DataError: see `plan_pack` and `write_set`; a disk or a network fails; `dest` holds something else, another command works
             on it, or its disk is too small.
         ClusterError: RAY_ADDRESS names a cluster that is not there, or that does not share `dest`.
     """
@@ -71,7 +71,7 @@ def pack(
                 advance(plan.num_samples - num_missing)
                 for count in parallel_map(write_shard, [(job,) for job in missing], processes, dest):
                     advance(count)
-            index = join(plan, dest, version("raydistill"), strict=strict)
+            index = write_set(plan, dest, version("raydistill"), strict=strict)
         verify(dest, index, processes)
         return Packing(index, len(missing), time.monotonic() - began)
 
@@ -105,7 +105,7 @@ def verify(dest: Path, index: Index, threads: int) -> None:
         raise DataError(f"{wrong[0]}{more}: copy the set again, or remove it and pack it again")
 
 
-def _begin(dest: Path, plan: Plan) -> None:
+def _begin(dest: Path, plan: PackPlan) -> None:
     """Say in `dest` what is being packed, or see that it is the same as before."""
     plan_file = dest / UNFINISHED / "plan.json"
     try:
@@ -123,7 +123,7 @@ def _refuse_foreign(dest: Path) -> None:
         raise DataError(f"{dest} holds other things than a packed set; give a new folder")
 
 
-def _refuse_other(dest: Path, plan: Plan, fingerprint: object, what: str) -> None:
+def _refuse_other(dest: Path, plan: PackPlan, fingerprint: object, what: str) -> None:
     if fingerprint != plan.fingerprint:
         raise DataError(
             f"{dest} holds {what} from other images or in another mode than {plan.source} {plan.mode}; "
@@ -131,7 +131,7 @@ def _refuse_other(dest: Path, plan: Plan, fingerprint: object, what: str) -> Non
         )
 
 
-def _refuse_small(dest: Path, plan: Plan, num_missing: int) -> None:
+def _refuse_small(dest: Path, plan: PackPlan, num_missing: int) -> None:
     needed, free = plan.expected_bytes * num_missing // plan.num_samples, shutil.disk_usage(dest).free
     if needed > free:
         raise DataError(f"{dest}: about {needed >> 20:,} MiB are still to be written, and its disk has {free >> 20:,} MiB free")

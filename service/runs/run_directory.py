@@ -48,7 +48,7 @@ def new_run_dir(root: Path, name: str, out: Path | None) -> RunDir:
             return RunDir(path)
 
 
-def begin(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
+def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> None:
     """Write the resolved experiment and a first result: from here on `distill resume` can continue the run."""
     try:
         copy_methods(resolved.experiment, run_dir)
@@ -86,7 +86,7 @@ def reopen(path: Path, *, to_continue: bool = False) -> tuple[Resolved, RunDir, 
     return replace(resolved, sources=result.sources), run_dir, result
 
 
-def locked(run_dir: RunDir) -> AbstractContextManager[None]:
+def locked_run(run_dir: RunDir) -> AbstractContextManager[None]:
     """Lock a run directory against a second driver, which would train into the same files.
 
     Raises:

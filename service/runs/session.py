@@ -19,7 +19,7 @@ from service.config.experiment import Experiment, Resolved
 from service.runs.display import Display, wait_for
 from service.runs.outcome import VERSION
 from service.runs.result import MlflowTarget, RunResult, read_result, write_result
-from service.runs.run_directory import locked
+from service.runs.run_directory import locked_run
 from service.tracking import Tracker, default_uri, sync_neighbours
 from trainables.rundir import RunDir, StageDir
 
@@ -28,7 +28,7 @@ FLUSH_S = 30.0
 """How long the end of a run waits for MLflow; what it did not take by then is sent later."""
 
 
-class Reporter(Protocol):
+class ResultReporter(Protocol):
     """How a result is shown. Commands give `service.report.reporter`, which runs and sweeps do not know."""
 
     def tables(self, result: RunResult) -> Sequence[RenderableType]:
@@ -48,7 +48,7 @@ class Session:
     resolved: Resolved
     run_dir: RunDir
     display: Display
-    reporter: Reporter
+    reporter: ResultReporter
     tracker: Tracker | None
     result: RunResult
     """What `result.json` holds; `save` writes it."""
@@ -86,9 +86,9 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Iterator[Session]:
+def open_session(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> Iterator[Session]:
     """Open the display and the records around a run; however it ends, `result.json` and MLflow say how."""
-    with locked(run_dir), Display() as display:
+    with locked_run(run_dir), Display() as display:
         session = _open(resolved, run_dir, display, reporter)
         display.print(f"{session.result.kind} {resolved.experiment.name} in {run_dir.root}")
         try:
@@ -103,7 +103,7 @@ def open_session(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> Ite
         _close(session, "FINISHED", FLUSH_S)
 
 
-def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Reporter) -> Session:
+def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: ResultReporter) -> Session:
     began_s = time.perf_counter()
     result = read_result(run_dir.result, run_dir.experiment)
     experiment, kind, tracker, target = resolved.experiment, result.kind, None, None
@@ -111,7 +111,7 @@ def _open(resolved: Resolved, run_dir: RunDir, display: Display, reporter: Repor
         uri = experiment.tracking.uri or default_uri(Path(result.runs_root))
         target = MlflowTarget(uri=uri, experiment=experiment.tracking.experiment)
         tracker = Tracker(run_dir, uri, experiment.tracking.experiment)
-        tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=describe(kind))
+        tracker.start_run(kind, run_dir.root.name, params=flatten(experiment.model_dump(mode="json")), tags=code_tags(kind))
         tracker.artifact(kind, run_dir.experiment)
     session = Session(resolved, run_dir, display, reporter, tracker, result, earlier_s=result.seconds, began_s=began_s)
     session.save(version=VERSION, status="running", reason="", mlflow=target)
@@ -145,7 +145,7 @@ def start_tracking(session: Session) -> None:
         session.tracker.start()
 
 
-def describe(kind: str) -> dict[str, str]:
+def code_tags(kind: str) -> dict[str, str]:
     """Tags that say what code ran."""
     tags = {"raydistill.kind": kind}
     try:

@@ -40,7 +40,7 @@ def running_teacher_actors(
     try:
         for number in range(each.num_workers):
             name = f"{run}-{time.time_ns():x}-teacher-{number}"
-            actors[name] = start(name, each, nodes[number].node_id if nodes else None)
+            actors[name] = start_actor(name, each, nodes[number].node_id if nodes else None)
         kind = "GPU" if plan.use_gpu else f"{each.cpus} CPU{'s' if each.cpus > 1 else ''}"
         display.print(f"teacher.service: {each.num_workers} × {kind} for {teacher.model}")
         wait_for(lambda: _wait_until_started(display, actors), display)
@@ -50,7 +50,7 @@ def running_teacher_actors(
         _end(actors)
 
 
-def start(name: str, each: Reservation, node_id: str | None = None) -> Any:
+def start_actor(name: str, each: Reservation, node_id: str | None = None) -> Any:
     """The handle of a new actor of a teacher service, which a worker's `ActorConnection` finds by its name.
 
     `node_id`: the node on which it runs as long as that node is alive.

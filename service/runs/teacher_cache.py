@@ -19,7 +19,7 @@ from trainables.errors import ExperimentError, TrainingError
 from trainables.rundir import RunDir, StageDir
 
 
-def fill(resolved: Resolved, root: Path) -> str:
+def fill_cache(resolved: Resolved, root: Path) -> str:
     """Run the teacher where its logits are missing, on the experiment's workers. Returns the line that is shown at the end.
 
     Raises:

@@ -8,13 +8,13 @@ from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import RunResult
-from service.runs.session import Reporter, open_session, record_student
+from service.runs.session import ResultReporter, open_session, record_student
 from service.runs.stages import prepare_teacher, run_stage
 from service.runs.teacher_actors import running_teacher_actors
 from trainables.rundir import RunDir, StageDir
 
 
-def train(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
+def train(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunResult:
     """Carry out, or continue, one run: teacher if needed, assistants, then student. Returns what `result.json` holds.
 
     Raises:

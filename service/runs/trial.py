@@ -63,7 +63,7 @@ def attempt(
 
     stage = assignment.stage_dir
     try:
-        fit(assignment, callbacks, reused)
+        fit_stage(assignment, callbacks, reused)
     except trainer.ClusterFullError:
         if refusal := wait_for_resources(assignment):
             return Outcome(status="failed", reason=refusal)
@@ -86,7 +86,7 @@ def current_assignment(reused: ReusableWorkers) -> Assignment | None:
     return current
 
 
-def fit(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
+def fit_stage(assignment: Assignment, callbacks: list[Any] | None, reused: ReusableWorkers | None) -> None:
     """One `TorchTrainer.fit` of the stage, under a name of its own; what a kill has left of an earlier one is removed.
 
     Raises:

@@ -40,7 +40,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TimesToTarget:
     """Times to the target of M points."""
 
     seconds_M: Array
@@ -127,7 +127,7 @@ class Learning:
         step_s_M: Array,
         step_spread_M: Array | float = 0.0,
         every_M: Array | float = 0.0,
-    ) -> Prediction:
+    ) -> TimesToTarget:
         """Seconds to the target, the wait for the next of the evaluations included that lie `every_M` steps apart.
 
         `step_s_M`: seconds of a step, measured or predicted, with the standard deviation of their logarithms.
@@ -136,7 +136,7 @@ class Learning:
         paid_M = steps_M + np.asarray(every_M) / 2
         seconds_M = paid_M * step_s_M
         J_M2 = _jacobian(self.mean_2, global_batch_M) * (steps_M / paid_M)[:, None]
-        return Prediction(seconds_M, np.hypot(self._deviation_M(J_M2), np.asarray(step_spread_M)))
+        return TimesToTarget(seconds_M, np.hypot(self._deviation_M(J_M2), np.asarray(step_spread_M)))
 
 
 def _log_steps(logs_2: Array, global_batch_M: Array) -> Array:

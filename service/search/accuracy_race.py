@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import ndtr
 
-from service.search.accuracy import SEEDS, Learning, Prediction, Training
+from service.search.accuracy import SEEDS, Learning, TimesToTarget, Training
 from service.search.points import Array
 
 MIN_FASTEST_PROBABILITY = 0.1  # below it a point is not worth a training
@@ -72,7 +72,7 @@ class Race:
         own = [one["noise_scale"] for one in ran.values() if one.get("noise_scale", 0.0) > 0]
         return Learning.of(own or self.noise_scales, trainings)
 
-    def predict(self) -> Prediction:
+    def predict(self) -> TimesToTarget:
         """Seconds to the target of every point."""
         # Without a training S_min is unknown, and how much the wait for an evaluation adds to it.
         every_M = self.every_M if self.summaries else np.zeros_like(self.every_M)

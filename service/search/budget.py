@@ -25,7 +25,7 @@ EARLY_PRICE = 0.3  # of a probe, before the least share is spent
 
 
 @dataclass
-class Costs:
+class ProbeCosts:
     """A probe is the start of its workers, where they are not there yet, its setup (data, models), its warm-up and its steps."""
 
     warmup_steps: int

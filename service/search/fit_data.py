@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from service.search.formulas import times
+from service.search.formulas import step_times
 from service.search.points import Array, Layout, Observation
 from service.search.probes import SlowSteps
 
@@ -78,6 +78,6 @@ class Measured:
     def residuals(self, logs: Array) -> Array:
         """Model less measurement in standard deviations, for parameters ...P: ...R."""
         known = np.isfinite(self.logs_3M)
-        observation = times(logs, self.layout)
+        observation = step_times(logs, self.layout)
         model = np.log(np.stack([observation.step, observation.work, observation.forward], axis=-2))[..., known]
         return (model - self.logs_3M[known]) / self.errors_3M[known]

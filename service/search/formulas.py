@@ -81,7 +81,7 @@ def _larger(*terms: Array) -> Array:
     return np.asarray(top * total ** (1 / SHARPNESS))
 
 
-def times(logs: Array, layout: Layout) -> Times:
+def step_times(logs: Array, layout: Layout) -> Times:
     """The model's formulas, for parameters `logs` shaped ...P (natural logarithms).
 
     Sources: threads that share a lock, w/(1 + c(w − 1)): Amdahl 1967 as Gunther writes it; ring all-reduce,

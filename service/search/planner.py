@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.config.space import GLOBAL_BATCH
-from service.search.budget import Costs
+from service.search.budget import ProbeCosts
 from service.search.disturbance import excess
 from service.search.fit_data import Measured
-from service.search.formulas import times
+from service.search.formulas import step_times
 from service.search.infeasible import RAN, failing, lost, unschedulable, values
 from service.search.memory_model import MemoryModel
 from service.search.pareto_front import behind, front
 from service.search.points import Array, Flags, Hardware, Observation, Point, categories, identity
 from service.search.posterior import Posterior, posterior_of
-from service.search.probes import Mean
+from service.search.probes import MeanStepTime
 from service.search.proposals import MIN_WIN_PROBABILITY, Proposal, Proposals, first_probe
 from service.search.step_time_model import StepTime
 
@@ -90,7 +90,7 @@ class Planner:
         if metric not in METRICS:
             raise ValueError(f"metric {metric} cannot be searched for: write one of {', '.join(METRICS)}")
         self.tolerance, self.seed, self.max_steps, self.along_front = tolerance, seed, max_steps, metric == "pareto"
-        self.costs = Costs(warmup_steps, max_steps, start_s)
+        self.costs = ProbeCosts(warmup_steps, max_steps, start_s)
         self.points = list({identity(point): point for point in points}.values())
         self.row = {identity(point): row for row, point in enumerate(self.points)}
         self.prior = StepTime.prior(hardware, categories(self.points))
@@ -200,7 +200,7 @@ class Planner:
 
     def forecasts(self) -> list[Forecast]:
         """The posterior of every point, in the order of `points`; before anything ran, what a cluster usually is like."""
-        parts = times(self.model.mean_P, self.layout)
+        parts = step_times(self.model.mean_P, self.layout)
         if self._ok():
             posterior = self.posterior()
             step_s_M, sd_M = posterior.step_s_M, posterior.spread_M
@@ -247,7 +247,7 @@ class Planner:
         chance_M[self.measured_rows] = 1.0
         return chance_M
 
-    def _is_disturbed(self, row: int, mean: Mean) -> bool:
+    def _is_disturbed(self, row: int, mean: MeanStepTime) -> bool:
         """Whether a point is so much slower than it was before that more steps would say no more of it."""
         before = [at for at, earlier in enumerate(self.measured_rows) if earlier == row]
         logs_R = np.append(self.measured.logs_3M[0, before], math.log(mean.step_s))

@@ -48,7 +48,7 @@ def identity(point: Point) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((key, repr(value)) for key, value in point.items()))
 
 
-def named(point: Point) -> str:
+def describe_point(point: Point) -> str:
     """A point in words."""
     axes = f"{point[NUM_WORKERS]} workers, global batch {point[GLOBAL_BATCH]}, {point[LOADER_WORKERS]} loader workers"
     return ", ".join([axes, *(f"{key} {value}" for key, value in point.items() if key not in SCALE_AXES)])

@@ -15,7 +15,7 @@ from scipy.special import ndtr
 
 from service.search.disturbance import Disturbances, undisturbed
 from service.search.fit_data import MODEL_ERROR, Measured
-from service.search.formulas import times
+from service.search.formulas import step_times
 from service.search.pareto_front import Rows, incumbents
 from service.search.points import Array, Flags, Layout
 from service.search.residual_model import REPEAT_SD, Residuals
@@ -132,7 +132,7 @@ def posterior_of(
     What is `lost` cannot run any more and is nobody's incumbent.
     """
     if pending:
-        guess = times(model.mean_P, layout.take(pending))
+        guess = step_times(model.mean_P, layout.take(pending))
         measured = measured.joined(np.log(np.stack([guess.step, guess.work, guess.forward])), layout.take([*rows, *pending]))
         model = prior.fitted(measured)
     at_O = np.array([*rows, *pending])
@@ -151,7 +151,7 @@ def posterior_of(
         rest = _unexplained(prior, model, measured, log_O, layout, at_O, age_O)
 
     logs_SP, weights_S = model.draws(prior, measured, DRAWS, np.random.default_rng(seed))
-    step_SM = np.log(times(logs_SP, layout).step)
+    step_SM = np.log(step_times(logs_SP, layout).step)
     value_SM = step_SM + (log_O - step_SM[:, at_O]) @ rest.gain_MO.T + offset_M
     rows_U = np.array(list(dict.fromkeys(rows)))
     least_U = _least_by_own_steps(rows_U, at_O, log_O - rest.change_O, measured.noise_M)
@@ -189,7 +189,7 @@ def _unexplained(
 ) -> Residuals:
     """What `model`, fitted to `measured`, leaves of the logarithms `log_O` as they were measured."""
     J_OP = model.jacobian(measured.layout)[0]
-    step_O = np.log(times(model.mean_P, measured.layout).step)
+    step_O = np.log(step_times(model.mean_P, measured.layout).step)
     left_O, noise_O = measured.logs_3M[0] - step_O, measured.noise_M
     slow_O = np.where(left_O > SLOW * np.hypot(noise_O, MODEL_ERROR["step"]), left_O / 2, 0.0)
     explained_OO = J_OP @ prior.covariance_PP @ J_OP.T

@@ -48,7 +48,7 @@ def relative_error(steps_s: Sequence[float] | Array) -> float:
 
 
 @dataclass(frozen=True)
-class Mean:
+class MeanStepTime:
     """A mean step time and its relative standard error."""
 
     step_s: float
@@ -75,10 +75,10 @@ class SlowSteps:
         noise = math.sqrt(float(np.mean([_variance(usual_S) for _, usual_S in pairs])))
         return cls(float(ratio_S.mean() - 1), float(slow_S.std()), noise)
 
-    def mean(self, steps_s: Sequence[float] | Array) -> Mean:
+    def mean(self, steps_s: Sequence[float] | Array) -> MeanStepTime:
         """A probe's mean, its slow steps weighed with those of all probes. Needs at least one step."""
         times_S = np.asarray(steps_s, dtype=float)
-        plain = Mean(float(times_S.mean()), relative_error(times_S))
+        plain = MeanStepTime(float(times_S.mean()), relative_error(times_S))
         usual_S = _usual(times_S)
         if usual_S is None or len(usual_S) < 2:
             return plain
@@ -90,7 +90,7 @@ class SlowSteps:
         variance = _variance(usual_S)  # of few steps too small by chance: a slow spell may not have come yet
         variance = (count * variance + NOISE_STEPS * max(self.noise**2, variance)) / (count + NOISE_STEPS)
         error = math.hypot(math.sqrt(variance / len(usual_S)), self.spread * math.sqrt(count) / (count + PRIOR_STEPS))
-        return Mean(float(usual_S.mean()) * (1 + added), error)
+        return MeanStepTime(float(usual_S.mean()) * (1 + added), error)
 
 
 def _variance(times_S: Array) -> float:

@@ -14,9 +14,9 @@ import numpy as np
 
 from service.search.budget import Budget
 from service.search.disturbance import second_look
-from service.search.formulas import times
+from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
-from service.search.points import Array, Flags, named
+from service.search.points import Array, Flags, describe_point
 from service.search.remeasure import MAX_REPEATS, Contest
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def first_probe(planner: Planner, group: float | None) -> Proposal:
         for kind, peaks in memory.peaks.items():
             other_M |= (planner.kind_M == kind) & ~np.isin(layout.batch_M, list(peaks))
         open_M = open_M & other_M if (open_M & other_M).any() else open_M
-    step_s_M = times(planner.model.mean_P, layout).step
+    step_s_M = step_times(planner.model.mean_P, layout).step
     cost_M = planner.costs.probe_M(layout, step_s_M, chance_M, planner.usual_steps, group)
     row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
-    return Proposal(row, f"{named(planner.points[row])} tells most about what a step is made of, for its GPU time")
+    return Proposal(row, f"{describe_point(planner.points[row])} tells most about what a step is made of, for its GPU time")
 
 
 class Proposals:
@@ -205,4 +205,4 @@ class Proposals:
         return Proposal(row, f"{self._name(row)} is checked as a neighbour of {incumbent}, which the model expects to be better")
 
     def _name(self, row: int) -> str:
-        return named(self.planner.points[row])
+        return describe_point(self.planner.points[row])

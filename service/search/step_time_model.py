@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from service.search.fit_data import MODEL_ERROR, Measured
-from service.search.formulas import INDEX, PARAMETERS, Times, times
+from service.search.formulas import INDEX, PARAMETERS, Times, step_times
 from service.search.points import Array, Category, Hardware, Layout, Observation, Point, categories
 
 EXTRA_SPREAD = 0.5  # of the two multipliers (decode speed, GPU speed) that each further value of an extra key gets
@@ -99,7 +99,7 @@ class StepTime:
         """How the logarithms of step, work and forward of each point move with the parameters: 3MP."""
         nudge = 1e-4
         moves = np.eye(len(self.mean_P)) * nudge
-        both = times(np.concatenate([self.mean_P + moves, self.mean_P - moves]), layout)
+        both = step_times(np.concatenate([self.mean_P + moves, self.mean_P - moves]), layout)
         logs = np.log(np.stack([both.step, both.work, both.forward], axis=1))  # 2P, 3, M
         count = len(self.mean_P)
         return np.asarray(np.moveaxis((logs[:count] - logs[count:]) / (2 * nudge), 0, -1))
@@ -121,7 +121,7 @@ class StepTime:
         """Seconds of a step, with the standard deviation that the parameters' uncertainty gives, and each part apart."""
         layout = self.layout(points)
         J_MP = self.jacobian(layout)[0]
-        mean = times(self.mean_P, layout)
+        mean = step_times(self.mean_P, layout)
         relative_M = np.sqrt(np.einsum("mp,pq,mq->m", J_MP, self.covariance_PP, J_MP))
         return Prediction(mean.step, mean.step * relative_M, mean)
 
@@ -135,7 +135,7 @@ class Prediction:
     times: Times
 
 
-def fit(points: Sequence[Point], observations: Sequence[Observation], hardware: Hardware) -> StepTime:
+def fit_step_times(points: Sequence[Point], observations: Sequence[Observation], hardware: Hardware) -> StepTime:
     """The model fitted to the observations that are `ok`; to none: the prior.
 
     Raises:

@@ -146,7 +146,7 @@ def unfinished(session: Session, trial: Trial) -> Outcome:
     return Outcome(status="stopped", reason=f"stopped by asha after epoch {epochs[-1]['epoch']:g}", metrics=metrics)
 
 
-def best_of(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None:
+def best_trial(rows: Sequence[TrialRow], metric: str, mode: str) -> TrialRow | None:
     """The complete trial with the best metric; None where no complete trial has it."""
     complete = [row for row in rows if row.status == "ok" and row.metrics.get(metric) is not None]
     if not complete:
@@ -159,5 +159,5 @@ def save_rows(session: Session, trials: Sequence[Trial]) -> None:
     """Write the rows as they stand."""
     config = session.experiment.sweep
     rows = [trial.row(session.resolved, config.timing_steps is not None) for trial in trials]
-    best = best_of(rows, config.figure, config.mode)
+    best = best_trial(rows, config.figure, config.mode)
     session.save(space=config.axes, metric=config.metric, mode=config.mode, trials=rows, best=best)

@@ -10,7 +10,7 @@ from service.config.experiment import Resolved
 from service.config.method_rules import needs_teacher
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.result import ClusterHardware, RunResult
-from service.runs.session import Reporter, Session, open_session, record_student
+from service.runs.session import ResultReporter, Session, open_session, record_student
 from service.runs.stages import prepare_teacher
 from service.runs.teacher_actors import running_teacher_actors
 from service.search.replay import conclusion, race, replay
@@ -22,7 +22,7 @@ from trainables.errors import TrainingError
 from trainables.rundir import RunDir
 
 
-def sweep(resolved: Resolved, run_dir: RunDir, reporter: Reporter) -> RunResult:
+def sweep(resolved: Resolved, run_dir: RunDir, reporter: ResultReporter) -> RunResult:
     """Carry out, or continue, a sweep. Returns what `result.json` holds.
 
     Raises:

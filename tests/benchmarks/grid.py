@@ -21,7 +21,7 @@ from service.runs.run_directory import reopen
 from service.search.points import Hardware, Observation, Point, identity
 from service.search.replay import hardware_of, observation, spent_gpu_s
 from service.search.rows import point_of
-from service.search.step_time_model import fit
+from service.search.step_time_model import fit_step_times
 from tests.benchmarks.rounds import Bar
 
 REGRET, COST, ERROR = Bar("≤", 0.03), Bar("≤", 0.15), Bar("≤", 0.08)
@@ -45,7 +45,7 @@ def left_out(points: Sequence[Point], seen: Sequence[Observation], hardware: Har
     errors = []
     for place, point in enumerate(points):
         others = [n for n in range(len(points)) if n != place]
-        model = fit([points[n] for n in others], [seen[n] for n in others], hardware)
+        model = fit_step_times([points[n] for n in others], [seen[n] for n in others], hardware)
         errors.append(float(model.predict([point]).step_s[0] / means_s[place] - 1))
     return errors
 

@@ -32,7 +32,7 @@ from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import step as steps
 from trainables.engine.job import Job, build
-from trainables.methods import METHODS, load
+from trainables.methods import METHODS, load_method
 
 PAIR = Pair("resnet14", "resnet8", 32, 64, warmup_steps=2, steps=1)
 BLOCK_STEPS = 2
@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"crd": {"negatives": 1024}}
 def comparisons(short: bool) -> Iterator[list[Comparison]]:
     torch.set_num_threads(1)
     blocks = 2 if short else 12
-    names = [name for name in METHODS if name != "kd" and load(name).terms and load(name).requires.teacher]
+    names = [name for name in METHODS if name != "kd" and load_method(name).terms and load_method(name).requires.teacher]
     names = ["at", "sp"] if short else names
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(2)) as ranks:
         root = Path(folder)
@@ -77,7 +77,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
                 cell=(name, "gathered / copied"),
             )
             for name in names
-            if load(name).requires.whole_batch
+            if load_method(name).requires.whole_batch
         ]
         yield lines
 

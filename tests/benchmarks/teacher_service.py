@@ -43,7 +43,7 @@ def comparisons(short: bool) -> Iterator[list[Comparison]]:
 def served_s(bench: Bench) -> float:
     """Seconds of students side by side whom a new actor answers."""
     name = f"benchmark-{time.time_ns():x}"
-    actor = teachers.start(name, Reservation(1, 1))
+    actor = teachers.start_actor(name, Reservation(1, 1))
     try:
         ray.get(actor.counts.remote())
         taken_s = together_s(bench, name)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
-from service.search.accuracy import Learning, Prediction, Training
+from service.search.accuracy import Learning, TimesToTarget, Training
 from tests.trainables.jobs import train
 from trainables.config import TrainConfig
 from trainables.distributed.rank_pool import RankPool
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
     batch_M, step_s_M = np.array(args.batches, dtype=float), np.array(speeds)
     samples = every * args.pilot
     every_M = np.array([max(1, samples // batch) for batch in args.batches])
-    told: Prediction = learning.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
+    told: TimesToTarget = learning.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
     rows = [
         Row(batch, lr, step_s, int(wait), float(n), float(seconds), float(spread))
         for batch, lr, step_s, wait, n, seconds, spread in zip(

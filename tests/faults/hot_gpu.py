@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.config.experiment import load
-from service.doctor.read_run import Case, evidence_of
+from service.doctor.read_run import Recording, evidence_of
 from trainables.metrics.phases import PHASES
 
 STEPS = 1000
@@ -13,7 +13,7 @@ SHARES = dict(zip(PHASES, (0.01, 0.0, 0.01, 0.28, 0.25, 0.42, 0.03), strict=True
 SW_THERMAL_SLOWDOWN = 0x20
 
 
-def hot_gpu(throttled: bool) -> Case:
+def hot_gpu(throttled: bool) -> Recording:
     """A run of 8 epochs on one GPU, which keeps its clock or loses it to heat from the third epoch on."""
     lines: list[dict[str, Any]] = [
         {"kind": "start", "step": 0, "epoch": 0, "metrics": {"steps_per_epoch": STEPS, "num_workers": 1}}
@@ -42,7 +42,7 @@ def hot_gpu(throttled: bool) -> Case:
         lines.append({"kind": "epoch", "step": epoch * STEPS, "epoch": float(epoch), "metrics": measured | evaluated})
     summary = phases(sum_ms / len(rng_pct)) | telemetry | {"one_image_ms": 4.0}
     experiment = load("imagenet_r34_r18", ["data.global_batch_size=256", "teacher.weights=IMAGENET1K_V1"]).experiment
-    return Case("the student", evidence_of(experiment, summary, lines, 16))
+    return Recording("the student", evidence_of(experiment, summary, lines, 16))
 
 
 def phases(step_ms: float) -> dict[str, float]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from service.config.experiment import load
-from service.doctor.read_run import Case, read_run
-from service.runs.run_directory import begin, reopen
+from service.doctor.read_run import Recording, read_run
+from service.runs.run_directory import begin_run, reopen
 from tests.faults.injected import FAULTS
 from tests.trainables.data.photos import encoded, photo
 from tests.trainables.jobs import write_teacher
@@ -106,7 +106,7 @@ class Bench:
             self._pools.append(RankPool(2))
         return self._pools[number]
 
-    def run(self, training: Training) -> Case:
+    def run(self, training: Training) -> Recording:
         """The records of a training that runs alone, from its beginning to its end."""
         run_dir, config = self.prepare(training)
         self.pool(0).run(training.num_workers, train_rank, config, dict(training.faults))
@@ -123,10 +123,10 @@ class Bench:
         resolved = load("digits", [one.format(**self._named) for one in overrides])
         run_dir = RunDir(self._folder / f"run{next(self._numbers)}")
         run_dir.root.mkdir()
-        begin(resolved, "train", run_dir, self._folder)
+        begin_run(resolved, "train", run_dir, self._folder)
         return run_dir, resolved.experiment.stage("student", run_dir.stage("student").root, {})
 
-    def read(self, run_dir: RunDir, config: TrainConfig) -> Case:
+    def read(self, run_dir: RunDir, config: TrainConfig) -> Recording:
         """What the doctor reads of a training that has ended."""
         summary = json.loads(run_dir.stage("student").result.read_text())
         result = json.loads(run_dir.result.read_text())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from service.config.experiment import Experiment, load
-from service.doctor.read_run import Case, evidence_of
+from service.doctor.read_run import Recording, evidence_of
 from trainables.metrics.allreduce_wait import standard_error
 from trainables.metrics.phases import PHASES
 
@@ -225,7 +225,7 @@ def between_ms_per_image(p: Pipeline) -> float:
     return 0.0 if p.timing else each_ms / (p.steps * 64 * p.workers)
 
 
-def run(p: Pipeline, seed: int = 0) -> Case:
+def run(p: Pipeline, seed: int = 0) -> Recording:
     """The records of the whole training."""
     rng = np.random.default_rng(seed)
     whole = [Sums() for _ in range(p.workers)]
@@ -259,7 +259,7 @@ def run(p: Pipeline, seed: int = 0) -> Case:
         for name, ms in ({"train": epoch_ms} | ({} if p.timing else between_ms)).items():
             clock_s[f"{name}_s"] += ms / 1e3
     summary = _summary(p, whole) | telemetry | ({} if p.timing else clock_s)
-    return Case("the student", evidence_of(_experiment(p), summary, lines, p.threads))
+    return Recording("the student", evidence_of(_experiment(p), summary, lines, p.threads))
 
 
 def _telemetry(p: Pipeline, epoch: int, sums: list[Sums]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from service.doctor.causes import findings
 from service.doctor.evidence import LEAST_PCT
-from service.doctor.read_run import Case
+from service.doctor.read_run import Recording
 from service.doctor.step_model import Finding
 from tests.faults.hot_gpu import hot_gpu
 from tests.faults.runs import Bench, Training
@@ -100,7 +100,7 @@ class Trials:
         self._bench = bench
 
     @cached_property
-    def clean(self) -> dict[int, Case]:
+    def clean(self) -> dict[int, Recording]:
         """A run without a fault, by number of workers: the one of three that other processes disturbed least."""
         return {
             workers: min(

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from service.doctor.read_run import Case
+from service.doctor.read_run import Recording
 from tests.faults.runs import WARMUP_STEPS, Bench, Training, file_report, injected, write_summary
 from trainables.config import TrainConfig
 from trainables.distributed.group import Group
@@ -173,7 +173,7 @@ class Contender:
             pipe.send(0)
 
 
-def compare(bench: Bench, ill: Training, mended: Sequence[Training]) -> tuple[Case, list[Gain]]:
+def compare(bench: Bench, ill: Training, mended: Sequence[Training]) -> tuple[Recording, list[Gain]]:
     """The records of `ill`, and what an image takes less in each of the others, which take turns with it."""
     trainings = [ill, *mended]
     prepared = [bench.prepare(Training(t.num_workers, t.batch, t.faults, (MANY_IMAGES, *t.sets, *ENDLESS))) for t in trainings]

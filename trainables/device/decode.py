@@ -28,7 +28,7 @@ from trainables.failures import kind_of
 _MOST_PIXELS = 2**26  # that are decoded at once, 3 bytes each; a batch of photos has less
 
 
-def fill(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
+def decode_regions(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
     """Write each region to its row of `out_BCHW` (uint8, on the decoder's device), in the order of the current stream.
 
     Resized antialiased, as by `resize_exact`, whatever `data.fidelity` says. Other images are decoded on the CPU, in the calling

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.loader import Batch
-from trainables.device.decode import fill, region_decoder
+from trainables.device.decode import decode_regions, region_decoder
 from trainables.device.mixing import Mix
 
 
@@ -77,7 +77,7 @@ def _pass(batches: Generator[Batch, None, None], epoch: int) -> Generator[Device
         ready = DeviceBatch(batch.images_BCHW, batch.labels_B, batch.indices_B, batch.indices_B, epoch, batch.position)
         if batch.encoded_rows is not None:
             decoder = region_decoder(batch.encoded_rows.decoder, batch.images_BCHW.device, batch.encoded_rows.threads)
-            ready = _without(fill(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
+            ready = _without(decode_regions(decoder, batch.encoded_rows.regions, batch.images_BCHW), ready, batch.encoded_rows)
         yield ready
 
 
@@ -170,6 +170,6 @@ def _decode(
     device = images_BCHW.device
     with torch.cuda.device(device), torch.cuda.stream(stream):
         decoder = region_decoder(encoded_rows.decoder, device, encoded_rows.threads)
-        bad = fill(decoder, encoded_rows.regions, images_BCHW)
+        bad = decode_regions(decoder, encoded_rows.regions, images_BCHW)
     copied.record(stream)
     return bad

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train
+from trainables.engine.check_method_jobs import BatchGradients, Case, batch_gradients, job_config, train_until
 from trainables.errors import DistillError
-from trainables.methods import load
+from trainables.methods import load_method
 from trainables.methods.distillation_module import describe_terms
 
-__all__ = ["Case", "Finding", "check"]
+__all__ = ["Case", "CheckResult", "check"]
 
 RunRanks = Callable[..., list[Any]]
 """`run(n, function, *args)`: the results of `function(group, *args)` on n ranks."""
@@ -25,7 +25,7 @@ INIT_STAGE, TRAINING = -1.0, 0.0
 """An epoch of each stage of a job: the last before training, and its first."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of one check."""
 
     title: str
@@ -33,14 +33,14 @@ class Finding(NamedTuple):
     """None: the method passes."""
 
 
-def check(case: Case, run: RunRanks) -> Iterator[Finding]:
+def check(case: Case, run: RunRanks) -> Iterator[CheckResult]:
     """Run the checks of a method, one after the other.
 
     Raises:
         ExperimentError: it cannot be loaded.
         pydantic.ValidationError: it does not have such options.
     """
-    load(case.name).Options.model_validate(case.options)
+    load_method(case.name).Options.model_validate(case.options)
     with tempfile.TemporaryDirectory(prefix="raydistill-") as folder:
         root = Path(folder)
         yield _finding("its terms are those that it declares, of samples or of the batch", lambda: _terms(case, root, run))
@@ -51,25 +51,25 @@ def check(case: Case, run: RunRanks) -> Iterator[Finding]:
         yield _finding("a student that equals its teacher has finite gradients", lambda: _equal(case, root, run))
 
 
-def _finding(title: str, problem: Callable[[], str | None]) -> Finding:
+def _finding(title: str, problem: Callable[[], str | None]) -> CheckResult:
     try:
-        return Finding(title, problem())
+        return CheckResult(title, problem())
     except DistillError as error:
-        return Finding(title, str(error))
+        return CheckResult(title, str(error))
     except Exception as error:  # a user's method may fail in any way
         first_line = next(iter(str(error).strip().splitlines()), "")
-        return Finding(title, f"{type(error).__name__}: {first_line}")
+        return CheckResult(title, f"{type(error).__name__}: {first_line}")
 
 
 def _stages(case: Case) -> dict[float, str]:
     """Epoch → the prefix of problems there, for each stage of a job with this method."""
-    if "init_epochs" not in load(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
+    if "init_epochs" not in load_method(case.name).Options.model_fields or case.options.get("init_epochs") == 0:
         return {TRAINING: ""}
     return {TRAINING: "", INIT_STAGE: "in the init stage "}
 
 
 def _terms(case: Case, root: Path, run: RunRanks) -> str | None:
-    method_class = load(case.name)
+    method_class = load_method(case.name)
     if method_class.init_terms and "init_epochs" not in method_class.Options.model_fields:
         return "it declares init_terms, and its Options have no init_epochs: its init stage has no length"
     for epoch, stage in _stages(case).items():
@@ -108,9 +108,9 @@ def _without_gradient(found: BatchGradients, epoch: float) -> list[str]:
 
 
 def _workers(case: Case, root: Path, run: RunRanks) -> str | None:
-    (alone,) = run(1, train, job_config(case, root / "one"))
+    (alone,) = run(1, train_until, job_config(case, root / "one"))
     for num_workers in (2, 3):
-        states = run(num_workers, train, job_config(case, root / f"workers{num_workers}"))
+        states = run(num_workers, train_until, job_config(case, root / f"workers{num_workers}"))
         for rank, state in enumerate(states):
             name, difference = _largest_difference(alone, state)
             if not difference < TOLERANCE:
@@ -119,17 +119,17 @@ def _workers(case: Case, root: Path, run: RunRanks) -> str | None:
 
 
 def _resumed(case: Case, root: Path, run: RunRanks) -> str | None:
-    whole = run(2, train, job_config(case, root / "whole"))[0]
+    whole = run(2, train_until, job_config(case, root / "whole"))[0]
     config = job_config(case, root / "killed")
-    run(2, train, config, 5)  # its last checkpoint is in the middle of an epoch, after step 4
-    name, difference = _largest_difference(whole, run(2, train, config)[0])
+    run(2, train_until, config, 5)  # its last checkpoint is in the middle of an epoch, after step 4
+    name, difference = _largest_difference(whole, run(2, train_until, config)[0])
     return f"{name} differs, by {difference:.1e} of its largest value" if difference else None
 
 
 def _finite(case: Case, root: Path, run: RunRanks) -> str | None:
-    if load(case.name).requires.teacher_gradient:
+    if load_method(case.name).requires.teacher_gradient:
         return None  # such jobs are refused in half precision
-    (state,) = run(1, train, job_config(case, root / "bf16", precision="bf16"))  # it stops at a loss that is not finite
+    (state,) = run(1, train_until, job_config(case, root / "bf16", precision="bf16"))  # it stops at a loss that is not finite
     broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
     return f"not finite: {', '.join(broken)}" if broken else None
 

@@ -21,7 +21,7 @@ from trainables.distributed.group import Group
 from trainables.engine import checkpoint, loop
 from trainables.engine.job import Job, build
 from trainables.engine.losses import Losses, losses
-from trainables.methods import load, option_key
+from trainables.methods import load_method, option_key
 from trainables.methods.contract import MethodBatch
 from trainables.models.registry import build_model
 
@@ -45,7 +45,7 @@ def job_config(case: Case, output: Path, *, precision: str = "fp64", same: bool 
     output.mkdir(parents=True, exist_ok=True)
     _write_teacher(weights, teacher, case.image_size, seed=SEED if same else SEED + 1)
     options = dict(case.options)
-    if "init_epochs" in load(case.name).Options.model_fields:
+    if "init_epochs" in load_method(case.name).Options.model_fields:
         options.setdefault("init_epochs", 1)
     data = {
         "path": "synthetic",
@@ -93,7 +93,7 @@ def _open(config: TrainConfig, group: Group, kill_at: int | None = None) -> cont
     return contextlib.closing(build(config, group, report, lambda whole=False: {}))
 
 
-def train(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:
+def train_until(group: Group, config: TrainConfig, kill_at: int | None = None) -> dict[str, Tensor]:
     """Run the job on this rank, until a step. Returns the parameters of student and method, and the method's buffers."""
     with _open(config, group, kill_at) as job:
         with contextlib.suppress(KilledError):

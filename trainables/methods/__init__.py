@@ -1,6 +1,6 @@
 """The distillation methods by name. Importing this does not import torch: a method is loaded when its class is needed.
 
-A user's method, FILE.py:CLASS, is imported in `load` and nowhere else. `check_name` and `read_source` do not run its file.
+A user's method, FILE.py:CLASS, is imported in `load_method` and nowhere else. `check_name` and `read_source` do not run its file.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
         raise ExperimentError(f"{where}: there is no method {name!r}; {instead}")
 
 
-def load(name: str) -> type[Method]:
+def load_method(name: str) -> type[Method]:
     """The class of a method. Imports torch, and runs a user's file.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainables.config import DistillConfig, MethodOptions, TeacherConfig
 from trainables.errors import DistillError, ExperimentError
-from trainables.methods import load, option_key
+from trainables.methods import load_method, option_key
 from trainables.methods.contract import BuildContext, Method
 from trainables.models.forward import seeded
 from trainables.models.names import REUSE_SEPARATOR
@@ -68,7 +68,7 @@ def select_methods(distill: DistillConfig) -> tuple[SelectedMethod, ...]:
     """
     selected = []
     for name in distill.method:
-        key, method_class = option_key(name), load(name)
+        key, method_class = option_key(name), load_method(name)
         options = method_class.Options.model_validate(distill.options.get(key, {}))
         selected.append(SelectedMethod(key, method_class, options))
     for method in selected:

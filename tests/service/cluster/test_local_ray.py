@@ -68,7 +68,7 @@ def test_a_thread_of_another_library_is_not_taken_for_it_whatever_its_name() -> 
     thread = threading.Thread(target=other.wait, name="work", daemon=True)
     thread.start()
     assert not local_ray.in_use()
-    own = local_ray.begin(other.wait)
+    own = local_ray.start_thread(other.wait)
     assert local_ray.in_use()
     other.set()
     own.join()

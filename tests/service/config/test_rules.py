@@ -15,7 +15,7 @@ from trainables.distributed.group import Group
 from trainables.engine.job import build
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
-from trainables.methods import load as load_method
+from trainables.methods import load_method as load_method
 from trainables.rules import METHOD_RULES, RULES, enough_images, first_problem_of_method
 
 GPU = ("data.augment=crop_flip", "data.decoder=gpu")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from service.report.run_records import Records, open_records
+from service.report.run_records import Records, records_of_run
 from tests.service.report.runs import SPACE, sweep_dir
 
 
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     """Of a sweep in which every point has run."""
-    return open_records(sweep_dir(tmp_path / "s", SPACE).root)
+    return records_of_run(sweep_dir(tmp_path / "s", SPACE).root)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from service.config.space import GLOBAL_BATCH, NUM_WORKERS
-from service.report.figures import efficiency, front, pareto, phases, waits
-from service.report.run_records import Records, axes, open_records
+from service.report.figures import efficiency, pareto, pareto_rows, phases, waits
+from service.report.run_records import Records, axes, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
 
@@ -42,7 +42,7 @@ def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> N
 
 
 def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: Records) -> None:
-    kept = front(records.rows)
+    kept = pareto_rows(records.rows)
 
     def beaten(row: Any) -> bool:
         speed, cost = row.metrics["images_per_s"], row.metrics["gpu_s_per_epoch"]
@@ -63,7 +63,7 @@ def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Re
 
 
 def test_figures_without_data_are_left_out(tmp_path: Path) -> None:
-    records = open_records(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64]}).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64]}).root)
     assert records.best is not None
     assert axes(records.rows) == []
     assert efficiency(records.rows, records.best, "GPU") is None
@@ -78,7 +78,7 @@ def test_each_figure_of_trials_says_which_are_not_in_it(tmp_path: Path) -> None:
         "000": {"status": "failed", "metrics": {}, "steps_s": []},
         "001": {"status": "infeasible", "metrics": {}, "steps_s": []},
     }
-    records = open_records(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, ends=ends).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2, 4], GLOBAL_BATCH: [64, 128]}, ends=ends).root)
     for name in ("phase/step_ms", "phase/data_max_ms", "epoch_s"):
         del records.rows[2].metrics[name]
     assert shown(phases(records.rows, "GPU")).caption.endswith(

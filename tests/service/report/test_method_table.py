@@ -12,7 +12,7 @@ from service import cli
 from service.report.method_table import method_parts, method_table
 from tests.trainables.methods.offering import installed
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, load
+from trainables.methods import METHODS, load_method
 
 MINE = """
 from trainables.config import MethodOptions
@@ -87,7 +87,7 @@ def test_every_option_of_a_method_is_shown_with_its_default_and_described(name: 
     text = text_of(*method_parts(name), width=200)
     assert text.startswith(f"{name}: ")
     found = rows(text)
-    kind = load(name)
+    kind = load_method(name)
     assert found.keys() == kind.Options.model_fields.keys()
     assert all(default and description for default, description in found.values())
     assert f"task_weight {kind.task_weight:g}, unless" in text

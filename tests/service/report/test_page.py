@@ -13,7 +13,7 @@ from service.config.experiment import load
 from service.report import reporter
 from service.report.page import write_page
 from service.runs.result import RunResult
-from service.runs.run_directory import begin, reopen
+from service.runs.run_directory import begin_run, reopen
 from service.runs.session import open_session
 from tests.service.commands import run
 from tests.service.report.parsed import Parsed
@@ -262,7 +262,7 @@ def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
 def test_every_run_leaves_a_page_when_it_ends(tmp_path: Path, status: str) -> None:
     resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "r")
     run_dir.root.mkdir()
-    begin(resolved, "train", run_dir, tmp_path)
+    begin_run(resolved, "train", run_dir, tmp_path)
     ends = {"complete": None, "interrupted": KeyboardInterrupt(), "failed": TrainingError("the loss is not finite")}
     with contextlib.suppress(KeyboardInterrupt, TrainingError), open_session(resolved, run_dir, reporter):
         if error := ends[status]:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
-from service.report.seeds import figure, groups, page_table, seed_table, sentence
+from service.report.seeds import groups, page_table, seed_table, seeds_figure, seeds_sentence
 from service.runs.result import RunResult
 from tests.service.report.runs import typed, typed_row
 from tests.service.report.test_terminal_tables import SCALE
@@ -86,11 +86,11 @@ def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float)
     assert difference.half == pytest.approx(0.0, abs=1e-12)
     assert difference.p is None
     assert not difference.significant
-    assert "not significant" in sentence(held)[0] or not apart
+    assert "not significant" in seeds_sentence(held)[0] or not apart
     table = page_table(held)
     assert table is not None
     assert table.rows[1][-2:] == ["–", "no"]
-    assert figure(held) is not None
+    assert seeds_figure(held) is not None
 
 
 def test_what_asha_left_over_is_not_compared() -> None:
@@ -98,7 +98,7 @@ def test_what_asha_left_over_is_not_compared() -> None:
 
 
 def test_the_figure_has_a_mark_with_an_interval_for_each_point_but_the_first() -> None:
-    drawn = figure(sweep())
+    drawn = seeds_figure(sweep())
     assert drawn is not None
     (marks,) = drawn.traces
     assert marks["x"] == ["kd", "sp"]
@@ -116,7 +116,7 @@ def test_the_table_and_the_sentence_say_what_is_sure() -> None:
     lines = {line.split()[1]: line for line in console.export_text().splitlines() if "│" in line}
     assert "better" in lines["kd"]
     assert " no " in lines["sp"]
-    assert sentence(sweep()) == [
+    assert seeds_sentence(sweep()) == [
         "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 beside none (95% interval of 4 pairs; significant)."
     ]
 
@@ -141,5 +141,5 @@ def test_points_are_named_by_what_they_set() -> None:
 def test_without_two_seeds_of_a_point_nothing_is_said(held: RunResult) -> None:
     assert seed_table(held) is None
     assert page_table(held) is None
-    assert figure(held) is None
-    assert sentence(held) == []
+    assert seeds_figure(held) is None
+    assert seeds_sentence(held) == []

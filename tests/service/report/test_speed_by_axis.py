@@ -10,7 +10,7 @@ import pytest
 from service.config.space import GLOBAL_BATCH, LOADER_WORKERS, NUM_WORKERS
 from service.report.model_curve import curve, model_of
 from service.report.plotly_marks import Figure
-from service.report.run_records import Records, open_records
+from service.report.run_records import Records, records_of_run
 from service.report.speed_by_axis import over_axis
 from tests.service.report.runs import shown, sweep_dir
 
@@ -56,7 +56,7 @@ def test_the_models_curve_passes_near_the_marks(records: Records) -> None:
 
 
 def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:
-    records = open_records(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", {GLOBAL_BATCH: [64, 128], "precision": ["fp32", "bf16"]}).root)
     assert records.best is not None
     figure = shown(over_axis(records.rows, records.best, "precision", None, "GPU"))
     assert figure.layout["xaxis"]["type"] == "category"
@@ -65,7 +65,7 @@ def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:
 
 def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Path) -> None:
     space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
-    records = open_records(sweep_dir(tmp_path / "s", space).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", space).root)
     assert records.best is not None
     figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
     named = [trace["name"] for trace in marks(figure) if trace["name"] != "other trials"]
@@ -76,7 +76,7 @@ def test_many_values_of_the_second_axis_are_those_around_the_winner(tmp_path: Pa
 def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_value_has_it(tmp_path: Path) -> None:
     space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240], LOADER_WORKERS: [1, 2, 3]}
     # Of the best batch and the best loader workers only some numbers of GPUs have run.
-    records = open_records(sweep_dir(tmp_path / "s", space).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", space).root)
     best = records.best
     assert best is not None
     count = best.scale.num_workers
@@ -94,7 +94,7 @@ def test_a_value_of_the_second_axis_has_one_colour_in_all_figures_and_no_other_v
 def test_every_trial_with_a_speed_is_a_mark_and_the_caption_counts_the_others(tmp_path: Path) -> None:
     space = {NUM_WORKERS: list(range(1, 13)), GLOBAL_BATCH: [120, 240]}
     ends = {"000": {"status": "oom", "metrics": {}, "steps_s": []}, "001": {"status": "untested", "metrics": {}, "steps_s": []}}
-    records = open_records(sweep_dir(tmp_path / "s", space, ends=ends).root)
+    records = records_of_run(sweep_dir(tmp_path / "s", space, ends=ends).root)
     assert records.best is not None
     figure = shown(over_axis(records.rows, records.best, GLOBAL_BATCH, None, "GPU"))
     assert sum(len(trace["x"]) for trace in marks(figure)) == 22

@@ -8,7 +8,7 @@ import pytest
 
 from service.report.hardware import hardware
 from service.report.run_records import History
-from service.report.timeline import accuracy, drift, epoch_times, losses, thin
+from service.report.timeline import accuracy, drift, epoch_times, losses_figure, thin
 from tests.service.report.runs import shown, typed_row
 
 
@@ -95,7 +95,7 @@ def test_hardware_has_a_line_a_gpu_and_of_many_the_mean_and_the_band() -> None:
 
 def test_a_loss_that_is_not_finite_is_left_out() -> None:
     h = History("student", [record("step", n, n / 10, n, **{"train/loss": 1.0 if n else float("nan")}) for n in range(5)])
-    figure = losses([h])
+    figure = losses_figure([h])
     assert figure is not None
     assert figure.traces[0]["y"] == [1.0] * 4
 

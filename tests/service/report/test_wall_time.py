@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.report.wall_time import figure, of_trials, parts, sentence
+from service.report.wall_time import of_trials, parts, wall_time_figure, wall_time_sentence
 from service.runs.outcome import Outcome
 from tests.service.report.runs import typed, typed_row
 
@@ -47,21 +47,21 @@ def test_parts_are_the_drivers_clock() -> None:
 
 def test_the_figure_says_what_an_epoch_takes_and_what_lies_outside_the_stages() -> None:
     both = [("teacher", entry(89.0)), ("student", entry(89.0))]
-    shown = figure(both, typed({"seconds": 190.0}))
+    shown = wall_time_figure(both, typed({"seconds": 190.0}))
     assert shown is not None
     assert "By the clock an epoch takes 7.6 s, its steps at the steady speed 5.5 s." in shown.caption
     assert "The run took 190 s; 12 s of them lie outside its stages" in shown.caption
     assert [trace["name"] for trace in shown.traces] == ["start", "training", "evaluation", "checkpoints", "other", "end"]
     assert shown.numbers[0] == ["teacher", "12.00", "60.00", "10.00", "4.00", "2.00", "1.00", "0.00", "89.00"]
-    assert figure([("student", Outcome(status="ok"))], typed({})) is None
+    assert wall_time_figure([("student", Outcome(status="ok"))], typed({})) is None
     for untrue in (
         {"seconds": 25.0},
         {"seconds": 190.0, "status": "running"},
     ):  # a session that was killed is missing; still going on
-        incomplete = figure(both, typed(untrue))
+        incomplete = wall_time_figure(both, typed(untrue))
         assert incomplete is not None
         assert "The run took" not in incomplete.caption
-    assert sentence({"epoch_s": 3.0}) == ""
+    assert wall_time_sentence({"epoch_s": 3.0}) == ""
 
 
 def test_of_trials_the_caption_is_about_the_best_one_and_counts_those_that_are_not_shown() -> None:

@@ -11,7 +11,7 @@ from service.reproduce.plan import Request, changes, compose
 from service.reproduce.run_table import Reproduction, cells, check_same
 from service.reproduce.table import read_table
 from service.runs.result import write_result
-from service.runs.run_directory import begin
+from service.runs.run_directory import begin_run
 from tests.service.report.runs import typed, typed_row
 from tests.service.reproduce.test_table import SMALL
 from trainables.errors import ExperimentError
@@ -56,7 +56,7 @@ def test_a_folder_of_other_runs_is_refused_before_its_numbers_stand_for_these(
     for part in whole.sweeps:
         run_dir = whole.run_dir(part)
         run_dir.root.mkdir(parents=True)
-        begin(part.resolved, "sweep", run_dir, tmp_path)
+        begin_run(part.resolved, "sweep", run_dir, tmp_path)
     check_same(whole)
     with pytest.raises(ExperimentError, match=r"out/students holds other runs than these: give the command as it was, or"):
         check_same(job(seeds, overrides))

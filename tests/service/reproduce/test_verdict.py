@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from service.reproduce.verdict import Mean, compare_accuracy, tolerance
+from service.reproduce.verdict import MeanAccuracy, compare_accuracy, tolerance
 
 
 def verdict_of(last: list[float], best: list[float], **changed: object) -> str:
@@ -15,10 +15,10 @@ def verdict_of(last: list[float], best: list[float], **changed: object) -> str:
 
 
 def test_the_deviation_is_the_samples_and_one_run_has_none() -> None:
-    assert Mean.of([]) is None
-    assert Mean.of([70.0]) == Mean(70.0, None, 1)
-    three = Mean.of([70.0, 71.0, 72.0])
-    assert three == Mean(71.0, 1.0, 3)
+    assert MeanAccuracy.of([]) is None
+    assert MeanAccuracy.of([70.0]) == MeanAccuracy(70.0, None, 1)
+    three = MeanAccuracy.of([70.0, 71.0, 72.0])
+    assert three == MeanAccuracy(71.0, 1.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_deviation_is_the_samples_and_one_run_has_none() -> None:
 def test_the_tolerance_is_two_standard_errors_between_the_least_and_twice_that(
     std: float | None, num: int, num_published: int, allowed: float
 ) -> None:
-    assert tolerance(Mean(70.0, std, num), num_published, 0.5) == pytest.approx(allowed)
+    assert tolerance(MeanAccuracy(70.0, std, num), num_published, 0.5) == pytest.approx(allowed)
 
 
 def test_a_mean_within_the_tolerance_passes_and_one_beyond_it_fails_on_both_sides() -> None:
@@ -48,7 +48,7 @@ def test_the_epoch_that_was_published_is_the_one_compared() -> None:
     )
     assert found.outcome == "pass"
     assert found.difference == pytest.approx(0.1)
-    assert found.last == Mean(69.0, None, 1)
+    assert found.last == MeanAccuracy(69.0, None, 1)
 
 
 def test_too_few_seeds_and_changed_settings_give_no_verdict() -> None:

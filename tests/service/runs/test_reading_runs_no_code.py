@@ -12,11 +12,11 @@ import pytest
 from service.config.experiment import load as load_experiment
 from service.config.paths import with_absolute_file
 from service.runs.method_copies import changed_methods
-from service.runs.run_directory import begin, reopen
+from service.runs.run_directory import begin_run, reopen
 from tests.service.commands import run
 from tests.service.report.runs import train_dir
 from trainables.errors import ExperimentError
-from trainables.methods import load, read_source, use_copies
+from trainables.methods import load_method, read_source, use_copies
 from trainables.rundir import RunDir
 
 METHOD = """
@@ -106,7 +106,7 @@ def begun(tmp_path: Path, method: Path) -> Iterator[RunDir]:
     found = RunDir(tmp_path / "begun")
     found.root.mkdir()
     resolved = load_experiment("digits", [f"distill.method={method}:Own", f"sweep.space={{distill.method: [{method}:Own, kd]}}"])
-    begin(resolved, "train", found, tmp_path)
+    begin_run(resolved, "train", found, tmp_path)
     yield found
     use_copies({})
 
@@ -124,7 +124,7 @@ def test_workers_and_a_resumed_run_load_the_copy(begun: RunDir, method: Path, ma
     method.write_text("raise ValueError('another method')")
     reopen(begun.root, to_continue=True)
     marker.unlink()
-    assert load(f"{method}:Own").terms == ("none",)
+    assert load_method(f"{method}:Own").terms == ("none",)
     assert list(changed_methods(begun)) == [
         f"{method} has changed since the run began (1 lines added, 9 removed): the run goes on with its copy {copy}"
     ]
@@ -164,5 +164,5 @@ def test_a_damaged_index_is_one_line(begun: RunDir, text: str, words: str) -> No
 
 def test_a_run_without_methods_of_its_own_has_no_copies(tmp_path: Path) -> None:
     found = RunDir(tmp_path / "plain")
-    begin(load_experiment("digits"), "train", found, tmp_path)
+    begin_run(load_experiment("digits"), "train", found, tmp_path)
     assert not found.methods.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.config.experiment import load
 from service.report import reporter
-from service.runs.run_directory import begin
+from service.runs.run_directory import begin_run
 from service.runs.session import open_session
 from service.tracking.spool import Spool
 from trainables.rundir import RunDir
@@ -18,7 +18,7 @@ from trainables.rundir import RunDir
 def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Path) -> None:
     resolved, run_dir = load("digits", ["tracking.uri=http://127.0.0.1:9"]), RunDir(tmp_path / "r")
     run_dir.root.mkdir()
-    begin(resolved, "train", run_dir, tmp_path)
+    begin_run(resolved, "train", run_dir, tmp_path)
     with contextlib.suppress(KeyboardInterrupt), open_session(resolved, run_dir, reporter):
         raise KeyboardInterrupt
     events = [json.loads(line) for line in Spool(run_dir).events.read_text().splitlines()]
@@ -30,7 +30,7 @@ def test_an_interrupted_run_ends_in_mlflow_before_its_page_is_made(tmp_path: Pat
 def test_each_save_has_the_seconds_so_far(tmp_path: Path) -> None:
     resolved, run_dir = load("digits", ["tracking.enabled=false"]), RunDir(tmp_path / "run")
     run_dir.root.mkdir()
-    begin(resolved, "train", run_dir, tmp_path)
+    begin_run(resolved, "train", run_dir, tmp_path)
     written = json.loads(run_dir.result.read_text()) | {"seconds": 100.0}
     run_dir.result.write_text(json.dumps(written))
     with open_session(resolved, run_dir, reporter) as session:

@@ -15,7 +15,7 @@ from service.runs import stages
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
 from service.runs.plan import Plan
-from service.runs.run_directory import begin
+from service.runs.run_directory import begin_run
 from service.runs.session import Session, open_session
 from service.runs.stages import run_stage
 from trainables.errors import TrainingError
@@ -28,7 +28,7 @@ RESOLVED = load("digits", ["tracking.enabled=false"])
 def run_dir(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "run")
     found.root.mkdir()
-    begin(RESOLVED, "train", found, tmp_path)
+    begin_run(RESOLVED, "train", found, tmp_path)
     return found
 
 

@@ -10,9 +10,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from service.search.formulas import INDEX, PARAMETERS, times
+from service.search.formulas import INDEX, PARAMETERS, step_times
 from service.search.points import Hardware, Observation, Point
-from service.search.step_time_model import Prediction, StepTime, fit
+from service.search.step_time_model import Prediction, StepTime, fit_step_times
 from tests.service.search.queues import grid, point
 from trainables.metrics.phases import PHASES
 
@@ -41,7 +41,7 @@ def epoch_s(prediction: Prediction, points: Sequence[Point], num_images: int) ->
 @pytest.mark.parametrize("left_out", [0, 1, 2, 3])
 def test_three_rows_of_the_distillation_table_predict_the_fourth_and_the_order_of_all(left_out: int) -> None:
     kept = [row for row in range(4) if row != left_out]
-    model = fit([KD_POINTS[row] for row in kept], [KD_SEEN[row] for row in kept], EIGHT_GPUS)
+    model = fit_step_times([KD_POINTS[row] for row in kept], [KD_SEEN[row] for row in kept], EIGHT_GPUS)
     epochs_s = epoch_s(model.predict(KD_POINTS), KD_POINTS, IMAGENET)
     assert abs(epochs_s[left_out] / KD_EPOCHS[left_out] - 1) < 0.15
     assert epochs_s.argsort().tolist() == KD_EPOCHS.argsort().tolist()
@@ -52,7 +52,7 @@ def test_two_gpus_lose_at_a_batch_of_32_and_gain_at_128_since_the_all_reduce_com
     points = [point(workers, batch, 8) for workers, batch, _ in INCEPTION]
     seen = [Observation("ok", [seconds / 30 * batch / images] * 10) for _, batch, seconds in INCEPTION]
     hardware = Hardware(nodes=1, gpus_per_node=2, cpus_per_node=32)
-    predicted = fit(points, seen, hardware).predict(points)
+    predicted = fit_step_times(points, seen, hardware).predict(points)
     one_32, one_64, one_128, two_32, two_128 = 30 * epoch_s(predicted, points, images)
     assert two_32 > one_32
     assert two_128 / one_128 == pytest.approx(1 - 0.19, abs=0.03)
@@ -70,7 +70,7 @@ def test_the_two_rows_of_teacher_training_keep_their_order() -> None:
         Observation("ok", [step] * 10, {"data": share * step, "backward": (1 - share) * step})
         for step, (*_, share) in zip(steps, rows, strict=True)
     ]
-    small, large = epoch_s(fit(points, seen, EIGHT_GPUS).predict(points), points, IMAGENET)
+    small, large = epoch_s(fit_step_times(points, seen, EIGHT_GPUS).predict(points), points, IMAGENET)
     assert small > large
     assert [small, large] == pytest.approx([800, 770], rel=0.03)
 
@@ -90,7 +90,7 @@ def truth() -> StepTime:
 def observed(
     model: StepTime, points: list[dict[str, object]], rng: np.random.Generator, noise: float = 0.02
 ) -> list[Observation]:
-    exact = times(model.mean_P, model.layout(points))
+    exact = step_times(model.mean_P, model.layout(points))
     seen = []
     for row in range(len(points)):
         step = float(exact.step[row])
@@ -102,7 +102,7 @@ def observed(
 
 def test_parameters_that_the_points_can_tell_are_recovered_within_their_stated_uncertainty() -> None:
     true, rng = truth(), np.random.default_rng(0)
-    model = fit(SPREAD, observed(true, SPREAD, rng), CLUSTER)
+    model = fit_step_times(SPREAD, observed(true, SPREAD, rng), CLUSTER)
     known = np.sqrt(np.diag(model.covariance_PP)) < 0.5 * np.array([parameter.spread for parameter in PARAMETERS])
     told = {parameter.name for parameter, is_known in zip(PARAMETERS, known, strict=True) if is_known}
     assert {"image_s", "fixed_s", "thread_images_per_s", "reduce_net_s"} <= told
@@ -114,8 +114,8 @@ def test_parameters_that_the_points_can_tell_are_recovered_within_their_stated_u
 def test_the_stated_uncertainty_covers_points_that_were_not_measured() -> None:
     true, rng = truth(), np.random.default_rng(1)
     some = [SPREAD[row] for row in rng.permutation(len(SPREAD))[:12]]
-    predicted = fit(some, observed(true, some, rng), CLUSTER).predict(SPREAD)
-    exact = times(true.mean_P, true.layout(SPREAD)).step
+    predicted = fit_step_times(some, observed(true, some, rng), CLUSTER).predict(SPREAD)
+    exact = step_times(true.mean_P, true.layout(SPREAD)).step
     off = np.log(exact / predicted.step_s) / (predicted.step_sd_s / predicted.step_s + 0.01)
     assert (np.abs(off) < 2).mean() > 0.8
 
@@ -125,14 +125,14 @@ def test_one_probe_that_is_five_times_too_slow_moves_the_others_little() -> None
     seen = observed(true, SPREAD, rng)
     wild = seen[7]
     seen[7] = Observation("ok", [5 * step for step in wild.steps_s], {})
-    exact = times(true.mean_P, true.layout(SPREAD)).step
-    predicted = fit(SPREAD, seen, CLUSTER).predict(SPREAD).step_s
+    exact = step_times(true.mean_P, true.layout(SPREAD)).step
+    predicted = fit_step_times(SPREAD, seen, CLUSTER).predict(SPREAD).step_s
     assert np.median(np.abs(predicted / exact - 1)) < 0.02
     assert np.quantile(np.abs(predicted / exact - 1), 0.95) < 0.08
 
 
 def test_nothing_measured_leaves_the_prior_and_only_what_ran_counts() -> None:
-    nothing = fit(SPREAD[:2], [Observation("oom"), Observation("failed")], CLUSTER)
+    nothing = fit_step_times(SPREAD[:2], [Observation("oom"), Observation("failed")], CLUSTER)
     assert nothing.values == pytest.approx({parameter.name: parameter.median for parameter in PARAMETERS})
 
 
@@ -166,7 +166,7 @@ def test_a_further_value_of_an_extra_key_gets_multipliers_of_its_own() -> None:
         else Observation("ok", one.steps_s, {})
         for at, one in zip(points, seen, strict=True)
     ]
-    model = fit(points, halved, CLUSTER)
+    model = fit_step_times(points, halved, CLUSTER)
     assert model.extras == (("train.precision", "'bf16'"),)
     predicted = model.predict(points).step_s
     assert np.median(predicted[1::2] / predicted[::2]) == pytest.approx(0.5, abs=0.05)
@@ -179,7 +179,7 @@ def test_six_hundred_points_are_fitted_and_predicted_in_a_fifth_of_a_second() ->
     took = []
     for _ in range(3):
         start = time.process_time()
-        fit(points, seen, CLUSTER).predict(points)
+        fit_step_times(points, seen, CLUSTER).predict(points)
         took.append(time.process_time() - start)
     assert min(took) < 0.2
 

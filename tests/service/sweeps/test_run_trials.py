@@ -12,7 +12,7 @@ from service.report import reporter
 from service.runs.display import Display
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
-from service.sweeps.run_trials import best_of, unfinished
+from service.sweeps.run_trials import best_trial, unfinished
 from service.sweeps.trials import plan_trials
 from trainables.rundir import RunDir, append_line
 
@@ -83,7 +83,7 @@ def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
         TrialRow.model_construct(id="2", status="ok", metrics={"images_per_s": 20.0, "epoch_s": 2.0}),
     ]
     for metric, mode, winner in (("images_per_s", "max", "2"), ("epoch_s", "min", "2")):
-        best = best_of(rows, metric, mode)
+        best = best_trial(rows, metric, mode)
         assert best is not None
         assert best.id == winner
-    assert best_of(rows, "top1_pct", "max") is None
+    assert best_trial(rows, "top1_pct", "max") is None

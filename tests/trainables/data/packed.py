@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainables.data.index import Index
-from trainables.data.pack.join import join
+from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
 from trainables.data.pack.plan import SHARD_BYTES, plan_pack
 from trainables.data.pack.shard import write_shard
@@ -24,4 +24,4 @@ def pack_here(
     plan = plan_pack(source, dest, mode or Mode(), check, shard_bytes=shard_bytes)
     for job in plan.jobs:
         write_shard(job)
-    return join(plan, dest, "0", strict=strict)
+    return write_set(plan, dest, "0", strict=strict)

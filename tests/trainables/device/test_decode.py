@@ -24,7 +24,7 @@ from trainables.data.image_view import View
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.device import decode as device_decode
-from trainables.device.decode import check_decoder, fill
+from trainables.device.decode import check_decoder, decode_regions
 from trainables.device.decoders import REGION_DECODERS, RegionDecoder
 from trainables.device.device_batches import DeviceBatch, on_device
 from trainables.errors import DataError
@@ -139,7 +139,7 @@ def test_a_crop_is_the_exact_one_within_a_rounding(decoder: RegionDecoder, kind:
     boxes = [box for box in _boxes(149, 115, 40) if box[2] - box[0] > 4 and box[3] - box[1] > 4]
     images_BCHW = _room(len(boxes))
     regions = [_region(row, JPEGS[kind], box, flip) for row, box in enumerate(boxes)]
-    assert fill(decoder, regions, images_BCHW) == {}
+    assert decode_regions(decoder, regions, images_BCHW) == {}
     for shown_HWC, box in zip(_shown(images_BCHW), boxes, strict=True):
         expected_HWC = _exact(JPEGS[kind], box, flip)
         assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1, box
@@ -149,7 +149,7 @@ def test_a_crop_is_the_exact_one_within_a_rounding(decoder: RegionDecoder, kind:
 def test_every_crop_stands_in_its_row_and_other_rows_stay_as_they_are(decoder: RegionDecoder) -> None:
     images_BCHW = _room(7)
     boxes = {5: (0, 0, 100, 90), 0: (20, 10, 90, 100), 3: (5, 5, 6, 6)}
-    assert fill(decoder, [_region(row, JPEGS["4:2:0"], box) for row, box in boxes.items()], images_BCHW) == {}
+    assert decode_regions(decoder, [_region(row, JPEGS["4:2:0"], box) for row, box in boxes.items()], images_BCHW) == {}
     for row, shown_HWC in enumerate(_shown(images_BCHW)):
         expected_HWC = _exact(JPEGS["4:2:0"], boxes[row]) if row in boxes else np.full_like(shown_HWC, 77)
         assert abs(shown_HWC.astype(int) - expected_HWC).max() <= 1
@@ -158,10 +158,10 @@ def test_every_crop_stands_in_its_row_and_other_rows_stay_as_they_are(decoder: R
 def test_a_batch_that_is_decoded_in_parts_is_the_same(decoder: RegionDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(_boxes(149, 115, 30))]
     whole_BCHW, parts_BCHW = _room(len(regions)), _room(len(regions))
-    fill(decoder, regions, whole_BCHW)
+    decode_regions(decoder, regions, whole_BCHW)
     monkeypatch.setattr(device_decode, "_MOST_PIXELS", 5_000)
     assert 3 < len(list(device_decode._parts(regions))) < len(regions)
-    fill(decoder, regions, parts_BCHW)
+    decode_regions(decoder, regions, parts_BCHW)
     assert torch.equal(whole_BCHW, parts_BCHW)
 
 
@@ -170,7 +170,7 @@ def test_what_the_decoder_fails_at_is_decoded_as_elsewhere_or_named(decoder: Reg
     files = [data for data in _damaged(12) if (header := read_header(data)) and header.ycbcr and header[:2] == (149, 115)]
     files += [_without_pixels(whole), whole[: len(whole) // 2] + b"\xff\xd9", whole]
     images_BCHW = _room(len(files))
-    bad = fill(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
+    bad = decode_regions(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
     alone = decoder.decode([_region(0, data, box) for data in files])
     assert any(pixels is None for pixels in alone)
     assert "truncated" in bad[len(files) - 3]
@@ -197,7 +197,7 @@ def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
     for pixels, expected_HWC in held:  # also those of the first run, after the last
         assert pixels is not None
         assert (pixels.numpy() == expected_HWC).all()
-    assert fill(decoder, [], _room(0)) == {}
+    assert decode_regions(decoder, [], _room(0)) == {}
 
 
 def test_a_file_that_stops_the_decoder_costs_no_other_file_its_place(decoder: RegionDecoder) -> None:
@@ -210,7 +210,7 @@ def test_a_file_that_stops_the_decoder_costs_no_other_file_its_place(decoder: Re
         files = [whole] * 5
         files[place] = bytes(bad_code)
         images_BCHW = _room(5)
-        bad = fill(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
+        bad = decode_regions(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
         assert bad.keys() == {place}
         assert "damaged" in bad[place]
         for row in set(range(5)) - bad.keys():
@@ -357,7 +357,7 @@ def test_a_gpus_crops_are_near_to_the_exact_ones(name: str, kind: str) -> None:
     torch.cuda.synchronize()
     assert all(pixels is not None and pixels.is_cuda for pixels in decoded)  # nothing is left to the CPU
     images_BCHW = _room(len(boxes), device)
-    assert fill(decoder, regions, images_BCHW) == {}
+    assert decode_regions(decoder, regions, images_BCHW) == {}
     figures = [
         _psnr_db(shown_HWC, _exact(region.data, region.box, region.flip))
         for shown_HWC, region in zip(_shown(images_BCHW), regions, strict=True)

@@ -17,7 +17,7 @@ from trainables.device.device_batches import on_device
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine import check_method
-from trainables.engine.check_method import Case, Finding, check
+from trainables.engine.check_method import Case, CheckResult, check
 from trainables.engine.check_method_jobs import job_config
 from trainables.engine.job import build
 from trainables.engine.step import train_step
@@ -73,7 +73,7 @@ def test_an_init_stage_that_keeps_the_contract_has_no_problems(name: str, monkey
     assert [finding for finding in without_training(name, monkeypatch) if finding.problem] == []
 
 
-def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def without_training(name: str, monkeypatch: pytest.MonkeyPatch) -> list[CheckResult]:
     """What is found of a method in single batches on this process alone."""
     for whole in ("_workers", "_resumed", "_finite"):
         monkeypatch.setattr(check_method, whole, lambda *_: None)

@@ -21,7 +21,7 @@ from trainables.data.interface import Source
 from trainables.data.loader import Loader
 from trainables.data.source import open_source
 from trainables.data.storage import folder_cleaner
-from trainables.data.storage.staging import stage
+from trainables.data.storage.staging import stage_set
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.engine.evaluate import correct_counts, evaluate, evaluate_checkpoint
@@ -116,7 +116,7 @@ def test_an_evaluation_reads_its_nodes_copy_and_gives_it_up(tmp_path: Path) -> N
         folder.mkdir(parents=True, exist_ok=True)
         photo(number).save(folder / f"{number}.jpg")
     pack_here(tmp_path / "images", packed)
-    _, held = stage(str(packed), str(node))
+    _, held = stage_set(str(packed), str(node))
     for shard in packed.glob("*.arrow"):
         shard.unlink()  # of the set; the copy is whole
     held.close()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import Group
-from trainables.methods import load
+from trainables.methods import load_method
 from trainables.methods.contract import BuildContext, Method, MethodBatch, ModelOutputs, ModelSpec
 from trainables.models.forward import seeded
 
@@ -30,7 +30,7 @@ def make(
     **options: Any,
 ) -> Method:
     """The method in float64, in training mode. Without models it is built for an empty one on either side."""
-    kind = load(name)
+    kind = load_method(name)
     labels_M = torch.arange(40) % num_classes if labels_M is None else labels_M
     sides = ModelSpec(student or nn.Identity(), student_shapes), ModelSpec(teacher or nn.Identity(), teacher_shapes)
     context = BuildContext(

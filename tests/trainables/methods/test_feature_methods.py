@@ -13,7 +13,7 @@ from tests.trainables.methods.calls import make, samples
 from trainables.distributed.group import Group
 from trainables.distributed.rank_pool import RankPool
 from trainables.errors import ExperimentError
-from trainables.methods import load
+from trainables.methods import load_method
 from trainables.methods.ab import beyond_the_boundary
 from trainables.methods.contract import Method, ModelOutputs
 from trainables.methods.features import ConvReg, average_pooled, body_parameters, pooled_alike, unit
@@ -217,7 +217,7 @@ def test_models_that_do_not_fit_are_refused_in_one_line(name: str, student: Shap
 def test_a_stage_before_training_of_no_epochs_is_refused_where_nothing_else_is_learned() -> None:
     for name in ("ab", "fsp"):
         with pytest.raises(ValueError, match="init_epochs"):
-            load(name).Options.model_validate({"init_epochs": 0})
+            load_method(name).Options.model_validate({"init_epochs": 0})
 
 
 # What they share.

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.trainables.methods.calls import make, samples
 from tests.trainables.methods.split import Case, assert_ranks_equal_one, draw
 from trainables.distributed.rank_pool import RankPool
-from trainables.methods import load
+from trainables.methods import load_method
 from trainables.methods.contract import ModelOutputs
 
 CASES = [
@@ -36,7 +36,7 @@ def said(case: Case, student: Tensor, teacher: Tensor, labels: Tensor = LABELS, 
 
 
 def test_ttm_and_wttm_have_each_a_weight_of_their_own_unless_one_is_given() -> None:
-    options = load("ttm").Options.model_validate
+    options = load_method("ttm").Options.model_validate
     assert [options(given).weight for given in ({}, {"weighted": True}, {"weighted": True, "weight": 7.0})] == [45.0, 2.25, 7.0]
 
 

@@ -13,13 +13,13 @@ import pytest
 from tests.trainables.methods.offering import installed
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
-from trainables.methods import METHODS, check_name, load, option_key, read_source
+from trainables.methods import METHODS, check_name, load_method, option_key, read_source
 from trainables.methods.contract import Method
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_says_what_it_has_in_its_docstrings(name: str) -> None:
-    kind = load(name)
+    kind = load_method(name)
     assert issubclass(kind, Method)
     assert kind.terms or kind.init_terms
     assert kind.__doc__
@@ -80,9 +80,9 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
     name = f"{file}:Mine"
     check_name(name)
     assert option_key(name) == "Mine"
-    assert load(name).terms == ("apart",)
-    assert load(name) is load(name)
-    assert load(name).Options is MethodOptions
+    assert load_method(name).terms == ("apart",)
+    assert load_method(name) is load_method(name)
+    assert load_method(name).Options is MethodOptions
 
 
 def test_the_source_of_a_file_is_read_without_running_it(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_file_that_holds_no_method_is_refused_in_one_line(tmp_path: Path, text
     file = tmp_path / "mine.py"
     file.write_text(text)
     with pytest.raises(ExperimentError) as caught:
-        load(f"{file}:{kind}")
+        load_method(f"{file}:{kind}")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -129,9 +129,9 @@ def test_the_methods_of_a_file_are_of_one_module_and_files_of_one_name_of_two(tm
     for file in files:
         file.parent.mkdir()
         file.write_text(MINE.replace("class Other:\n    pass", "class Other(Mine):\n    pass"))
-    first, second = (load(f"{files[0]}:{name}") for name in ("Mine", "Other"))
+    first, second = (load_method(f"{files[0]}:{name}") for name in ("Mine", "Other"))
     assert issubclass(second, first)
-    elsewhere = load(f"{files[1]}:Mine")
+    elsewhere = load_method(f"{files[1]}:Mine")
     assert elsewhere is not first
     for kind in (first, second, elsewhere):
         assert getattr(sys.modules[kind.__module__], kind.__name__) is kind
@@ -141,16 +141,16 @@ def test_a_file_that_failed_is_run_again_and_leaves_no_module(tmp_path: Path) ->
     file = tmp_path / "mended.py"
     file.write_text(MINE + "\nraise RuntimeError('not yet')")
     with pytest.raises(ExperimentError, match="not yet"):
-        load(f"{file}:Mine")
+        load_method(f"{file}:Mine")
     assert not [name for name in sys.modules if "mended" in name]
     file.write_text(MINE)
-    assert load(f"{file}:Mine").terms == ("apart",)
+    assert load_method(f"{file}:Mine").terms == ("apart",)
 
 
 def test_a_package_offers_a_method_by_its_entry_point(tmp_path: Path) -> None:
     with installed(tmp_path, "first", "apart", MINE):
         check_name("apart")
-        assert load("apart").terms == ("apart",)
+        assert load_method("apart").terms == ("apart",)
 
 
 @pytest.mark.parametrize(("name", "ours"), [("kd", "raydistill (trainables.methods.kd:KD)"), ("apart", "first (_first:Mine)")])
@@ -158,8 +158,8 @@ def test_a_name_that_two_packages_offer_is_refused_with_both(tmp_path: Path, nam
     with installed(tmp_path, "first", "apart", MINE), installed(tmp_path, "second", name, MINE):
         check_name(name)
         with pytest.raises(ExperimentError) as caught:
-            load(name)
-        assert load("dkd") is load("dkd")
+            load_method(name)
+        assert load_method("dkd") is load_method("dkd")
     said = str(caught.value)
     assert said.startswith(f"distill.method: {name} is offered by ")
     assert ours in said

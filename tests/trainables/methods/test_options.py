@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainables.config import MethodOptions
-from trainables.methods import METHODS, load
+from trainables.methods import METHODS, load_method
 
 
 class Defaults(NamedTuple):
@@ -115,7 +115,7 @@ BY_DEFAULT = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_defaults_of_a_method_are_those_of_its_source(name: str) -> None:
-    kind, expected = load(name), BY_DEFAULT[name]
+    kind, expected = load_method(name), BY_DEFAULT[name]
     assert expected.source in str(kind.Options.__doc__)
     assert kind.Options().model_dump() == MethodOptions().model_dump() | expected.options
     assert (kind.taps, kind.task_weight) == (expected.taps, expected.task_weight)
@@ -139,7 +139,7 @@ def numbers(options: type[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_number_of_a_method_is_infinite_or_a_truth_value(name: str) -> None:
-    options = load(name).Options
+    options = load_method(name).Options
     assert "weight" in numbers(options)
     for option in numbers(options):
         for value in (math.nan, math.inf, True):
@@ -150,4 +150,4 @@ def test_no_number_of_a_method_is_infinite_or_a_truth_value(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_has_a_weight_below_zero(name: str) -> None:
     with pytest.raises(ValidationError):
-        load(name).Options(weight=-1)
+        load_method(name).Options(weight=-1)

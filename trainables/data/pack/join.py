@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
-from trainables.data.pack.plan import Plan
+from trainables.data.pack.plan import PackPlan
 from trainables.data.pack.shard import Unreadable, write_rows
 from trainables.errors import DataError
 from trainables.rundir import write_atomic, write_json
 
 
-def join(plan: Plan, dest: Path, version: str, *, strict: bool) -> Index:
+def write_set(plan: PackPlan, dest: Path, version: str, *, strict: bool) -> Index:
     """Write rows, report and, last of all, the index; then forget how they came about.
 
     The report, `unreadable.jsonl`, has a line {"split", "name", "reason"} for each image that was left out.

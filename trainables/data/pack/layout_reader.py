@@ -44,7 +44,7 @@ class Listing:
     pixels: bool = False
 
 
-class Reader(ABC):
+class LayoutReader(ABC):
     """One layout of labelled images on disk, in the folder `root`. Making a reader reads nothing."""
 
     def __init__(self, root: Path) -> None:

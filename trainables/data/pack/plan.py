@@ -24,7 +24,7 @@ _PROBES = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackPlan:
     """Everything that a packed set depends on, byte by byte."""
 
     source: Path
@@ -42,7 +42,7 @@ class Plan:
         return sum(len(job.split_listing.locations) for job in self.jobs)
 
 
-def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes: int = SHARD_BYTES) -> Plan:
+def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes: int = SHARD_BYTES) -> PackPlan:
     """List the source and cut it into shards of about `shard_bytes`, with the same number of samples but a split's last.
 
     Sizes are estimated from a few samples spread over each split: to ask a million files for theirs takes minutes on a network.
@@ -66,7 +66,7 @@ def plan_pack(source: Path, dest: Path, mode: Mode, check: bool, *, shard_bytes:
             part = SplitListing(split_listing.locations[first : first + rows], split_listing.labels_N[first : first + rows])
             jobs.append(ShardJob(dest, split, number, source, kind, mode, pixels, check, part))
     fingerprint = _fingerprint(kind, mode, listing, jobs)
-    return Plan(source, kind, mode, listing.classes, pixels, tuple(jobs), expected, fingerprint)
+    return PackPlan(source, kind, mode, listing.classes, pixels, tuple(jobs), expected, fingerprint)
 
 
 def _mean_bytes(source: Path, kind: str, mode: Mode, pixels: bool, split_listing: SplitListing, split: Split) -> float:

@@ -55,7 +55,7 @@ def _remove(folder: str) -> bool:
     return True
 
 
-def watch(folder: str, grace_s: float) -> None:
+def wait_until_removed(folder: str, grace_s: float) -> None:
     """Return when `folder` is removed, which happens once nobody has used it for `grace_s` seconds.
 
     Returns at once where another process watches it. Raises FileNotFoundError where others have removed it.
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     if os.fork() == 0:  # the parent ends at once: init adopts the child, and Ray does not find it among a worker's children
         os.setsid()
         with contextlib.suppress(FileNotFoundError):
-            watch(sys.argv[1], float(sys.argv[2]))
+            wait_until_removed(sys.argv[1], float(sys.argv[2]))

@@ -42,7 +42,7 @@ def base_folder(stage: str) -> str:
     return RAM if stage == "ram" else stage
 
 
-def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderLease]:
+def stage_set(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderLease]:
     """The folder of this node's copy of the packed set in the folder `path`, and what keeps it there.
 
     The first process of the node copies, others wait; files that an earlier copy finished serve again. `to`: `ram` or a folder.
@@ -56,7 +56,7 @@ def stage(path: str, to: str, *, grace_s: float = GRACE_S) -> tuple[str, FolderL
     with reported_as("data.stage", base_folder(to), "give another folder"):
         lease = lease_folder(base_folder(to), hashlib.sha256(content).hexdigest()[:32], grace_s=grace_s)
         target = lease.folder / "data"
-        progress = Progress(f"staging {path} in {base_folder(to)}", target, index)
+        progress = StagingProgress(f"staging {path} in {base_folder(to)}", target, index)
         try:
             target.mkdir(mode=0o700, exist_ok=True)
             with locked(lease.folder / "copying", progress):
@@ -82,8 +82,8 @@ class StagedRecords(RecordsSource):
 
 
 def open_staged(data: DataConfig, split: Split) -> StagedRecords:
-    """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage`."""
-    path, lease = stage(data.path, data.stage)
+    """One split of the packed set `data.path`, copied to `data.stage` once per node. Raises DataError, see `stage_set`."""
+    path, lease = stage_set(data.path, data.stage)
     return StagedRecords(Path(path), read_index(Path(path)), split, lease)
 
 
@@ -95,7 +95,7 @@ def is_whole(folder: Path, file: File) -> bool:
         return False
 
 
-class Progress:
+class StagingProgress:
     """Logs every few seconds that it is called how much of a set is in a folder, in processes that copy and that wait."""
 
     def __init__(self, what: str, folder: Path, index: Index) -> None:

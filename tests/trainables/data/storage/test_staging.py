@@ -25,7 +25,7 @@ from trainables.data.records import open_records
 from trainables.data.source import open_on_node
 from trainables.data.storage import folder_cleaner, staging
 from trainables.data.storage.shared_folder import folder_bytes, lease_folder, remove_others
-from trainables.data.storage.staging import stage
+from trainables.data.storage.staging import stage_set
 from trainables.errors import DataError
 from trainables.locks import locked
 
@@ -95,7 +95,7 @@ def _gone(path: Path) -> bool:
 
 def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage(str(root), str(to), grace_s=GRACE_S)
+    path, held = stage_set(str(root), str(to), grace_s=GRACE_S)
     assert Path(path).is_relative_to(to)
     for split in ("train", "val"):
         source = open_records(path, split)
@@ -105,8 +105,8 @@ def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
 
 def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    _, first = stage(str(root), str(to), grace_s=GRACE_S)
-    path, second = stage(str(root), str(to), grace_s=GRACE_S)
+    _, first = stage_set(str(root), str(to), grace_s=GRACE_S)
+    path, second = stage_set(str(root), str(to), grace_s=GRACE_S)
     first.close()
     time.sleep(4 * GRACE_S)
     assert Path(path).exists()
@@ -117,12 +117,12 @@ def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_
 
 def test_who_comes_within_the_grace_takes_the_copy_over(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage(str(root), str(to), grace_s=1.0)
+    path, held = stage_set(str(root), str(to), grace_s=1.0)
     inode = (Path(path) / "train-00000.arrow").stat().st_ino
     for _ in range(3):
         held.close()
         time.sleep(0.6)
-        again, held = stage(str(root), str(to), grace_s=1.0)
+        again, held = stage_set(str(root), str(to), grace_s=1.0)
         assert (Path(again) / "train-00000.arrow").stat().st_ino == inode
     held.close()
     assert _gone(_own(to))
@@ -142,7 +142,7 @@ def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, s
 
 def test_a_cleaner_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    holds = [stage(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
+    holds = [stage_set(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
     (folder,) = _own(to).iterdir()
     found = [line for line in _processes() if str(folder) in line]
     assert len(found) == 1
@@ -184,7 +184,7 @@ def test_two_processes_copy_once(tmp_path: Path, start_user: Callable[[Path, Pat
 
 def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage(str(root), str(to), grace_s=30)
+    path, held = stage_set(str(root), str(to), grace_s=30)
     copy = Path(path)
     kept = (copy / "train-00001.arrow").stat().st_ino
     (copy / INDEX).unlink()
@@ -192,7 +192,7 @@ def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Pa
     (copy / "train-00003.arrow").write_bytes(b"short")
     (copy / ".train-00002.arrow.part").write_bytes(b"half a shard")
     with caplog.at_level(logging.INFO, "raydistill"):
-        _, again = stage(str(root), str(to))
+        _, again = stage_set(str(root), str(to))
     assert "staged 52.7 KiB of" in caplog.text  # two shards of 25 kB
     assert (copy / "train-00001.arrow").stat().st_ino == kept
     assert sorted(file.name for file in copy.iterdir()) == sorted(file.name for file in root.iterdir())
@@ -232,12 +232,12 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     monkeypatch.setattr(staging, "_PROGRESS_S", 0.0)
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     with caplog.at_level(logging.INFO, "raydistill"):
-        _, held = stage(str(root), str(to), grace_s=GRACE_S)
+        _, held = stage_set(str(root), str(to), grace_s=GRACE_S)
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
         with locked(held.folder / "copying"):
-            waiting = pool.submit(stage, str(root), str(to), grace_s=GRACE_S)
+            waiting = pool.submit(stage_set, str(root), str(to), grace_s=GRACE_S)
             wait_until(lambda: caplog.messages)
             assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
         waiting.result()[1].close()
@@ -271,7 +271,7 @@ def test_a_cleaner_begins_its_work_although_others_look_whether_there_is_one(tmp
     folder = tmp_path / "base" / "identity"
     (folder / folder_cleaner.USERS).mkdir(parents=True)
     with locked(folder / folder_cleaner.CLEANER):  # as `is_watched` does for a moment
-        watching = threading.Thread(target=folder_cleaner.watch, args=(str(folder), 0.0))
+        watching = threading.Thread(target=folder_cleaner.wait_until_removed, args=(str(folder), 0.0))
         watching.start()
         time.sleep(0.03)
     watching.join()
@@ -303,7 +303,7 @@ def test_a_set_that_does_not_fit_is_refused_before_a_byte_is_copied(tmp_path: Pa
     train = index.splits["train"].model_copy(update={"shards": (huge,)})
     (root / INDEX).write_text(index.model_copy(update={"splits": {**index.splits, "train": train}}).model_dump_json())
     with pytest.raises(DataError, match=r"data.stage: 1.049e\+06 TiB of .*set do not fit into the .* that are free in") as error:
-        stage(str(root), str(to), grace_s=GRACE_S)
+        stage_set(str(root), str(to), grace_s=GRACE_S)
     assert "\n" not in str(error.value)
     assert _gone(_own(to))
 
@@ -320,7 +320,7 @@ def test_a_disk_smaller_than_the_set_is_named_with_both_sizes(tmp_path: Path, sm
     with pytest.raises(
         DataError, match=r"3\.94 MiB of \S+ do not fit into the (1\.9\d|2) MiB that are free in \S+; write data.stage=none"
     ):
-        stage(str(root), str(small_disk), grace_s=GRACE_S)
+        stage_set(str(root), str(small_disk), grace_s=GRACE_S)
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_copy_is_cleaned_and_an_error(
@@ -331,7 +331,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_copy_is_cleaned_and_an_error(
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # a write beyond is refused as on a full disk
     try:
         with pytest.raises(DataError, match=r"data.stage: \S+ was full before 3\.94 MiB of \S+ were copied there") as error:
-            stage(str(root), str(to), grace_s=30)
+            stage_set(str(root), str(to), grace_s=30)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(error.value)
@@ -361,10 +361,10 @@ def test_a_shard_that_is_not_the_one_of_the_index_is_an_error_that_names_it(tmp_
     ]:
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"data.path: {shard} .*{problem}.*; restore the file, or pack it again"):
-            stage(str(root), str(to), grace_s=GRACE_S)
+            stage_set(str(root), str(to), grace_s=GRACE_S)
     shard.unlink()
     with pytest.raises(DataError, match=rf"data.path: {shard} cannot be read: No such file"):
-        stage(str(root), str(to), grace_s=GRACE_S)
+        stage_set(str(root), str(to), grace_s=GRACE_S)
 
 
 def test_a_disk_that_fails_in_the_middle_of_a_copy_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_copy_is_an_error_that_names_the_sh
     shard.unlink()
     shard.symlink_to("/proc/self/mem")
     with pytest.raises(DataError, match=rf"data.path: {shard} cannot be read: Input/output error") as error:
-        stage(str(root), str(to), grace_s=GRACE_S)
+        stage_set(str(root), str(to), grace_s=GRACE_S)
     assert "\n" not in str(error.value)
     assert _gone(_own(to))
 
@@ -385,9 +385,9 @@ def test_a_folder_that_another_user_made_ready_is_refused(tmp_path: Path) -> Non
     (tmp_path / "elsewhere").mkdir()
     _own(to).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"is not a folder of this user"):
-        stage(str(root), str(to))
+        stage_set(str(root), str(to))
     with pytest.raises(DataError, match=r"data.stage: /proc/nowhere cannot be used: .*; give another folder"):
-        stage(str(root), "/proc/nowhere")
+        stage_set(str(root), "/proc/nowhere")
 
 
 def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None
 
 
 def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:
-    path, held = stage(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
+    path, held = stage_set(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
     assert path.startswith("/dev/shm/raydistill-")
     held.close()
     assert _gone(Path(path))

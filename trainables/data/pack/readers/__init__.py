@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainables.data.pack.layout_reader import Reader
+from trainables.data.pack.layout_reader import LayoutReader
 from trainables.data.pack.readers.cifar import CifarReader
 from trainables.data.pack.readers.folder import FolderReader
 from trainables.data.pack.readers.lmdb import LmdbReader
@@ -13,7 +13,7 @@ from trainables.data.pack.readers.tfrecord import TfrecordReader
 from trainables.data.pack.readers.webdataset import WebdatasetReader
 from trainables.errors import DataError
 
-READERS: dict[str, type[Reader]] = {
+READERS: dict[str, type[LayoutReader]] = {
     "CIFAR binary files": CifarReader,
     "image folder": FolderReader,
     "LMDB": LmdbReader,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainables.data.decode import UnreadableImageError
 from trainables.data.order import Split
-from trainables.data.pack.layout_reader import Listing, Reader, SplitListing, unnamed_labels
+from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing, unnamed_labels
 from trainables.errors import DataError
 
 _PIXEL_BYTES = 3 * 32 * 32
@@ -35,7 +35,7 @@ _KINDS = (
 )
 
 
-class CifarReader(Reader):
+class CifarReader(LayoutReader):
     """A location is a file and a record's number in it."""
 
     @staticmethod

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError, read_file
 from trainables.data.folder import FolderSource
-from trainables.data.pack.layout_reader import Listing, Reader, SplitListing
+from trainables.data.pack.layout_reader import LayoutReader, Listing, SplitListing
 
 
-class FolderReader(Reader):
+class FolderReader(LayoutReader):
     """A location is a file's path below the root."""
 
     @staticmethod

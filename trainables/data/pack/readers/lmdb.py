@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainables.data.decode import Sample, UnreadableImageError
-from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, locate, numbered, split_files
+from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, locate, numbered, split_files
 from trainables.data.pack.readers.protobuf import WireError, parse_datum
 from trainables.errors import DataError
 
@@ -26,7 +26,7 @@ _NO_IMAGE = re.compile(rb"label-\d+|num-samples|__\w+__")
 _LAYOUTS = "Datum values, image files under keys CLASS/NAME, or image files under image-N with label-N beside them"
 
 
-class LmdbReader(Reader):
+class LmdbReader(LayoutReader):
     """A location is an environment below the root and a key, its bytes as Latin-1."""
 
     @staticmethod

@@ -13,9 +13,9 @@ import numpy as np
 from trainables.data.decode import UnreadableImageError
 from trainables.data.pack.layout_reader import (
     Label,
+    LayoutReader,
     Listing,
     Location,
-    Reader,
     files_below,
     locate,
     numbered,
@@ -28,7 +28,7 @@ from trainables.errors import DataError
 _LABELS = ("label", "labels", "fine_label")
 
 
-class ParquetReader(Reader):
+class ParquetReader(LayoutReader):
     """A location is a file below the root and a row in it."""
 
     @staticmethod

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.decode import UnreadableImageError
-from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, files_below, locate, numbered, split_files
+from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, files_below, locate, numbered, split_files
 from trainables.data.pack.readers.protobuf import WireError, example_features
 from trainables.errors import DataError
 
@@ -24,7 +24,7 @@ _FILE_NAME = ("image/filename", "file_name")
 _Features = dict[str, list[memoryview] | list[int]]
 
 
-class TfrecordReader(Reader):
+class TfrecordReader(LayoutReader):
     """A location is a file below the root, and where in it a record's content lies: offset and size."""
 
     @staticmethod

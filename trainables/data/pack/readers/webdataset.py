@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainables.data.folder import EXTENSIONS
-from trainables.data.pack.layout_reader import Label, Listing, Location, Reader, files_below, locate, numbered, split_files
+from trainables.data.pack.layout_reader import Label, LayoutReader, Listing, Location, files_below, locate, numbered, split_files
 from trainables.errors import DataError
 
 _BLOCK = 512
 
 
-class WebdatasetReader(Reader):
+class WebdatasetReader(LayoutReader):
     """A location is a tar below the root, offset and size of an image in it, and the member's name."""
 
     @staticmethod
