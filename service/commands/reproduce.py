@@ -10,7 +10,6 @@ import click
 from service.cluster.local_ray import RayLostError
 from service.commands.options import OUT, RUNS, SET, print_all
 from service.reproduce import terminal
-from service.reproduce.plan import Request, changes, compose
 from service.reproduce.run_table import (
     Reproduction,
     cells,
@@ -22,6 +21,7 @@ from service.reproduce.run_table import (
     teachers_of,
     write_table_result,
 )
+from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.display import output
 from service.runs.run_directory import check_writable, new_run_dir

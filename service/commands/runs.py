@@ -96,14 +96,14 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) 
     """Run, or continue, the experiment of a run directory; print where its results are."""
     from service.cluster.local_ray import RayLostError
     from service.config.uris import without_password
-    from service.report import reporter
+    from service.report import end_of_run
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
     from service.tracking import compare_url
     from trainables.errors import ClusterError
 
     try:
-        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, reporter)
+        result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run)
     except KeyboardInterrupt:
         click.echo(f"interrupted; continue with: distill resume {run_dir.root}", err=True)
         raise

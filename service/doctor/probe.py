@@ -9,7 +9,7 @@ from pathlib import Path
 from service.cluster.connect import connect
 from service.config.experiment import Resolved
 from service.doctor.read_run import Recording, read_run
-from service.report import reporter
+from service.report import end_of_run
 from service.runs.plan import Plan, most_local_cpus
 from service.runs.preflight import check_train
 from service.runs.result import RunResult
@@ -44,7 +44,7 @@ def probe(resolved: Resolved, root: Path) -> list[Recording]:
 def run_probe(resolved: Resolved, run_dir: RunDir) -> RunResult:
     """Run the student's timing steps; the teacher, where it has no weights, runs with its first ones."""
     cpus = most_local_cpus(resolved.experiment)
-    with open_session(resolved, run_dir, reporter) as session, connect(cpus, run_dir.root) as cluster:
+    with open_session(resolved, run_dir, end_of_run) as session, connect(cpus, run_dir.root) as cluster:
         plan = Plan.on(resolved.experiment, cluster)
         plan.check(cluster)
         session.save(use_gpu=plan.use_gpu, num_workers=resolved.experiment.scale.num_workers, loader_workers=plan.loader_workers)

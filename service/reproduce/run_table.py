@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from service.report import reporter
-from service.reproduce.plan import PlannedSweep, Request
+from service.report import end_of_run
+from service.reproduce.sweeps import PlannedSweep, Request
 from service.reproduce.table import Table
 from service.reproduce.teacher_accuracy import TeacherAccuracy, measure_teacher, teacher_accuracy
 from service.reproduce.verdict import Verdict, compare_accuracy
@@ -109,7 +109,7 @@ def run_sweeps(job: Reproduction, log: Callable[[str], None]) -> list[str]:
             published = job.table.teachers.models[experiment.teacher.model].top1_pct
             log(f"{planned.name}: the teacher given has {ours:.2f}%, published {published:.2f}%")
         try:
-            sweep(planned.resolved, run_dir, reporter)
+            sweep(planned.resolved, run_dir, end_of_run)
         except TrainingError as error:
             failed.append(f"{planned.name}: {error}")
     return failed

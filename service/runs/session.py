@@ -29,7 +29,7 @@ FLUSH_S = 30.0
 
 
 class ResultReporter(Protocol):
-    """How a result is shown. Commands give `service.report.reporter`, which runs and sweeps do not know."""
+    """How a result is shown. Commands give `service.report.end_of_run`, which runs and sweeps do not know."""
 
     def tables(self, result: RunResult) -> Sequence[RenderableType]:
         """What the terminal shows at the end of a run or sweep: tables, and lines as text."""

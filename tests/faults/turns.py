@@ -24,7 +24,7 @@ from trainables.config import TrainConfig
 from trainables.distributed.group import Group
 from trainables.engine import loop
 from trainables.engine.job import Job, build
-from trainables.engine.records import summarize
+from trainables.engine.metrics_records import summarize
 from trainables.metrics.telemetry import usable_cores
 
 BLOCK_S = 0.4

@@ -13,7 +13,7 @@ from trainables.engine.checks import check_finite, check_skipped, single_image_e
 from trainables.engine.epochs import Epoch
 from trainables.engine.evaluate import evaluate
 from trainables.engine.job import Job
-from trainables.engine.records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
+from trainables.engine.metrics_records import epoch_seconds, log_epoch, log_step, means, summarize, teacher_images, throughput
 from trainables.engine.step import train_step
 from trainables.errors import DataError
 

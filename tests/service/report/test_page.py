@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.config.experiment import load
-from service.report import reporter
+from service.report import end_of_run
 from service.report.page import write_page
 from service.runs.result import RunResult
 from service.runs.run_directory import begin_run, reopen
@@ -253,7 +253,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
     said: list[str] = []
     result = RunResult(kind="sweep", name="digits", status="complete", runs_root=str(tmp_path))
-    reporter.write_page_at_end(RunDir(tmp_path), result, said.append)
+    end_of_run.write_page_at_end(RunDir(tmp_path), result, said.append)
     assert len(said) == 1
     assert said[0].endswith(f"distill report {tmp_path}")
 
@@ -264,7 +264,7 @@ def test_every_run_leaves_a_page_when_it_ends(tmp_path: Path, status: str) -> No
     run_dir.root.mkdir()
     begin_run(resolved, "train", run_dir, tmp_path)
     ends = {"complete": None, "interrupted": KeyboardInterrupt(), "failed": TrainingError("the loss is not finite")}
-    with contextlib.suppress(KeyboardInterrupt, TrainingError), open_session(resolved, run_dir, reporter):
+    with contextlib.suppress(KeyboardInterrupt, TrainingError), open_session(resolved, run_dir, end_of_run):
         if error := ends[status]:
             raise error
     parsed = Parsed(run_dir.report.read_text())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.reproduce.plan import Request, changes, compose
 from service.reproduce.run_table import Reproduction, cells, check_same
+from service.reproduce.sweeps import Request, changes, compose
 from service.reproduce.table import read_table
 from service.runs.result import write_result
 from service.runs.run_directory import begin_run

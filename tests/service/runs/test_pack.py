@@ -72,7 +72,6 @@ def test_a_killed_pack_goes_on_without_doing_finished_shards_again(images: Path,
     dest = tmp_path / "packed"
     script = (
         "import sys, time; from pathlib import Path; from service.runs import pack as packing;"
-        "from trainables.data.pack import plan, shard;"
         "from trainables.data.pack.modes import Mode; write = packing.write_shard;"
         "packing.write_shard = lambda job: (write(job), time.sleep(0.2))[0];"
         f"packing.pack(Path({str(images)!r}), Path({str(dest)!r}), Mode(), check=False, strict=False, processes=1, "
@@ -218,7 +217,7 @@ def packing_where_each_image(does: str, source: Path, dest: Path) -> list[str]:
     script = (
         "import os, signal, sys, time; from service import cli; from trainables.data.pack import shard;"
         f"shard._packed = lambda *_: {does};"
-        "import trainables.data.pack.plan as plan; plan.SHARD_ROWS = 5;"
+        "import trainables.data.pack.shard_plan as plan; plan.SHARD_ROWS = 5;"
         "cli.main(sys.argv[1:])"
     )
     return [sys.executable, "-c", script, "pack", str(source), str(dest), "--processes", "2"]

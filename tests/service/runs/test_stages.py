@@ -10,7 +10,7 @@ import pytest
 
 from service.cluster.resources import local_capacity
 from service.config.experiment import load
-from service.report import reporter
+from service.report import end_of_run
 from service.runs import stages
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome
@@ -53,7 +53,7 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
             raise end
 
         monkeypatch.setattr(stages, "run_to_end", run_to_end)
-        with open_session(RESOLVED, run_dir, reporter) as session:
+        with open_session(RESOLVED, run_dir, end_of_run) as session:
             run_stage(session, assignment_of(session, "student"))
 
     with pytest.raises(KeyboardInterrupt):

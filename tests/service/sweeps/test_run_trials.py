@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.config.experiment import load
-from service.report import reporter
+from service.report import end_of_run
 from service.runs.display import Display
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
@@ -41,7 +41,7 @@ def stopped(root: Path, *epochs: dict[str, Any]) -> dict[str, float]:
         append_line(metrics, {"kind": "epoch", "epoch": float(number), "step": 10 * number, "metrics": numbers})
     with Display() as display:
         result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(root))
-        outcome = unfinished(Session(resolved, run_dir, display, reporter, None, result), trial)
+        outcome = unfinished(Session(resolved, run_dir, display, end_of_run, None, result), trial)
     assert (outcome.status, outcome.reason) == ("stopped", f"stopped by asha after epoch {len(epochs)}")
     return outcome.metrics
 

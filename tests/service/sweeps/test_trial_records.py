@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
-from service.report import reporter
+from service.report import end_of_run
 from service.runs.display import Display
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult
@@ -36,7 +36,7 @@ def test_the_first_metric_of_a_trial_is_that_by_which_trials_are_compared(
     tracker = Tracker(run_dir, default_uri(tmp_path), "digits")
     result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
     with Display() as display:
-        records = TrialRecords(Session(resolved, run_dir, display, reporter, tracker, result))
+        records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
         records.begin(trial)
         trial.outcome = Outcome(status="ok", metrics={"epoch_s": 1.0, "top1_pct": 50.0, "images_per_s": 9.0})
         records.end(trial)
@@ -52,7 +52,7 @@ def test_each_measurement_of_a_point_is_followed_once_however_often_the_point_is
     tracker = Tracker(run_dir, default_uri(tmp_path), "digits")
     result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
     with Display() as display:
-        records = TrialRecords(Session(resolved, run_dir, display, reporter, tracker, result))
+        records = TrialRecords(Session(resolved, run_dir, display, end_of_run, tracker, result))
         records.begin(trial)
         for count in (1, 2, 3):
             measurements = [Outcome(status="ok")] * count if count > 1 else []

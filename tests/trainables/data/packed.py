@@ -7,8 +7,8 @@ from pathlib import Path
 from trainables.data.index import Index
 from trainables.data.pack.join import write_set
 from trainables.data.pack.modes import Mode
-from trainables.data.pack.plan import SHARD_BYTES, plan_pack
 from trainables.data.pack.shard import write_shard
+from trainables.data.pack.shard_plan import SHARD_BYTES, plan_pack
 
 
 def pack_here(

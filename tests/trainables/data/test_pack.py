@@ -19,8 +19,8 @@ from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import UNREADABLE, check_file
 from trainables.data.pack.image_check import check_header
 from trainables.data.pack.modes import Mode
-from trainables.data.pack.plan import plan_pack
 from trainables.data.pack.shard import write_shard
+from trainables.data.pack.shard_plan import plan_pack
 from trainables.data.records import RecordsSource, open_records
 from trainables.errors import DataError
 

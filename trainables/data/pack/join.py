@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 
 from trainables.data.index import INDEX, UNFINISHED, UNREADABLE, File, Index, SplitIndex
-from trainables.data.pack.plan import PackPlan
 from trainables.data.pack.shard import Unreadable, write_rows
+from trainables.data.pack.shard_plan import PackPlan
 from trainables.errors import DataError
 from trainables.rundir import write_atomic, write_json
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.config.experiment import load
-from service.reproduce.plan import PlannedSweep, Request, changes, compose
+from service.reproduce.sweeps import PlannedSweep, Request, changes, compose
 from service.reproduce.table import Table, read_table
 from service.sweeps.trials import plan_trials
 from tests.service.commands import run
