@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 TWO = $(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST = $(BIN)/python -m pytest
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
-HALF = tests/trainables/models tests/trainables/data
+HALF = tests/trainables/models tests/trainables/data tests/trainables/device tests/trainables/metrics
 
 test: $(INSTALLED)
 	$(TWO) test-processes lint quick-half quick-rest

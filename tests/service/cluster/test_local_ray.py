@@ -37,7 +37,7 @@ def test_a_child_that_ends_while_rays_servers_are_looked_up_is_passed_over(monke
 def test_a_command_leaves_with_its_code_whatever_its_thread_does(seconds: int) -> None:
     code = (
         "import atexit, time\nfrom service.cluster import local_ray\natexit.register(print, 'whole')\n"
-        f"thread = local_ray.begin(lambda: time.sleep({seconds}))\nthread.join(1)\n"
+        f"thread = local_ray.start_thread(lambda: time.sleep({seconds}))\nthread.join(1)\n"
         "assert local_ray.in_use() == thread.is_alive()\nlocal_ray.leave(130)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -55,7 +55,7 @@ def test_what_a_command_started_ends_with_it_also_where_it_is_interrupted_again(
         "child = \"import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()\"\n"
         "process = subprocess.Popen([sys.executable, '-c', child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
         "print(process.pid, int(process.stdout.readline()), flush=True)\n"
-        "local_ray.begin(lambda: time.sleep(600))\nlocal_ray.leave(2)"
+        "local_ray.start_thread(lambda: time.sleep(600))\nlocal_ray.leave(2)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -78,8 +78,8 @@ def test_a_run_that_has_ended_is_shown_once(tmp_path: Path, capsys: pytest.Captu
 def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = running(tmp_path / "s")
     driver = (
-        "import pathlib, sys, time; from service.runs.run_directory import locked; from trainables.rundir import RunDir\n"
-        "with locked(RunDir(pathlib.Path(sys.argv[1]))): print('held', flush=True); time.sleep(60)"
+        "import pathlib, sys, time; from service.runs.run_directory import locked_run; from trainables.rundir import RunDir\n"
+        "with locked_run(RunDir(pathlib.Path(sys.argv[1]))): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", driver, str(run_dir.root)], stdout=subprocess.PIPE, text=True) as holding:
         assert holding.stdout is not None

@@ -33,10 +33,10 @@ GRACE_S = 0.3
 
 _USER = f"""
 import logging, sys, time
-from trainables.data.storage.staging import stage
+from trainables.data.storage.staging import stage_set
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 try:
-    path, held = stage(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
+    path, held = stage_set(sys.argv[1], sys.argv[2], grace_s={GRACE_S})
 except Exception as error:
     print(type(error).__name__, error, flush=True)
     raise SystemExit(2)
