@@ -156,7 +156,7 @@ def recorded(kind: type[Any], metrics: Metrics, prefix: str) -> dict[str, Any]:
 
 def _clock(metrics: Metrics) -> Clock | None:
     parts = recorded(Clock, metrics, "")
-    return Clock(**parts) if len(parts) == len(fields(Clock)) else None
+    return Clock(**parts) if parts.keys() >= {"train_s", "eval_s", "checkpoint_s", "other_s"} else None
 
 
 def _nodes(metrics: Metrics) -> tuple[NodeUse, ...]:

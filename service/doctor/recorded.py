@@ -128,7 +128,9 @@ class Clock:
     checkpoint_s: float
     other_s: float
     """Reports, checks, whatever lies between."""
+    timing_s: float = 0.0
+    """Timing passes after the training; older runs count it to the rest."""
 
     @property
     def wall_s(self) -> float:
-        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s
+        return self.train_s + self.eval_s + self.checkpoint_s + self.other_s + self.timing_s

@@ -69,7 +69,7 @@ def remarks(e: Evidence) -> list[str]:
             "steps": e.clock.train_s,
             "evaluation": e.clock.eval_s,
             "checkpoints": e.clock.checkpoint_s,
-            "the rest": e.clock.other_s,
+            "the rest": e.clock.other_s + e.clock.timing_s,
         }
         shares = ", ".join(f"{name} {100 * part_s / e.clock.wall_s:.0f}%" for name, part_s in parts.items())
         lines.append(f"of {e.clock.wall_s:.1f} s by the clock: {shares}")

@@ -11,7 +11,6 @@ from service.report.plotly_marks import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, 
 from service.report.run_records import Row
 from service.runs.outcome import Outcome
 from service.runs.result import RunResult, StageRow
-from trainables.metrics.wall_clock import PARTS
 
 COLOURS = {
     "start": GREY,
@@ -23,7 +22,7 @@ COLOURS = {
     "interruptions": VERMILION,
 }
 
-TOTALS = {*(f"{part}_s" for part in PARTS), "wall_s"}
+TOTALS = {"train_s", "eval_s", "checkpoint_s", "other_s", "wall_s"}
 
 
 def parts(entry: Outcome) -> dict[str, float]:
@@ -40,7 +39,7 @@ def parts(entry: Outcome) -> dict[str, float]:
         "training": m["train_s"],
         "evaluation": m["eval_s"],
         "checkpoints": m["checkpoint_s"],
-        "other": m["other_s"],
+        "other": m["other_s"] + m.get("timing_s", 0.0),
         "end": entry.end_s or 0.0,
     }
     return found | {"interruptions": max(0.0, entry.seconds - sum(found.values()))}

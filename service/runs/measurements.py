@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from service.runs.outcome import Outcome
 
-SUMMED = ("steps", "steady_steps", "warmup_s", "train_s", "eval_s", "checkpoint_s", "other_s", "wall_s")
+SUMMED = ("steps", "steady_steps", "warmup_s", "train_s", "eval_s", "checkpoint_s", "timing_s", "other_s", "wall_s")
 LARGEST, SMALLEST = ("peak_memory_mib", "reserved_memory_mib"), ("free_memory_mib",)
 
 

@@ -212,7 +212,8 @@ def summarize(job: Job, skipped_images: int = 0) -> dict[str, float]:
     # A timing run that may stop early must be short; torch.compile would compile again for other batches.
     if job.stop_early is None and not job.config.train.compile:
         shape = training_shape(job, summary.get("phase/step_ms", math.inf))
-        summary |= pass_latency(job.train_state, job.config.data.image_size, shape)
+        with metrics.clock.part("timing"):
+            summary |= pass_latency(job.train_state, job.config.data.image_size, shape)
     evaluated = [row for row in progress.history if "val/top1_pct" in row]
     if evaluated:
         summary |= headline(evaluated[-1])

@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-PARTS = ("train", "eval", "checkpoint", "other")
-"""Steps with their waits for data, evaluations, writing checkpoints, and whatever lies between: checks, reports, summaries."""
+PARTS = ("train", "eval", "checkpoint", "timing", "other")
+"""Steps with their waits for data, evaluations, writing checkpoints, timing passes after the training, whatever lies between."""
 
 
 class WallClock:
@@ -47,14 +47,15 @@ class WallClock:
         return self._total["train"]
 
     def total(self) -> dict[str, float]:
-        """The whole job so far: `train_s`, `eval_s`, `checkpoint_s`, `other_s` and their sum `wall_s`."""
+        """The whole job so far: `train_s`, `eval_s`, `checkpoint_s`, `timing_s`, `other_s` and their sum `wall_s`."""
         self._enter(self._part)
         return in_seconds(self._total)
 
     def end_epoch(self) -> dict[str, float]:
-        """The same of the epoch so far; the next one begins."""
+        """The same of the epoch so far, in which no passes are timed; the next one begins."""
         self._enter(self._part)
         passed = in_seconds(self._epoch)
+        del passed["timing_s"]
         self._epoch.update(dict.fromkeys(PARTS, 0.0))
         return passed
 

@@ -597,3 +597,9 @@ def test_what_lies_between_steps_is_part_of_the_time_that_gains_are_of() -> None
 
 def test_a_loader_that_keeps_up_is_never_blamed() -> None:
     assert names(run_of(RANK, loader=replace(LOADER, read_wait_ms=0.5, cpu_ms=0.0))) == []
+
+
+def test_passes_that_are_timed_after_a_training_are_no_time_between_epochs() -> None:
+    clock = Clock(train_s=5.0, eval_s=0.2, checkpoint_s=0.2, other_s=0.1, timing_s=3.0)
+    assert clock.wall_s == pytest.approx(8.5)
+    assert names(replace(HEALTHY, clock=clock)) == []

@@ -47,7 +47,9 @@ def test_parts_add_up_inside_one_another_and_over_processes() -> None:
     now.now += 20
     again.begin()
     now.now += 1
-    assert again.total() == {"train_s": 6, "eval_s": 3, "checkpoint_s": 1, "other_s": 1.5, "wall_s": 11.5}
+    with again.part("timing"):
+        now.now += 2
+    assert again.total() == {"train_s": 6, "eval_s": 3, "checkpoint_s": 1, "timing_s": 2, "other_s": 1.5, "wall_s": 13.5}
 
 
 def test_a_real_jobs_parts_are_its_wall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
