@@ -9,17 +9,17 @@ demo: $(INSTALLED)
 	$(BIN)/distill sweep digits
 
 # Two processes of pytest for two cores; each one's output comes in one piece.
-TWO = $(MAKE) --no-print-directory --keep-going --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
+TWO = --no-print-directory --keep-going --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync)
 PYTEST = $(BIN)/python -m pytest
 QUICK = $(PYTEST) -m "not integration and not processes and not slow and not gpu"
 HALF = tests/trainables/models tests/trainables/data tests/trainables/device tests/trainables/metrics
 
 test: $(INSTALLED)
-	$(TWO) test-processes lint quick-half quick-rest
+	$(MAKE) $(TWO) test-processes lint quick-half quick-rest
 
 # About 200 CPU-seconds: no Ray, no server, no ranks or killed children, none of the longest simulated searches.
 test-quick: $(INSTALLED)
-	$(TWO) quick-half quick-rest
+	$(MAKE) $(TWO) quick-half quick-rest
 
 quick-half: $(INSTALLED)
 	$(QUICK) $(HALF)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trainables.errors import DeviceError, DistillError, TeacherServiceLostError
-from trainables.locks import locked
+from trainables.locks import try_lock
 from trainables.rundir import write_json
 
 Kind = Literal["user", "out_of_memory", "node_out_of_memory", "disk", "device", "worker_died", "lost_peer"]
@@ -81,6 +81,7 @@ DEVICE = (
 )
 DEVICE_ASSERT = "device-side assert triggered"
 """A failed check inside a kernel, such as an index out of range: the data or the code is wrong, not the device."""
+LOCK_WAIT_S = 5.0
 SINGLE_VALUE = "Expected more than 1 value per channel when training"
 """Of torch's batch norm, for one image whose maps have one pixel."""
 
@@ -191,10 +192,15 @@ def write_failure(path: Path, failure: Failure) -> None:
         OSError: the disk cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f".{path.name}.lock")):
+    # Another worker that hangs with the lock must not keep this one from ending: then the cause of the later one may stay.
+    lock = try_lock(path.with_name(f".{path.name}.lock"), wait_s=LOCK_WAIT_S)
+    try:
         before = read_failure(path)
         if before is None or first_cause([before, failure]) is not before:
             write_json(path, {"version": VERSION, **asdict(failure)})
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def read_failure(path: Path) -> Failure | None:

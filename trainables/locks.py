@@ -34,21 +34,26 @@ class Lock:
         self.release = weakref.finalize(self, _release, descriptor, os.getpid())
 
 
-def _release(descriptor: int, locker: int) -> None:
+def _release(descriptor: int, pid: int) -> None:
     """Unlock and close. A forked child shares the lock: closing alone would leave it to the child until that ends."""
-    if os.getpid() == locker:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+    try:
+        if os.getpid() == pid:
+            with contextlib.suppress(OSError):  # of a network file system; closing unlocks as well
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
-def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S) -> Lock | None:
-    """The exclusive lock of the file `path`, which is made where it is missing; None where others have it for `wait_s` seconds.
+def try_lock(path: str | os.PathLike[str], wait_s: float = _PROBE_S, operation: int = fcntl.LOCK_EX) -> Lock | None:
+    """The lock of the file `path`, which is made where it is missing; None where others have it for `wait_s` seconds.
+
+    `operation`: as of `fcntl.flock`, exclusive by default.
 
     Raises OSError where the file cannot be opened, or neither it nor one in /tmp can be locked.
     """
     until = time.monotonic() + wait_s
     while True:
-        if lock := _try_once(os.fspath(path)):
+        if lock := _try_once(os.fspath(path), operation):
             return lock
         if time.monotonic() >= until:
             return None
@@ -84,25 +89,25 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
     """Whether anybody has the lock of the file `path`; False where there is no such file. Raises as `try_lock` does."""
     if not os.path.exists(path):
         return False
-    lock = _try_once(os.fspath(path), fcntl.LOCK_SH)  # so that several may ask at once
+    lock = try_lock(path, operation=fcntl.LOCK_SH)  # so that several may ask at once
     if lock is not None:
         lock.release()
     return lock is None
 
 
-def _try_once(path: str, kind: int = fcntl.LOCK_EX) -> Lock | None:
+def _try_once(path: str, operation: int = fcntl.LOCK_EX) -> Lock | None:
     try:
-        return _lock_at(path, kind)
+        return _lock_at(path, operation)
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
-        return _lock_at(_on_this_node(path, error.strerror or ""), kind)
+        return _lock_at(_on_this_node(path, error.strerror or ""), operation)
 
 
-def _lock_at(path: str, kind: int) -> Lock | None:
+def _lock_at(path: str, operation: int) -> Lock | None:
     descriptor = _open(path)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

@@ -163,13 +163,15 @@ def final_names(metrics: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("epoch/"): value for name, value in metrics.items()} | headline(metrics)
 
 
-class _Below:
+class _RelativePath:
     """A path below the root of a directory."""
 
     def __init__(self, *parts: str) -> None:
         self._parts = parts
 
-    def __get__(self, directory: StageDir | RunDir, owner: type) -> Path:
+    def __get__(self, directory: StageDir | RunDir | None, owner: type) -> Path:
+        if directory is None:
+            raise AttributeError("a path of a directory, not of its class")
         return directory.root.joinpath(*self._parts)
 
 
@@ -179,17 +181,17 @@ class StageDir:
 
     root: Path
 
-    last = _Below("checkpoints", "last.safetensors")
-    best = _Below("checkpoints", "best.safetensors")
-    metrics = _Below("metrics.jsonl")
+    last = _RelativePath("checkpoints", "last.safetensors")
+    best = _RelativePath("checkpoints", "best.safetensors")
+    metrics = _RelativePath("metrics.jsonl")
     """JSON lines, one a report, by rank 0: {"kind", "stage", "step", "epoch", "time_ms", "metrics": {name: number}}."""
-    log = _Below("logs", "train.log")
+    log = _RelativePath("logs", "train.log")
     """The plain lines that rank 0 prints."""
-    result = _Below("stage.json")
+    result = _RelativePath("stage.json")
     """The stage's final numbers; exists only when the stage is complete."""
-    sessions = _Below("sessions.jsonl")
+    sessions = _RelativePath("sessions.jsonl")
     """JSON lines, one a driver's session that worked on this stage: {"began_s": unix seconds}."""
-    error = _Below("error.json")
+    error = _RelativePath("error.json")
     """Why a worker stopped the stage; see `trainables.failures`."""
 
 
@@ -199,18 +201,18 @@ class RunDir:
 
     root: Path
 
-    experiment = _Below("experiment.yaml")
-    result = _Below("result.json")
-    report = _Below("report.html")
+    experiment = _RelativePath("experiment.yaml")
+    result = _RelativePath("result.json")
+    report = _RelativePath("report.html")
     """The run as one HTML page."""
-    spool = _Below("spool")
-    logs = _Below("logs")
-    tune = _Below("ray")
+    spool = _RelativePath("spool")
+    logs = _RelativePath("logs")
+    tune = _RelativePath("ray")
     """Ray Tune's and Ray Train's own storage."""
-    trials = _Below("trials")
-    methods = _Below("methods")
+    trials = _RelativePath("trials")
+    methods = _RelativePath("methods")
     """Copies of the method files that the experiment names."""
-    methods_index = _Below("methods", "index.json")
+    methods_index = _RelativePath("methods", "index.json")
     """Which file each copy is of, and its hash."""
 
     def stage(self, name: str) -> StageDir:

@@ -52,7 +52,7 @@ def check_method(name: str, options: tuple[str, ...], student: str, teacher: str
     """Whether a method keeps the contract: NAME as in distill.method, or FILE.py:CLASS.
 
     \b
-    Example:  distill check-method mine.py:Margin --option weight=2
+    Example:  distill check-method my_method.py:Margin --option weight=2
     """
     values = dict(parse_override(option, "--option") for option in options)
     check_arguments(name, values, {"--student": student, "--teacher": teacher})

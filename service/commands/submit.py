@@ -62,14 +62,22 @@ def package(distill: click.Context, words: Sequence[str], folder: Path) -> list[
         texts = [_from_here(parameter, str(each)) for each in (value if isinstance(value, tuple) else (value,))]
         if isinstance(parameter, click.Argument):
             is_experiment = name in ("recipe_or_file", "directory_or_recipe") and not context.params.get("keys")
+            if name == "directory_or_recipe" and Path(texts[0]).is_absolute() and not Path(texts[0]).exists():
+                is_experiment = False  # a run's directory that is on the cluster alone
             arguments += [_experiment(texts[0], overrides, folder)] if is_experiment else texts
         elif isinstance(parameter, click.Option) and parameter.is_flag:
             options += parameter.opts[:1]
+        elif name == "overrides":
+            options += [word for text in overrides for word in _set_from_here(text)]
         else:
             options += [word for text in texts for word in (parameter.opts[0], text)]
-    for text in overrides:
-        options += [f"--set={key}={json.dumps(path)}" for key, path in absolute_paths(_tree(text)).items()]
     return [*arguments, *options]
+
+
+def _set_from_here(override: str) -> list[str]:
+    """An override, and right behind it, before any later one of the same key, its paths as absolute ones."""
+    paths = absolute_paths(_tree(override))
+    return ["--set", override, *(f"--set={key}={json.dumps(path)}" for key, path in paths.items())]
 
 
 def _from_here(parameter: click.Parameter, text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from service.config.dotted import flatten
+from service.config.uris import checked_uri
 from trainables.data.source import SOURCES
 from trainables.methods import file_of, option_key
 from trainables.rundir import expand_home
@@ -35,6 +36,7 @@ PATHS: dict[str, Callable[[str], str]] = {
     "teacher.cache": absolute_or_new,
     "teacher.others": absolute,
     "distill.method": with_absolute_file,
+    "tracking.uri": checked_uri,
 }
 """The keys whose values are paths or have some."""
 

@@ -110,7 +110,7 @@ def evaluate(checkpoint: Path, data_path: str, overrides: list[str], root: Path)
             wait_for(fit, display)
             return dict(json.loads(output.read_text()))
         except trainer.ClusterFullError as error:
-            raise ClusterError(f"evaluation failed: {error}: wait for their end") from error
+            raise ClusterError(f"evaluation failed: {error}; wait for their end") from error
         except WorkersFailedError as error:
             raise evaluation_error(error) from error
         finally:

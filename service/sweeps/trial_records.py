@@ -36,7 +36,7 @@ class TrialRecords:
             parent_key=self._session.key,
             params=params,
             tags={"raydistill.kind": "trial"},
-            first_metric="" if timed_only else self._metric,
+            first_metric=self._metric if not timed_only and trial.outcome is None else "",
         )
         if not timed_only:
             self._follow(trial, stage or run_dir.trial(trial.id).measurement(0))

@@ -90,15 +90,19 @@ def test_relative_paths_begin_in_the_users_directory_in_the_file_and_in_override
     there = tmp_path / "package"
     there.mkdir()
     words = ["sweep", "own.yaml", "--set", "data.path=others", "--set", "teacher.cache=new"]
-    assert packaged(words, there) == [*words, f'--set=data.path="{tmp_path}/others"', f'--set=teacher.cache="{tmp_path}/new"']
+    path, cache = f'--set=data.path="{tmp_path}/others"', f'--set=teacher.cache="{tmp_path}/new"'
+    assert packaged(words, there) == [*words[:4], path, *words[4:], cache]
+    last = packaged(["train", "digits", "--set", "data.path=images", "--set", "data.path=digits"], there)[-2:]
+    assert last == ["--set", "data.path=digits"]  # the later one of two is the last one there too
     assert load(str(there / "own.yaml")).experiment.data.path == f"{tmp_path}/others"
     assert packaged(["train", "digits"], there) == ["train", "digits"]
     assert packaged(["train", "digits", "--set", "data={path: images}"], there)[-1] == f'--set=data.path="{tmp_path}/images"'
     others = 'teacher.others=[{"model": "convnet_large", "weights": "teacher.safetensors"}]'
     full = others.replace("teacher.safe", f"{tmp_path}/teacher.safe")
-    assert packaged(["train", "digits", "--set", "teacher.weights=teacher.safetensors", "--set", others], there)[-2:] == [
-        f'--set=teacher.weights="{tmp_path}/teacher.safetensors"',
-        f"--set={full}",
+    weights = "teacher.weights=teacher.safetensors"
+    assert packaged(["train", "digits", "--set", weights, "--set", others], there)[2:] == [
+        *("--set", weights, f'--set=teacher.weights="{tmp_path}/teacher.safetensors"'),
+        *("--set", others, f"--set={full}"),
     ]
 
 

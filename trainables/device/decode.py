@@ -19,7 +19,7 @@ from trainables.config import DataConfig
 from trainables.data.augment import cut
 from trainables.data.decode import StoredImage, UnreadableImageError
 from trainables.data.decoders import open_decoder
-from trainables.data.decoders.interface import read_header
+from trainables.data.decoders.interface import Decoder, read_header
 from trainables.data.encoded_rows import Region
 from trainables.device.decoders import PACKAGES, REGION_DECODERS, RegionDecoder
 from trainables.errors import DataError
@@ -61,10 +61,16 @@ def decode_regions(decoder: RegionDecoder, regions: list[Region], out_BCHW: Tens
     return bad
 
 
+@functools.cache
+def _cpu_decoder() -> Decoder:
+    """One for all batches: to open a decoder may look for libraries on the disk."""
+    return open_decoder()
+
+
 def _fill_on_cpu(regions: list[Region], out_BCHW: Tensor) -> dict[int, str]:
     if not regions:
         return {}
-    bad, decoder = {}, open_decoder()
+    bad, decoder = {}, _cpu_decoder()
     out_HWC = np.empty((*out_BCHW.shape[-2:], 3), dtype=np.uint8)
     for region in regions:
         try:

@@ -30,8 +30,8 @@ _DATA, _STEP = _COLUMN["data"], len(PHASES)
 Floats = npt.NDArray[np.float64]
 
 
-class CpuClock:
-    """A source of points in time that may become readable only later; here the wall clock, where they are at once."""
+class Clock:
+    """The wall clock. Of other clocks a point in time may become readable only later."""
 
     def now(self) -> Any:
         """A point in time; costs about a microsecond."""
@@ -49,7 +49,7 @@ class CpuClock:
         """The caller has read `timestamps` and will not use them again."""
 
 
-class CudaClock(CpuClock):
+class CudaClock(Clock):
     """Events in the current stream of `device`, from a pool: creating one costs more than recording one."""
 
     def __init__(self, device: torch.device):
@@ -115,8 +115,8 @@ class PhaseTimer:
         clock: a source of time other than the device's.
     """
 
-    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: CpuClock | None = None):
-        self._clock = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
+    def __init__(self, device: torch.device, warmup_steps: int = 0, clock: Clock | None = None):
+        self._clock = clock or (CudaClock(device) if device.type == "cuda" else Clock())
         self._now = self._clock.now
         self._warmup_left = warmup_steps
         self._timestamps: list[Any] = []
@@ -186,7 +186,7 @@ class PhaseTimer:
         return self._run.summary()
 
 
-def _row(clock: CpuClock, timestamps: Sequence[Any], columns: Sequence[int]) -> Floats:
+def _row(clock: Clock, timestamps: Sequence[Any], columns: Sequence[int]) -> Floats:
     """One step's times in ms (T,)."""
     row = [0.0] * len(COLUMNS)
     for column, earlier, later in zip(columns, timestamps, timestamps[1:], strict=False):

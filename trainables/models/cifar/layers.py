@@ -1,4 +1,4 @@
-"""What the models for CIFAR share. Every builder of them takes any `image_size`: the last map is averaged."""
+"""Layers that small models share. Every builder of them takes any `image_size`: the last map is averaged."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
 
 
 def from_main(compute: Callable[[], T], group: Group) -> T:
-    """What rank 0 computes, on every rank. Its DistillError is raised on every rank."""
+    """What rank 0 computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
     result = gather_objects(_caught(compute) if group.is_main else None, group)[0]
     if isinstance(result, DistillError):
         raise result
@@ -81,6 +81,8 @@ def _caught(compute: Callable[[], T]) -> T | DistillError:
         return compute()
     except DistillError as error:
         return error
+    except OSError as error:  # the other ranks wait: they have to learn of it
+        return DataError(f"{error.filename or 'a file of the teacher'}: {error.strerror or error}")
 
 
 def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:
