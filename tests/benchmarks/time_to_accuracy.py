@@ -123,9 +123,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(RankPool(WORKERS)) as ranks:
         rows, learning, after = measure(args, Trainings(args, ranks, Path(folder)))
-    told = tell(rows, learning, after)
+    summary = tell(rows, learning, after)
     if args.json:
-        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], **told}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], **summary}, indent=2) + "\n")
 
 
 def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], Learning, Learning]:
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
     batch_M, step_s_M = np.array(args.batches, dtype=float), np.array(speeds)
     samples = every * args.pilot
     every_M = np.array([max(1, samples // batch) for batch in args.batches])
-    told: TimesToTarget = learning.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
+    expected: TimesToTarget = learning.time_to_accuracy(batch_M, step_s_M, every_M=every_M)
     rows = [
         Row(batch, lr, step_s, int(wait), float(n), float(seconds), float(spread))
         for batch, lr, step_s, wait, n, seconds, spread in zip(
@@ -154,8 +154,8 @@ def measure(args: argparse.Namespace, trainings: Trainings) -> tuple[list[Row], 
             speeds,
             every_M,
             learning.steps_M(batch_M) + every_M / 2,
-            told.seconds_M,
-            told.spread_M,
+            expected.seconds_M,
+            expected.spread_M,
             strict=True,
         )
     ]
@@ -192,7 +192,7 @@ def tell(rows: list[Row], before: Learning, after: Learning) -> dict[str, Any]:
             f"{len(row.steps)} of {len(row.steps) + row.missed}"
         )
     whole = [row for row in rows if row.steps and not row.missed]
-    told: dict[str, Any] = {"b_noise": {"predicted": before.b_noise, "of all trainings": after.b_noise}}
+    summary: dict[str, Any] = {"b_noise": {"predicted": before.b_noise, "of all trainings": after.b_noise}}
     print(
         f"B_noise: {before.b_noise:.0f} predicted, {after.b_noise:.0f} by all trainings; "
         f"S_min: {before.s_min:.0f} and {after.s_min:.0f}"
@@ -201,8 +201,8 @@ def tell(rows: list[Row], before: Learning, after: Learning) -> dict[str, Any]:
         ("steps", [row.predicted_steps for row in whole], [row.steps for row in whole]),
         ("time", [row.predicted_s for row in whole], [row.seconds for row in whole]),
     ):
-        told[name] = order(name, whole, predicted, measured)
-    return told
+        summary[name] = order(name, whole, predicted, measured)
+    return summary
 
 
 def order(name: str, rows: list[Row], predicted: list[float], measured: list[list[float]]) -> dict[str, Any]:

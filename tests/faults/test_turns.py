@@ -37,7 +37,7 @@ class Simulated(Contender):
 
 
 @pytest.mark.parametrize("stops", [0.0, 0.02])
-def test_what_a_fault_costs_is_measured_beside_it_whatever_the_machine_does(stops: float) -> None:
+def test_the_cost_of_a_fault_is_measured_whatever_the_speed_of_the_machine_does(stops: float) -> None:
     machine = Machine(stops)
     ill, half, mended = (Simulated(machine, fault_s) for fault_s in (0.045, 0.0225, 0.0))
     gains = take_turns([ill, half, mended])

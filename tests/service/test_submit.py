@@ -144,7 +144,7 @@ def test_overrides_that_are_right_together_are_submitted(overrides: tuple[str, .
         (("distill.method=crd", "teacher=null"), "crd needs a teacher"),
     ],
 )
-def test_a_wrong_override_beside_a_method_of_the_cluster_is_refused(
+def test_a_wrong_override_is_refused_also_with_a_method_file_of_the_cluster(
     overrides: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ExperimentError, match=words):

@@ -31,32 +31,32 @@ def experiment(*overrides: str) -> Experiment:
 
 
 def test_a_healthy_run_is_told_that_nothing_is_to_be_gained() -> None:
-    told = case_lines([Recording("the student", HEALTHY)])
-    assert told[0] == "nothing to gain over 5%: compute-bound, the models' own work is 95% of a step"
-    assert "the student: a step of 100.0 ms is backward 45%, teacher 25%, student 25%, optimizer 2%, data 1%" in told[1]
+    shown = case_lines([Recording("the student", HEALTHY)])
+    assert shown[0] == "nothing to gain over 5%: compute-bound, the models' own work is 95% of a step"
+    assert "the student: a step of 100.0 ms is backward 45%, teacher 25%, student 25%, optimizer 2%, data 1%" in shown[1]
 
 
 def test_the_first_line_is_the_main_finding_and_what_to_change_follows() -> None:
-    told = case_lines([Recording("the student", run_of(longer(RANK, teacher=100)))])
-    assert told[0].startswith("teacher-bound, 62% to gain: the teacher takes 125.0 of a step's 200.0 ms")
-    assert told[1].startswith("   change: a smaller teacher")
+    shown = case_lines([Recording("the student", run_of(longer(RANK, teacher=100)))])
+    assert shown[0].startswith("teacher-bound, 62% to gain: the teacher takes 125.0 of a step's 200.0 ms")
+    assert shown[1].startswith("   change: a smaller teacher")
 
 
 def test_several_findings_are_numbered() -> None:
-    told = case_lines([Recording("the student", run_of(longer(RANK, h2d=60, teacher=100)))])
-    assert [line[:2] for line in told if not line.startswith(" ")][:2] == ["1.", "2."]
+    shown = case_lines([Recording("the student", run_of(longer(RANK, h2d=60, teacher=100)))])
+    assert [line[:2] for line in shown if not line.startswith(" ")][:2] == ["1.", "2."]
 
 
 def test_of_a_sweep_the_best_trial_is_spoken_of_and_why_others_are_slower() -> None:
     slow = [Recording(f"trial {n}", run_of(longer(RANK, data=20.0 * n))) for n in (1, 2)]
-    told = case_lines([Recording("trial 0", HEALTHY), *slow])
-    assert told[-1] == "2 other trials, most of the difference in data: up to 40% more time an image (trial 2)"
+    shown = case_lines([Recording("trial 0", HEALTHY), *slow])
+    assert shown[-1] == "2 other trials, most of the difference in data: up to 40% more time an image (trial 2)"
 
 
 def test_a_trial_whose_typical_step_is_no_slower_than_the_best_ones_is_not_given_a_negative_figure() -> None:
     quick = Recording("trial 1", run_of(longer(RANK, backward=-2.0)))
-    told = case_lines([Recording("trial 0", HEALTHY), quick])
-    assert told[-1] == "1 other trial with a typical step no slower than the best one's (trial 1)"
+    shown = case_lines([Recording("trial 0", HEALTHY), quick])
+    assert shown[-1] == "1 other trial with a typical step no slower than the best one's (trial 1)"
 
 
 def test_every_number_of_the_records_arrives_in_the_evidence() -> None:
@@ -117,18 +117,18 @@ def test_a_run_on_a_gpu_that_gets_hot_is_told_so_first() -> None:
 
 def test_what_gains_only_after_another_cause_and_what_gains_only_with_another_are_told_as_such() -> None:
     reads = loader(300 / 64, read_wait=290 / 64, cpu=10 / 64)
-    told = case_lines([Recording("the student", run_of(longer(RANK, data=100, teacher=100), loader=reads))])
-    assert told[0].startswith("1. storage-bound, 34% to gain: ")
-    assert told[2].startswith("2. then teacher-bound, both together 75% to gain: ")
+    shown = case_lines([Recording("the student", run_of(longer(RANK, data=100, teacher=100), loader=reads))])
+    assert shown[0].startswith("1. storage-bound, 34% to gain: ")
+    assert shown[2].startswith("2. then teacher-bound, both together 75% to gain: ")
     even = run_of(replace(longer(RANK, teacher=100), loader_batch_ms=199.0), loader=loader(199 / 64, read_wait=199 / 64))
-    told = case_lines([Recording("the student", even)])
-    assert told[0].startswith("storage-bound and teacher-bound, 63% to gain by both together, by one alone next to nothing: ")
+    shown = case_lines([Recording("the student", even)])
+    assert shown[0].startswith("storage-bound and teacher-bound, 63% to gain by both together, by one alone next to nothing: ")
 
 
 def test_a_node_that_swaps_is_noted_though_no_step_waits_for_it() -> None:
-    told = case_lines([Recording("the student", replace(HEALTHY, nodes=(NodeUse(60.0, 12.0),)))])
-    assert told[0].startswith("nothing to gain")
-    assert "a node reads 12 MiB/s back from swap space: its memory is full" in told
+    shown = case_lines([Recording("the student", replace(HEALTHY, nodes=(NodeUse(60.0, 12.0),)))])
+    assert shown[0].startswith("nothing to gain")
+    assert "a node reads 12 MiB/s back from swap space: its memory is full" in shown
 
 
 @pytest.fixture

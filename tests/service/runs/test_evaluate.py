@@ -15,7 +15,7 @@ from trainables.failures import Failure, Kind, WorkersFailedError
 from trainables.models.registry import build_model
 
 
-def test_an_evaluation_sees_images_as_the_training_did_unless_an_override_says_otherwise(tmp_path: Path) -> None:
+def test_an_evaluation_prepares_images_as_the_training_did_unless_overridden(tmp_path: Path) -> None:
     model = build_model("mlp_small", num_classes=10, image_size=12, seed=0)
     trained = {"image_size": 12, "val_resize": 14, "mean": [0.1, 0.2, 0.3], "std": None}
     about = {"model": "mlp_small", "num_classes": 10, "classes": [str(digit) for digit in range(10)], **trained}

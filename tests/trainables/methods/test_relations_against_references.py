@@ -100,7 +100,7 @@ def test_a_batch_may_be_empty(case: Comparison) -> None:
 
 
 @every_method
-def test_opposite_samples_and_zeros_beside_them_give_finite_gradients(case: Comparison) -> None:
+def test_opposite_samples_and_zeros_give_finite_gradients(case: Comparison) -> None:
     student, teacher = case.answers()
     assert_finite(case, [np.concatenate([x[:1], -x[:1], x[2:] * 0]) for x in student], teacher)
 
