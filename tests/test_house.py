@@ -51,6 +51,7 @@ LAYERS = {
         "rundir",
         "stage_result",
         "locks",
+        "user_folder",
         "failures",
         "distributed",
         "data",

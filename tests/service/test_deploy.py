@@ -71,6 +71,24 @@ def test_the_cluster_asks_for_a_token_and_shows_its_dashboard_on_loopback_alone(
     assert "~/.ray/auth_token" in cluster["file_mounts"]
 
 
+def test_the_clusters_sessions_lie_in_a_folder_of_its_user_alone(tmp_path: Path) -> None:
+    cluster = load(ROOT / "cluster.yaml")
+    starts = [command for command in commands(cluster) if "ray start" in command]
+    assert all('--temp-dir="$RAY_TMPDIR/ray"' in command for command in starts)
+    for command in starts:
+        make = re.search(r"mkdir .*(?= && ray start| ray start)", command)
+        assert make is not None
+        folder = tmp_path / "mine"
+        folder.mkdir(mode=0o755, exist_ok=True)
+        made = make.group().removesuffix(" &&")
+        assert subprocess.run(["bash", "-c", made], env={"RAY_TMPDIR": str(folder)}, timeout=30).returncode == 0
+        assert folder.stat().st_mode & 0o777 == 0o700
+        link = tmp_path / "link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)  # whoever owns the link may let it lead elsewhere later
+        assert subprocess.run(["bash", "-c", made], env={"RAY_TMPDIR": str(link)}, timeout=30).returncode != 0
+
+
 @pytest.mark.parametrize("path", [ROOT / "cluster.yaml", *MANIFESTS], ids=lambda path: path.name)
 def test_what_a_user_has_to_change_is_marked(path: Path) -> None:
     unmarked = ("192.168.", "registry.example.com", "claimName:", "ssh_user:", "replicas:", "RAYDISTILL_RUNS=")
