@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from service.config import strict_yaml
-from service.config.dotted import put
+from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.method_rules import MethodFiles, check_methods, distills, own_optimizers
@@ -23,7 +23,7 @@ from service.config.rules import RULES
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
-from service.config.uris import checked_uri
+from service.config.uris import checked_uri, secret_refusal
 from trainables.config import (
     AssistantConfig,
     DataConfig,
@@ -38,6 +38,7 @@ from trainables.config import (
 )
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
+from trainables.redact import redact_values
 from trainables.rundir import expand_home
 
 MAX_NAME = 150
@@ -267,6 +268,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
         except ExperimentError as error:
             raise ConfigProblems([("tracking.uri", str(error))]) from error
     _check_sweep(experiment.sweep)
+    _check_secrets(experiment)
     return experiment
 
 
@@ -282,6 +284,14 @@ def _check_models(experiment: Experiment) -> None:
                 check_model_name(section.model)
         except ModelError as error:
             raise ConfigProblems([(key, f"{key}: {error}")]) from error
+
+
+def _check_secrets(experiment: Experiment) -> None:
+    """Refuse passwords and keys in values: the experiment is written into every record of its runs."""
+    values = flatten(experiment.model_dump(mode="json"))
+    found = [(key, secret_refusal(key, value)) for key, value in values.items() if redact_values(value) != value]
+    if found:
+        raise ConfigProblems(found)
 
 
 def _check_sweep(sweep: SweepConfig) -> None:
