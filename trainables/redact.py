@@ -5,6 +5,8 @@ import os
 import re
 from typing import Any
 
+from trainables.errors import printable
+
 HIDDEN = "***"
 _NAME = r"[\w.-]*(?:passw|pwd|secret|token|signature|credential|access_?key|api_?key)[\w.-]*"
 _PATTERNS = (
@@ -52,6 +54,6 @@ def redact_values(value: Any) -> Any:
 
 
 def redact_record(record: logging.LogRecord) -> bool:
-    """A filter of a logger: redacts what it logs."""
-    record.msg, record.args = redact(record.getMessage()), ()
+    """A filter of a logger: redacts what it logs, and makes it printable."""
+    record.msg, record.args = printable(redact(record.getMessage())), ()
     return True

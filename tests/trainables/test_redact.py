@@ -77,3 +77,9 @@ def test_a_flag_of_the_environment_is_no_secret(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("AZURE_TOKEN_FILE", "/var/run/secrets/token")
     assert redact("false: /var/run/secrets/token") == "false: /var/run/secrets/token"
+
+
+def test_a_name_in_a_log_line_commands_no_terminal() -> None:
+    record = logging.LogRecord("raydistill", logging.INFO, "", 0, "skipped %s", ("a\x1b[2J.png",), None)
+    redact_record(record)
+    assert record.getMessage() == r"skipped a\x1b[2J.png"
