@@ -76,13 +76,15 @@ def search(
 
     The planner may ask for a point again: it is then measured again, at the time that it is by then.
     """
-    from service.search.planner import Hardware, Observation, Planner
+    from service.search.planner import Planner
+    from service.search.points import Hardware, Observation
+    from service.search.state import SearchState
 
     plant = cluster.plant
     hardware = Hardware(plant.nodes, plant.gpus_per_node, plant.cpu.threads)
     session, thinking_s = Session(cluster, 0), [0.0]
     began = time.perf_counter()
-    planner = Planner(cluster.possible, hardware, metric=metric, seed=cluster.seed, max_steps=STEPS)
+    planner = Planner(SearchState(cluster.possible, hardware, metric=metric, seed=cluster.seed, max_steps=STEPS))
     thinking_s[0] += time.perf_counter() - began
     for _ in range(MOST_PROBES * len(cluster.points)):
         began = time.perf_counter()

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from service.search.planner import Hardware, Observation, Planner
+from service.search.planner import Planner
+from service.search.points import Hardware, Observation
 
 QUEUE, STEPS = 4, 60
 
@@ -101,4 +102,4 @@ class Queues:
         """How much dearer the found point is than the best of all."""
         best = search.best()
         assert best is not None
-        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.points if self.fits(at)) - 1
+        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.state.points if self.fits(at)) - 1
