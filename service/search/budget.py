@@ -18,7 +18,8 @@ from service.search.points import Array, Flags, Layout, Observation
 GRID_STEPS = 40  # steps past the warm-up that a lean grid measures of each point
 OOM_S = 5.0  # until a batch that does not fit says so
 MAX_SHARE = 0.6  # of a lean grid that is spent at most; the rest is what its estimate may be off by
-MAX_REPEATS_SHARE = 0.2  # of a lean grid that is spent at most on points that were measured before
+RACE_SHARE = 0.06  # of that, in lean grids, that is kept for measuring the leading points again at the end
+MAX_REPEATS_SHARE = 0.2  # of a lean grid beyond which no known point is measured again before that
 LEAST_SHARE = 0.08  # of a lean grid: a search that has cost less goes on as long as a probe may show something
 DEAR_SHARE = 0.35  # of a lean grid: beyond it a probe counts as its part of what was spent
 EARLY_PRICE = 0.3  # of a probe, before the least share is spent
@@ -67,7 +68,7 @@ class ProbeCosts:
         self.spent_gpu_s += gpu_s
         self.again_gpu_s += gpu_s if again else 0.0
 
-    def probe_M(self, layout: Layout, step_s_M: Array, chance_M: Array, steps: float, group: float | None) -> Array:
+    def probe_gpu_s_M(self, layout: Layout, step_s_M: Array, chance_M: Array, steps: float, group: float | None) -> Array:
         """Of a probe of so many steps at each point, which runs with the given chance and otherwise ends its group of workers."""
         start_M = np.where(layout.workers_M == group, 0.0, self.start_s)
         ran_M = self.setup_s + (self.warmup_steps + steps) * step_s_M
@@ -75,14 +76,14 @@ class ProbeCosts:
             layout.workers_M * (start_M + chance_M * ran_M + (1 - chance_M) * (self.setup_s + OOM_S + self.start_s))
         )
 
-    def starts(self, layout: Layout) -> float:
+    def starts_gpu_s(self, layout: Layout) -> float:
         """Of one start for each number of workers."""
         return float(np.unique(layout.workers_M).sum()) * self.start_s
 
-    def grid(self, layout: Layout, step_s_M: Array, chance_M: Array) -> float:
+    def grid_gpu_s(self, layout: Layout, step_s_M: Array, chance_M: Array) -> float:
         """Of measuring every point once and briefly, those with as many workers one after the other on one start."""
         steps = self.warmup_steps + min(GRID_STEPS, self.max_steps)
-        return self.starts(layout) + float((chance_M * layout.workers_M * (self.setup_s + steps * step_s_M)).sum())
+        return self.starts_gpu_s(layout) + float((chance_M * layout.workers_M * (self.setup_s + steps * step_s_M)).sum())
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,14 @@ class Budget:
     repeats_gpu_s: float  # of that, on points that were measured before
 
     @property
-    def left_gpu_s(self) -> float:
-        """For any probe."""
+    def left_race_gpu_s(self) -> float:
+        """For measuring a leading point again at the end."""
         return MAX_SHARE * self.grid_gpu_s - self.spent_gpu_s
+
+    @property
+    def left_gpu_s(self) -> float:
+        """For any probe before."""
+        return self.left_race_gpu_s - RACE_SHARE * self.grid_gpu_s
 
     @property
     def left_repeats_gpu_s(self) -> float:
@@ -107,8 +113,8 @@ class Budget:
         """Which probes leave the search's cost below a share of a lean grid, and so much more."""
         return np.asarray(self.spent_gpu_s + cost_M < share * self.grid_gpu_s + more_gpu_s)
 
-    def is_open_to_checks(self, cost_M: Array) -> Flags:
-        """Whether a probe may be spent on what is expected to be worse: while the search is cheap, or where it is dear anyway."""
+    def affordable_checks_M(self, cost_M: Array) -> Flags:
+        """Where a probe may be spent on what is expected to be worse: while the search is cheap, or where it is dear anyway."""
         spent = self.spent_gpu_s / self.grid_gpu_s
         return self.within(LEAST_SHARE, cost_M) | ((spent > DEAR_SHARE) & (cost_M < self.left_gpu_s))
 

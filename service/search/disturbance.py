@@ -165,31 +165,48 @@ def second_look(
     batch_U: Array,
     cost_U: Array,
     turns_U: Sequence[Sequence[int]],
+    last_U: Sequence[int],
     shares_U: Array,
     ended_s: Sequence[float],
 ) -> list[tuple[int, float]]:
-    """For each other group of points than the best point's, its best point, and the gain that a second look may bring.
+    """For each group of points, its best point, and the gain that a second look may bring.
+
+    Of the best point's own group only those count that were measured at another time, and at the time of none that was also
+    measured at about the time of the best: they may have lost by their time alone.
 
     The most first. A group are the points of one number of workers and one kind. `cost_U`: logarithms; `turns_U`: when each
-    point was measured, disturbed ones left out; `ended_s`: when each turn ended. A group that was never measured at about the
-    time of the best point may have lost by its time alone. Of points that are as good, the one with the largest batch is
-    looked at: it has most to gain where something that all share was slow. What was looked at just before is left out: it would
-    meet the same conditions.
+    point was measured, disturbed ones left out; `last_U`: the last one of all; `ended_s`: when each turn ended. A group that
+    was never measured at about the time of the best point may have lost by its time alone. Of points that are as good, the one
+    with the largest batch is looked at: it has most to gain where something that all share was slow. What was looked at just
+    before is left out: it would meet the same conditions.
     """
     best, now = int(np.argmin(cost_U)), len(ended_s)
+
+    def times_of(turns: Sequence[int]) -> int:
+        return occasions([ended_s[turn] for turn in turns])
+
     found = []
     for group in dict.fromkeys(groups_U):
+        members = [index for index, other in enumerate(groups_U) if other == group]
         if group == groups_U[best]:
+            near = [index for index in members if _are_near(turns_U[index], turns_U[best])]
+            witnesses = [turn for index in near for turn in turns_U[index]]
+            apart = [index for index in members if not _are_near(turns_U[index], witnesses)]
+            members = [index for index in apart if times_of(turns_U[index]) < MAX_OCCASIONS]
+        if not members or best in members:
             continue
-        members: NDArray[np.int_] = np.array([index for index, other in enumerate(groups_U) if other == group])
-        alike = members[cost_U[members] <= cost_U[members].min() + EQUAL_COST]
-        candidate = int(alike[np.argmax(batch_U[alike])])
-        turns = sorted(turn for index in members.tolist() for turn in turns_U[index])
-        times = occasions([ended_s[turn] for turn in turns])
-        if times < MAX_OCCASIONS and now - max(turns_U[candidate], default=-APART_PROBES) > APART_PROBES:
-            compared = any(abs(turn - other) < APART_PROBES for turn in turns for other in turns_U[best])
-            share = float(shares_U[candidate]) if compared else MAX_DISTURBED_SHARE
+        cost_N, batch_N = cost_U[members], batch_U[members]
+        candidate = members[int(np.argmax(np.where(cost_N <= cost_N.min() + EQUAL_COST, batch_N, 0.0)))]
+        turns = turns_U[candidate] if group == groups_U[best] else sorted(turn for index in members for turn in turns_U[index])
+        times = times_of(turns)
+        if times < MAX_OCCASIONS and now - last_U[candidate] > APART_PROBES:
+            share = float(shares_U[candidate]) if _are_near(turns, turns_U[best]) else MAX_DISTURBED_SHARE
             chance = share * PERSISTENCE ** (times - 1) if times else 1.0
             behind = float(cost_U[candidate] - cost_U[best])
             found.append((candidate, chance * MEAN_EXCESS * math.exp(-behind / MEAN_EXCESS)))
     return sorted(found, key=lambda pair: -pair[1])
+
+
+def _are_near(turns: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether some of them were at about the same time."""
+    return any(abs(turn - other) < APART_PROBES for turn in turns for other in others)

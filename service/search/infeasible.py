@@ -1,6 +1,6 @@
-"""Which points are left alone for what others of them met: no room on the cluster, or a failure of unknown cause.
+"""Which points most likely cannot run for what others of them met: no room on the cluster, or a failure of unknown cause.
 
-Failures also come by chance (a node that hiccups): one says little, and a point that failed once may be tried once more.
+Failures also come by chance (a node that hiccups): one says little, and what failed is tried again where that may be worth it.
 
 Shapes: M points.
 """
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 
 from service.config.space import SCALE_AXES
-from service.search.points import Flags, Layout, Observation, Point
+from service.search.points import Array, Flags, Layout, Observation, Point
 
-FAILURES = 2  # of a point until it is given up; of different points with one value, nothing having run with it
+ALWAYS_FAILS = 0.04  # probability of a value, or of a point, before anything is measured
+FAILS_BY_CHANCE = 0.05  # of a probe that should run
+MAX_BROKEN = 3  # values that are broken at once
 RAN = ("ok", "oom")  # an OOM too had its room, and its code ran
 
 
@@ -60,25 +63,26 @@ def lost(layout: Layout, history: Sequence[tuple[int, Observation]]) -> Flags:
     return lost_M
 
 
-def failing(layout: Layout, values: Sequence[Flags], history: Sequence[tuple[int, Observation]]) -> Flags:
-    """Points that failed twice and never worked, and all that have in common what several of those that failed have.
+def chances_after_failures(layout: Layout, values: Sequence[Flags], history: Sequence[tuple[int, Observation]]) -> Array:
+    """The probability that each point can run, as far as failures of unknown cause tell.
 
-    That is one of `values`, or a number of workers and all above it, with which two points failed and none ever worked.
-    Points that failed may have several things in common. As long as another one explains the same failures, only what has
-    both is left alone.
+    A probe fails by chance, or for something that its point has: one of `values`, or a number of workers and all above it. What
+    something else ran with is not broken. Each set of what may be broken is weighed by how likely it makes the failures (Bayes):
+    of two causes that explain the same failures neither is sure, and what has both most likely fails.
     """
     counts = Counter(row for row, observation in history if observation.status == "failed")
     worked = [row for row, observation in history if observation.status in RAN]
     failed = [row for row in counts if row not in worked]
-    tried, points = np.unique(layout.workers_M[failed], return_counts=True)
-    sizes = [layout.workers_M >= workers for workers in tried[points >= FAILURES]]
-    suspects: list[tuple[frozenset[int], Flags]] = []
-    for having_M in (*values, *sizes):
-        failures = frozenset(row for row in failed if having_M[row])
-        if len(failures) >= FAILURES and not having_M[worked].any():
-            suspects.append((failures, having_M))
-    failing_M = np.zeros(len(layout.workers_M), dtype=bool)
-    failing_M[[row for row in failed if counts[row] >= FAILURES]] = True
-    for failures, _ in suspects:
-        failing_M |= np.all(np.stack([having_M for others, having_M in suspects if failures <= others]), axis=0)
-    return failing_M
+    sizes = [layout.workers_M >= workers for workers in np.unique(layout.workers_M[failed])]
+    suspects = [having_M for having_M in (*values, *sizes) if having_M[failed].any() and not having_M[worked].any()]
+    total, fails_M = 0.0, np.zeros(len(layout.workers_M))
+    for num_broken in range(min(len(suspects), MAX_BROKEN) + 1):
+        for broken in combinations(suspects, num_broken):
+            having_M = np.any([np.zeros(len(fails_M), dtype=bool), *broken], axis=0)
+            weight = ALWAYS_FAILS**num_broken / FAILS_BY_CHANCE ** int(having_M[failed].sum())
+            total += weight
+            fails_M += weight * having_M
+    chance_M = 1 - fails_M / total
+    for row in failed:
+        chance_M[row] /= 1 + ALWAYS_FAILS / FAILS_BY_CHANCE ** counts[row]
+    return np.asarray(chance_M)

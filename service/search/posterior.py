@@ -38,6 +38,7 @@ class Posterior:
     disturbances: Disturbances
     rows_U: Rows  # of the points that ran
     cost_U: Array  # the logarithm of their cost, from their own measurements and the model together
+    own_most_U: Array  # what it is at most by their own measurements alone, two standard deviations above their mean
     incumbent_M: Rows  # row of the measured point that each one has to beat
     penalty_M: Array  # what that one's cost counts more, in logarithms
 
@@ -137,51 +138,76 @@ def posterior_of(
         model = prior.fitted(measured)
     at_O = np.array([*rows, *pending])
     age_O = np.array([*ages, *(0 for _ in pending)], dtype=float)
-    rest = _unexplained(prior, model, measured, measured.logs_3M[0], layout, at_O, age_O)
-    raw_O, change_O = measured.logs_3M[0], rest.change_O
-    workers_O = layout.workers_M[at_O]
-    disturbances = Disturbances.of(at_O.tolist(), workers_O, raw_O, measured.noise_M)
-    left = Disturbances.of(at_O.tolist(), workers_O, raw_O - change_O, measured.noise_M)
-    measured = measured.without(left.excess_O, left.doubt_O)
-    log_O = measured.logs_3M[0]
-    if (left.excess_O + np.abs(rest.change_O)).max() > CHANGED:
-        # The model shall not explain by what a point is what happened at its time.
-        measured = measured.without(rest.change_O)
-        model = prior.fitted(measured)
-        rest = _unexplained(prior, model, measured, log_O, layout, at_O, age_O)
-
-    logs_SP, weights_S = model.draws(prior, measured, DRAWS, np.random.default_rng(seed))
+    fit = _Fit.of(prior, model, measured, layout, at_O, age_O)
+    logs_SP, weights_S = fit.model.draws(prior, fit.measured, DRAWS, np.random.default_rng(seed))
     step_SM = np.log(step_times(logs_SP, layout).step)
-    value_SM = step_SM + (log_O - step_SM[:, at_O]) @ rest.gain_MO.T + offset_M
+    value_SM = step_SM + (fit.log_O - step_SM[:, at_O]) @ fit.residuals.gain_MO.T + offset_M
     rows_U = np.array(list(dict.fromkeys(rows)))
-    least_U = _least_by_own_steps(rows_U, at_O, log_O - rest.change_O, measured.noise_M)
-    cost_U = np.maximum((weights_S @ value_SM)[rows_U], least_U + offset_M[rows_U])
-    cost_U = undisturbed(disturbances, rows_U, at_O, workers_O, raw_O + offset_M[at_O], measured.noise_M, change_O, cost_U)
-    cost_U[lost_M[rows_U]] = np.inf
+    cost_U = _costs(fit, measured, layout, rows_U, at_O, (weights_S @ value_SM)[rows_U], offset_M)
+    mean_U, error_U = _own(rows_U, at_O, measured.logs_3M[0], measured.noise_M)
+    own_most_U = mean_U + 2 * error_U + offset_M[rows_U]
+    cost_U[lost_M[rows_U]] = own_most_U[lost_M[rows_U]] = np.inf
     incumbent_M, penalty_M = np.full(len(offset_M), np.argmin(cost_U)), np.zeros(len(offset_M))
     if along_front:
         incumbent_M, penalty_M = incumbents(layout.workers_M, layout.workers_M[rows_U], cost_U)
     return Posterior(
         value_SM=value_SM,
         weights_S=weights_S,
-        rest_M=np.sqrt(rest.variance_M),
+        rest_M=np.sqrt(fit.residuals.variance_M),
         offset_M=offset_M,
-        residuals=rest,
-        disturbances=disturbances,
+        residuals=fit.residuals,
+        disturbances=fit.disturbances,
         rows_U=rows_U,
         cost_U=cost_U,
+        own_most_U=own_most_U,
         incumbent_M=rows_U[incumbent_M],
         penalty_M=penalty_M,
     )
 
 
-def _least_by_own_steps(rows_U: Rows, at_O: Rows, log_O: Array, noise_O: Array) -> Array:
-    """The logarithm of the step that a point's own measurements allow at least, two standard deviations below their mean.
+@dataclass(frozen=True)
+class _Fit:
+    """The model fitted to the measurements as they would be were nobody else there, and the cluster always the same."""
 
-    A point that was measured slow is not the best, whatever the model says of it.
-    """
+    model: StepTime
+    measured: Measured
+    residuals: Residuals
+    log_O: Array  # of the steps, without what disturbed them
+    disturbances: Disturbances
+    change_O: Array  # what the cluster's state had added before anything was taken off
+
+    @classmethod
+    def of(cls, prior: StepTime, model: StepTime, measured: Measured, layout: Layout, at_O: Rows, age_O: Array) -> _Fit:
+        """`model` is the prior fitted to `measured` as it is."""
+        raw_O, workers_O = measured.logs_3M[0], layout.workers_M[at_O]
+        residuals = _unexplained(prior, model, measured, raw_O, layout, at_O, age_O)
+        change_O = residuals.change_O
+        disturbances = Disturbances.of(at_O.tolist(), workers_O, raw_O, measured.noise_M)
+        left = Disturbances.of(at_O.tolist(), workers_O, raw_O - change_O, measured.noise_M)
+        measured = measured.without(left.excess_O, left.doubt_O)
+        log_O = measured.logs_3M[0]
+        if (left.excess_O + np.abs(change_O)).max() > CHANGED:
+            # The model shall not explain by what a point is what happened at its time.
+            measured = measured.without(change_O)
+            model = prior.fitted(measured)
+            residuals = _unexplained(prior, model, measured, log_O, layout, at_O, age_O)
+        return cls(model, measured, residuals, log_O, disturbances, change_O)
+
+
+def _costs(fit: _Fit, raw: Measured, layout: Layout, rows_U: Rows, at_O: Rows, value_U: Array, offset_M: Array) -> Array:
+    """The cost of the points that ran, in logarithms: `value_U` is what model and residuals say of it."""
+    noise_O = fit.measured.noise_M
+    # A point that was measured slow is not the best, whatever the model says of it.
+    mean_U, error_U = _own(rows_U, at_O, fit.log_O - fit.residuals.change_O, noise_O)
+    cost_U = np.maximum(value_U, mean_U - 2 * error_U + offset_M[rows_U])
+    log_O, workers_O = raw.logs_3M[0] + offset_M[at_O], layout.workers_M[at_O]
+    return undisturbed(fit.disturbances, rows_U, at_O, workers_O, log_O, noise_O, fit.change_O, cost_U)
+
+
+def _own(rows_U: Rows, at_O: Rows, log_O: Array, noise_O: Array) -> tuple[Array, Array]:
+    """The mean logarithm of the step by a point's own measurements, and its standard deviation."""
     weight_UO = np.equal.outer(rows_U, at_O) / (noise_O**2 + REPEAT_SD**2)
-    return np.asarray(weight_UO @ log_O / weight_UO.sum(axis=1) - 2 / np.sqrt(weight_UO.sum(axis=1)))
+    return np.asarray(weight_UO @ log_O / weight_UO.sum(axis=1)), np.asarray(1 / np.sqrt(weight_UO.sum(axis=1)))
 
 
 def _unexplained(

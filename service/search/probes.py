@@ -65,9 +65,10 @@ class SlowSteps:
 
     @classmethod
     def of(cls, probes: Sequence[Sequence[float]]) -> SlowSteps:
-        """Pooled over probes, each step counting the same; probes that are mostly unusual steps are left out."""
+        """Pooled over probes, each step counting the same; those that are mostly unusual steps, or a single one, are left out."""
         every = [np.asarray(steps_s, dtype=float) for steps_s in probes]
-        pairs = [(times_S, usual_S) for times_S in every if (usual_S := _usual(times_S)) is not None]
+        usual = [(times_S, _usual(times_S)) for times_S in every]
+        pairs = [(times_S, usual_S) for times_S, usual_S in usual if usual_S is not None and len(usual_S) > 1]
         if not pairs:
             return cls()
         ratio_S = np.concatenate([times_S / usual_S.mean() for times_S, usual_S in pairs])

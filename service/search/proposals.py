@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,9 +17,7 @@ from service.search.formulas import step_times
 from service.search.neighbours import unchecked_neighbours
 from service.search.points import Array, Flags, describe_point
 from service.search.remeasure import MAX_REPEATS, Contest
-
-if TYPE_CHECKING:
-    from service.search.planner import Planner
+from service.search.state import SearchState
 
 MIN_WIN_PROBABILITY = 0.05  # of beating the best point by more than the tolerance: below it a point is not worth a probe
 GAIN_PER_GRID, LATE_GAIN_PER_GRID = 0.05, 0.3  # relative gain that a probe as dear as a lean grid would have to bring
@@ -41,38 +38,38 @@ class Proposal:
     why: str
 
 
-def first_probe(planner: Planner, group: float | None) -> Proposal:
+def first_probe(state: SearchState, group: float | None) -> Proposal:
     """The most informative point for its cost, the batches small as long as little is known of memory."""
-    layout, memory, chance_M = planner.layout, planner.memory, planner.chances()
-    open_M = planner.is_open(chance_M)
+    layout, memory, chance_M = state.layout, state.memory, state.chances()
+    open_M = state.candidates_M(chance_M)
     if not open_M.any():
         return Proposal(None, "no point is left that can run")
-    gain_M = chance_M * planner.model.information(layout, planner.pending)
+    gain_M = chance_M * state.model.information(layout, state.pending)
     if memory.capacity_mib == np.inf:  # begin in the lower half
         open_M = open_M & (layout.batch_M <= np.median(layout.batch_M[open_M]))
     elif memory.is_line_unknown():  # no bigger batch is tried before two peaks give the line
         other_M = np.zeros_like(open_M)
         for kind, peaks in memory.peaks.items():
-            other_M |= (planner.kind_M == kind) & ~np.isin(layout.batch_M, list(peaks))
+            other_M |= (state.kind_M == kind) & ~np.isin(layout.batch_M, list(peaks))
         open_M = open_M & other_M if (open_M & other_M).any() else open_M
-    step_s_M = step_times(planner.model.mean_P, layout).step
-    cost_M = planner.costs.probe_M(layout, step_s_M, chance_M, planner.usual_steps, group)
+    step_s_M = step_times(state.model.mean_P, layout).step
+    cost_M = state.costs.probe_gpu_s_M(layout, step_s_M, chance_M, state.usual_steps, group)
     row = int(np.argmax(np.where(open_M, gain_M / np.sqrt(cost_M), -1.0)))
-    return Proposal(row, f"{describe_point(planner.points[row])} tells most about what a step is made of, for its GPU time")
+    return Proposal(row, f"{describe_point(state.points[row])} tells most about what a step is made of, for its GPU time")
 
 
 class Proposals:
     """What may be measured next once a point ran. `group` is the num_workers of the workers that are there, if any."""
 
-    def __init__(self, planner: Planner, group: float | None) -> None:
-        self.planner, self.group = planner, group
-        self.posterior, self.chance_M = planner.posterior(), planner.chances()
-        layout, step_s_M = planner.layout, self.posterior.step_s_M
+    def __init__(self, state: SearchState, group: float | None) -> None:
+        self.state, self.group = state, group
+        self.posterior, self.chance_M = state.posterior(), state.chances()
+        layout, step_s_M = state.layout, self.posterior.step_s_M
         # Of the whole cluster, also where a part of it has gone: what was spent on that part was not spent on the rest.
-        grid_gpu_s = planner.costs.grid(layout, step_s_M, planner.memory.chances(planner.kind_M, layout.batch_M))
-        self.budget = Budget(grid_gpu_s, planner.costs.spent_gpu_s, planner.costs.again_gpu_s)
-        self.cost_M = planner.costs.probe_M(layout, step_s_M, self.chance_M, planner.usual_steps, group)
-        self.open_M = planner.is_open(self.chance_M) & (self.cost_M < self.budget.left_gpu_s)
+        grid_gpu_s = state.costs.grid_gpu_s(layout, step_s_M, state.memory.chances(state.kind_M, layout.batch_M))
+        self.budget = Budget(grid_gpu_s, state.costs.spent_gpu_s, state.costs.again_gpu_s)
+        self.cost_M = state.costs.probe_gpu_s_M(layout, step_s_M, self.chance_M, state.usual_steps, group)
+        self.open_M = state.candidates_M(self.chance_M) & (self.cost_M < self.budget.left_gpu_s)
 
     def next(self) -> Proposal:
         """The point to measure next, new or known; None: neither is worth it."""
@@ -86,14 +83,14 @@ class Proposals:
 
     def explore(self) -> Proposal:
         """A point that was not measured yet, and is worth it."""
-        planner, posterior, open_M = self.planner, self.posterior, self.open_M
+        state, posterior, open_M = self.state, self.posterior, self.open_M
         if not open_M.any():
-            if planner.is_open(self.chance_M).any():
+            if state.candidates_M(self.chance_M).any():
                 return Proposal(None, "the search has cost as much as measuring every point briefly")
-            every = "every point that is expected to run" if planner.untested_M.any() else "every point"
+            every = "every point that is expected to run" if state.untested_M.any() else "every point"
             return Proposal(None, f"{every} was measured")
-        gain_M, beats_M = self.chance_M * posterior.gain_M(), self.chance_M * posterior.beats_M(planner.tolerance)
-        starts_gpu_s, share_M = planner.costs.starts(planner.layout), self.cost_M / self.budget.grid_gpu_s
+        gain_M, beats_M = self.chance_M * posterior.gain_M(), self.chance_M * posterior.beats_M(state.tolerance)
+        starts_gpu_s, share_M = state.costs.starts_gpu_s(state.layout), self.cost_M / self.budget.grid_gpu_s
         early_M = self.budget.within(EARLY_SHARE, self.cost_M, starts_gpu_s)
         needed_M = np.where(early_M, GAIN_PER_GRID, LATE_GAIN_PER_GRID) * share_M
         worth_M = open_M & ((early_M & (beats_M > MIN_WIN_PROBABILITY)) | (gain_M > needed_M))
@@ -102,25 +99,24 @@ class Proposals:
             return Proposal(
                 row,
                 f"{self._name(row)} is expected to gain {gain_M[row]:.1%} on {self._name(posterior.incumbent_M[row])}, and beats "
-                f"it by more than {planner.tolerance:.0%} with a probability of {beats_M[row]:.0%}",
+                f"it by more than {state.tolerance:.0%} with a probability of {beats_M[row]:.0%}",
             )
         affordable_M = self.budget.within(NEIGHBOUR_SHARE, self.cost_M, starts_gpu_s)
         if rows := self._neighbours(posterior.incumbent_M.tolist(), open_M, affordable_M):
             return self._neighbour(min(rows, key=lambda row: float(self.cost_M[row])))
         chance = float(np.max(beats_M[open_M]))
-        best = "those of the front of speed and cost" if planner.along_front else self._name(posterior.best)
+        best = "those of the front of speed and cost" if state.along_front else self._name(posterior.best)
         hopeless = chance <= MIN_WIN_PROBABILITY
         ends = "no untested point is expected to be" if hopeless else "no probe is worth its GPU time any more to find one"
         return Proposal(
             None,
-            f"{ends} more than {planner.tolerance:.0%} better than {best}; "
-            f"the likeliest is so with a probability of {chance:.1%}",
+            f"{ends} more than {state.tolerance:.0%} better than {best}; the likeliest is so with a probability of {chance:.1%}",
         )
 
     def check(self) -> Proposal | None:
         """A value of an axis that was not measured with the best point's number of workers, though it is expected to be worse."""
         open_M = self.open_M & (self.chance_M > MIN_CHECK_CHANCE)
-        affordable_M = self.budget.is_open_to_checks(self.cost_M)
+        affordable_M = self.budget.affordable_checks_M(self.cost_M)
         rows = self._neighbours([self.posterior.best], open_M, affordable_M, CHEAP_CHECK_MARGIN)
         return self._neighbour(min(rows, key=lambda row: float(self.posterior.value_M[row]))) if rows else None
 
@@ -129,13 +125,13 @@ class Proposals:
 
         One that may have been slow for its time, else the best one that needs no new workers.
         """
-        rows = self.planner.measured_rows
+        rows = self.state.measured_rows
         since = next((back for back in range(len(rows)) if rows[-1 - back] in rows[: len(rows) - 1 - back]), len(rows))
-        if since < REPEAT_INTERVAL or self.planner.pending:
+        if since < REPEAT_INTERVAL or self.state.pending:
             return None
         if found := self.second_look():
             return found
-        workers_M = self.planner.layout.workers_M
+        workers_M = self.state.layout.workers_M
         here = [row for row in self.posterior.leaders(len(rows)).tolist() if workers_M[row] == self.group]
         if not here or rows[-1] == here[0]:
             return None
@@ -143,17 +139,17 @@ class Proposals:
 
     def second_look(self) -> Proposal | None:
         """A point that may only look slow for the time at which it was measured."""
-        planner, posterior = self.planner, self.posterior
-        rows, rows_U, ended_s = planner.measured_rows, posterior.rows_U, planner.costs.ended_s
-        turns = [[turn for row, turn in self.clean if row == point] for point in rows_U]
-        workers_U, batch_U = planner.layout.workers_M[rows_U], planner.layout.batch_M[rows_U]
-        ended_O = np.array([ended_s[turn] for turn, (_, one) in enumerate(planner.history) if one.status == "ok"])
-        shares_U = posterior.disturbances.shares(planner.layout.workers_M[rows], workers_U, ended_O)
-        groups_U = [*zip(workers_U.tolist(), planner.kind_M[rows_U].tolist(), strict=True)]
-        for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns, shares_U, ended_s):
+        state, posterior = self.state, self.posterior
+        rows, rows_U, ended_s = state.measured_rows, posterior.rows_U, state.costs.ended_s
+        turns_U = [[turn for row, turn in self.clean if row == point] for point in rows_U]
+        last_U = [max(turn for row, turn in zip(rows, state.turns, strict=True) if row == point) for point in rows_U]
+        workers_U, batch_U = state.layout.workers_M[rows_U], state.layout.batch_M[rows_U]
+        shares_U = posterior.disturbances.shares(state.layout.workers_M[rows], workers_U, np.array(ended_s)[state.turns])
+        groups_U = [*zip(workers_U.tolist(), state.kind_M[rows_U].tolist(), strict=True)]
+        for index, gain in second_look(groups_U, batch_U, posterior.cost_U, turns_U, last_U, shares_U, ended_s):
             row = int(rows_U[index])
             worth = gain > SECOND_LOOK_GAIN_PER_GRID * self.budget.price(self.repeat_cost_M[row])
-            if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row):
+            if worth and rows.count(row) < MAX_REPEATS / 2 and self._may_repeat(row, self.budget.left_repeats_gpu_s):
                 return Proposal(
                     row, f"{self._name(row)} is measured again: it may have been slow for the time at which it was measured"
                 )
@@ -161,43 +157,42 @@ class Proposals:
 
     def final_race(self) -> Proposal:
         """One of the leading points, to measure again before the best of them is named; None: it is clear enough which it is."""
-        planner, clean = self.planner, self.clean
-        seed = (planner.seed, len(planner.history))
-        contest = Contest.of(self.posterior, planner.measured_rows, [row for row, _ in clean], seed)
-        verified = contest.clean[int(contest.rows_C[0])] > 1
+        state, clean = self.state, self.clean
+        seed = (state.seed, len(state.history))
+        contest = Contest.of(self.posterior, state.measured_rows, [row for row, _ in clean], seed)
         for row in [] if contest.is_settled else contest.candidates():
-            worth = not verified or contest.loss > RACE_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
-            if worth and self._may_repeat(row) and not self._is_futile(row):
+            worth = bool(contest.unverified) or contest.loss > RACE_LOSS_PER_GRID * self.budget.price(self.repeat_cost_M[row])
+            if worth and self._may_repeat(row, self.budget.left_race_gpu_s) and not self._is_futile(row):
                 return Proposal(row, f"{self._name(row)} is measured again: of the leading points it may be the best")
-        return Proposal(None, contest.summary() if not planner.along_front else "")
+        return Proposal(None, contest.summary() if not state.along_front else "")
 
     @cached_property
     def repeat_cost_M(self) -> Array:
         """GPU-seconds of measuring each point once more."""
-        steps = min(2 * self.planner.usual_steps, self.planner.max_steps)
-        always_M = np.ones(len(self.planner.points))
-        return self.planner.costs.probe_M(self.planner.layout, self.posterior.step_s_M, always_M, steps, self.group)
+        steps = min(2 * self.state.usual_steps, self.state.max_steps)
+        always_M = np.ones(len(self.state.points))
+        return self.state.costs.probe_gpu_s_M(self.state.layout, self.posterior.step_s_M, always_M, steps, self.group)
 
     @cached_property
     def clean(self) -> list[tuple[int, int]]:
         """Row and turn of the measurements that nobody disturbed."""
-        ended = [(row, turn) for turn, (row, observation) in enumerate(self.planner.history) if observation.status == "ok"]
-        return [pair for pair, is_clean in zip(ended, self.posterior.disturbances.clean_O, strict=False) if is_clean]
+        ended = zip(self.state.measured_rows, self.state.turns, self.posterior.disturbances.clean_O, strict=False)
+        return [(row, turn) for row, turn, is_clean in ended if is_clean]
 
-    def _may_repeat(self, row: int) -> bool:
-        return row not in self.planner.pending and bool(self.repeat_cost_M[row] < self.budget.left_repeats_gpu_s)
+    def _may_repeat(self, row: int, left_gpu_s: float) -> bool:
+        return row not in self.state.pending and bool(self.repeat_cost_M[row] < left_gpu_s)
 
     def _is_futile(self, row: int) -> bool:
         """Whether a point was just measured twice while others disturbed it: they will be there the next time too."""
-        last = [*enumerate(self.planner.history)][-2:]
+        last = [*enumerate(self.state.history)][-2:]
         return all(measured == row and (row, turn) not in self.clean for turn, (measured, _) in last)
 
     def _neighbours(self, bests: Sequence[int], open_M: Flags, affordable_M: Flags, margin: float = 0.0) -> list[int]:
-        planner, tried_M = self.planner, ~self.planner.untested_M
-        tried_M[planner.pending] = True
+        state, tried_M = self.state, ~self.state.untested_M
+        tried_M[state.pending] = True
         rows: list[int] = []
         for best in dict.fromkeys(bests):
-            rows += unchecked_neighbours(planner.layout, planner.global_M, self.posterior, best, open_M, tried_M, margin)
+            rows += unchecked_neighbours(state.layout, state.global_M, self.posterior, best, open_M, tried_M, margin)
         return [row for row in rows if affordable_M[row]]
 
     def _neighbour(self, row: int) -> Proposal:
@@ -205,4 +200,4 @@ class Proposals:
         return Proposal(row, f"{self._name(row)} is checked as a neighbour of {incumbent}, which the model expects to be better")
 
     def _name(self, row: int) -> str:
-        return describe_point(self.planner.points[row])
+        return describe_point(self.state.points[row])

@@ -32,14 +32,20 @@ class Contest:
     ahead_SC: Array  # draws of what each of them is better by than the one in front, relative
     counts: Counter[int]  # measurements, by row
     clean: Counter[int]  # of those, the ones that nobody disturbed
+    unverified: list[int]  # those in front, by model and measurements or by their own measurements alone, that were not confirmed
 
     @classmethod
     def of(cls, posterior: Posterior, rows: Sequence[int], clean: Sequence[int], seed: Sequence[int]) -> Contest:
         """`rows` of the measurements so far, `clean` are those that were not disturbed."""
         rows_C = posterior.leaders(NUM_LEADERS)
         rows_C = rows_C[np.isfinite(posterior.cost_U[np.argsort(posterior.cost_U, kind="stable")[:NUM_LEADERS]])]
-        cost_SC = posterior.among(rows_C, np.random.default_rng(seed))
-        return cls(rows_C, cost_SC[:, :1] - cost_SC, Counter(rows), Counter(clean))
+        cost_SC, counts, confirmed = posterior.among(rows_C, np.random.default_rng(seed)), Counter(rows), Counter(clean)
+        first = [int(rows_C[0])]
+        # What the model puts down to the time of its measurements may be the point's own: that is seen at another time.
+        if posterior.own_most_U.min() < posterior.cost_U.min():
+            first.append(int(posterior.rows_U[np.argmin(posterior.own_most_U)]))
+        unverified = [row for row in dict.fromkeys(first) if confirmed[row] < MIN_CLEAN and counts[row] < MAX_REPEATS]
+        return cls(rows_C, cost_SC[:, :1] - cost_SC, counts, confirmed, unverified)
 
     @property
     def loss(self) -> float:
@@ -48,14 +54,14 @@ class Contest:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the one in front was confirmed, and what may be lost by taking it is negligible."""
-        return self.loss <= NEGLIGIBLE_LOSS and self.clean[int(self.rows_C[0])] >= MIN_CLEAN
+        """Whether those in front were confirmed, and what may be lost by taking the first is negligible."""
+        return self.loss <= NEGLIGIBLE_LOSS and not self.unverified
 
     def candidates(self) -> list[int]:
         """Those that another measurement may say something about, the most useful first."""
+        if self.unverified:
+            return self.unverified
         best = int(self.rows_C[0])
-        if self.clean[best] < MIN_CLEAN:
-            return [best] if self.counts[best] < MAX_REPEATS else []
         gains = np.maximum(self.ahead_SC, 0.0).mean(axis=0).tolist()
         others = sorted(range(1, len(gains)), key=lambda index: -gains[index])
         rows = [best, *(int(self.rows_C[index]) for index in others if gains[index] > 0.25 * self.loss)]

@@ -17,9 +17,10 @@ from service.runs.outcome import Outcome
 from service.runs.result import ClusterHardware, RunResult, SearchSummary, TrialRow
 from service.search.accuracy import Learning
 from service.search.accuracy_race import Race
-from service.search.planner import METRICS, Planner
+from service.search.planner import Planner
 from service.search.points import Hardware, Observation, identity
 from service.search.rows import measurements, point_of, probes, searched
+from service.search.state import METRICS, SearchState
 from trainables.metrics.phases import PHASES
 
 OBSERVED_STATUSES = ("ok", "oom", "failed")
@@ -62,13 +63,15 @@ def replay(result: RunResult) -> Planner:
         raise ValueError(f"the records of {result.name} do not say what cluster it ran on")
     points = searched(result.rows)
     planner = Planner(
-        list(points.values()),
-        hardware_of(result.hardware),
-        metric=result.metric if result.metric in METRICS else "images_per_s",
-        tolerance=result.tolerance,
-        max_steps=result.timing_steps or 60,
-        warmup_steps=result.warmup_steps,
-        factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
+        SearchState(
+            list(points.values()),
+            hardware_of(result.hardware),
+            metric=result.metric if result.metric in METRICS else "images_per_s",
+            tolerance=result.tolerance,
+            max_steps=result.timing_steps or 60,
+            warmup_steps=result.warmup_steps,
+            factor=Learning.of(result.noise_scales).factor if result.metric == TIME else lambda point: 1.0,
+        )
     )
     ended = [(points[row.id], one) for row in probes(result.rows) if row.id in points for one in measurements(row)]
     for point, one in sorted(ended, key=lambda pair: pair[1].ended_s):
@@ -109,7 +112,7 @@ def race(result: RunResult, planner: Planner) -> tuple[Race, list[str]]:
     rows = result.rows
     ids = {identity(point): trial for trial, point in reversed(searched(rows).items())}
     broken = {row.id for row in probes(rows) if row.status in ("oom", "failed")}
-    fits_M = planner.chances() > 0.5
+    fits_M = planner.state.chances() > 0.5
     known = [
         (ids[identity(forecast.point)], forecast)
         for forecast, fits in zip(planner.forecasts(), fits_M, strict=True)

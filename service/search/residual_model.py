@@ -30,13 +30,15 @@ DRIFT_PROBES = 12.0  # for how many probes the cluster stays about as it is
 COMMON = 0.5  # share of a change's variance that meets all points alike; the rest meets those that are alike
 OCTAVES = (1.0, 1.5, 0.8)  # of workers, batch, loader workers: how far along an axis a residual stays the same
 WALK = 0.05  # relative error that each doubling of the workers adds: more nodes are other hardware, not more of the same
-OWN = 0.01  # relative error of each point that its neighbours know nothing of: which convolution was chosen, what a cache holds
+OWN = 0.01  # relative error of each point that its neighbours know nothing of: what a cache holds
+OF_BATCH = 0.02  # of each number of images a GPU, that the next ones know nothing of: which convolution was chosen
 REPEAT_SD = 0.007  # relative difference of two measurements of one point that their steps do not show
 
 
 def steps_apart(a: Layout, b: Layout) -> Array:
-    """Covariance of a random walk over the doublings of workers."""
-    return WALK**2 * np.minimum.outer(np.log2(a.workers_M), np.log2(b.workers_M))
+    """Covariance of what is not smooth: a random walk over the doublings of workers, and each number of images a GPU."""
+    walk = WALK**2 * np.minimum.outer(np.log2(a.workers_M), np.log2(b.workers_M))
+    return np.asarray(walk + OF_BATCH**2 * np.equal.outer(a.batch_M, b.batch_M))
 
 
 def similarity(a: Layout, b: Layout) -> Array:
@@ -83,13 +85,13 @@ class Residuals:
         """
         at = layout.take(rows_O)
         alike_OO = similarity(at, at)
-        walk_OO = steps_apart(at, at)
+        apart_OO = steps_apart(at, at)
         same_MO = np.equal.outer(np.arange(len(layout.workers_M)), rows_O)
         own_OO = OWN**2 * np.equal.outer(rows_O, rows_O)
-        rest_OO = np.diag(noise_O**2 + REPEAT_SD**2) + own_OO + walk_OO
+        rest_OO = np.diag(noise_O**2 + REPEAT_SD**2) + own_OO + apart_OO
         time_OO = np.exp(-np.abs(np.subtract.outer(ages_O, ages_O)) / DRIFT_PROBES) * (COMMON + (1 - COMMON) * alike_OO)
         best, amplitude, drift = -np.inf, PRIOR_AMPLITUDE, STEADY
-        usual_O = noise_O**2 + OWN**2 + np.diag(walk_OO)
+        usual_O = noise_O**2 + OWN**2 + np.diag(apart_OO)
         unexplained = float(np.mean(left_O**2 - usual_O))
         for tried, change in product(AMPLITUDES, DRIFTS):
             if tried**2 + change**2 < min(unexplained, AMPLITUDES[-1] ** 2):
@@ -118,4 +120,4 @@ class Residuals:
 
 
 def _variance(amplitude: float, layout: Layout) -> Array:
-    return np.asarray(amplitude**2 + OWN**2 + WALK**2 * np.log2(layout.workers_M))
+    return np.asarray(amplitude**2 + OWN**2 + OF_BATCH**2 + WALK**2 * np.log2(layout.workers_M))

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from service.search.planner import Hardware, Observation, Planner
+from service.search.planner import Planner
+from service.search.points import Hardware, Observation
 
 QUEUE, STEPS = 4, 60
 
@@ -101,4 +102,16 @@ class Queues:
         """How much dearer the found point is than the best of all."""
         best = search.best()
         assert best is not None
-        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.points if self.fits(at)) - 1
+        return self.cost(best, metric) / min(self.cost(at, metric) for at in search.state.points if self.fits(at)) - 1
+
+
+ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16)
+FOUR_NODES = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=16)
+SMALL = grid([1, 2, 4], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
+LARGE = grid([1, 2, 4, 8, 16], [64, 128, 256, 512, 1024, 2048], [1, 2, 3, 4, 6, 8])
+CLUSTERS = {
+    "decode": (Queues(ONE_NODE, image_decode_s=0.02), SMALL),
+    "compute": (Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004), SMALL),
+    "network": (Queues(FOUR_NODES, gradients_s=0.3), LARGE),
+    "memory": (Queues(FOUR_NODES, image_mib=120), LARGE),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from service.search.budget import LEAST_SHARE, MAX_SHARE, Budget
+from service.search.budget import LEAST_SHARE, MAX_REPEATS_SHARE, MAX_SHARE, RACE_SHARE, Budget
 
 
 def test_a_probe_is_cheap_while_the_search_is_and_where_it_has_cost_much_already() -> None:
@@ -16,12 +16,20 @@ def test_a_probe_is_cheap_while_the_search_is_and_where_it_has_cost_much_already
 
 def test_what_is_expected_to_be_worse_is_checked_only_by_cheap_and_by_dear_searches() -> None:
     cost_M = np.array([1.0, 1000 * LEAST_SHARE])
-    assert Budget(1000.0, 0.0, 0.0).is_open_to_checks(cost_M).tolist() == [True, False]
-    assert Budget(1000.0, 200.0, 0.0).is_open_to_checks(cost_M).tolist() == [False, False]
-    assert Budget(1000.0, 500.0, 0.0).is_open_to_checks(cost_M).tolist() == [True, True]
+    assert Budget(1000.0, 0.0, 0.0).affordable_checks_M(cost_M).tolist() == [True, False]
+    assert Budget(1000.0, 200.0, 0.0).affordable_checks_M(cost_M).tolist() == [False, False]
+    assert Budget(1000.0, 400.0, 0.0).affordable_checks_M(cost_M).tolist() == [True, True]
 
 
 def test_nothing_is_left_once_the_most_was_spent() -> None:
     budget = Budget(1000.0, 1000 * MAX_SHARE, 0.0)
-    assert budget.left_gpu_s == budget.left_repeats_gpu_s == 0
-    assert not budget.is_open_to_checks(np.array([1.0])).any()
+    assert budget.left_race_gpu_s == 0
+    assert not budget.affordable_checks_M(np.array([1.0])).any()
+
+
+def test_the_last_of_it_is_kept_for_measuring_the_leading_points_again() -> None:
+    budget = Budget(1000.0, 1000 * (MAX_SHARE - RACE_SHARE), 0.0)
+    assert budget.left_gpu_s == pytest.approx(0)
+    assert budget.left_race_gpu_s == pytest.approx(1000 * RACE_SHARE)
+    assert Budget(1000.0, 300.0, 1000 * MAX_REPEATS_SHARE).left_repeats_gpu_s == 0
+    assert Budget(1000.0, 300.0, 1000 * MAX_REPEATS_SHARE).left_race_gpu_s > 0

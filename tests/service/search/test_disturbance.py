@@ -82,8 +82,8 @@ def test_a_point_is_as_fast_as_its_undisturbed_measurements_and_a_smaller_one_is
 def look(cost_U: list[float], turns_U: list[list[int]], workers_U: list[float], batch_U: list[float]) -> list[tuple[int, float]]:
     """Ten turns, one each 100 s."""
     ended_s = [100.0 * turn for turn in range(1, 11)]
-    groups_U = [(workers, 0) for workers in workers_U]
-    return second_look(groups_U, np.array(batch_U), np.array(cost_U), turns_U, np.full(len(cost_U), 0.1), ended_s)
+    groups_U, last_U = [(workers, 0) for workers in workers_U], [turns[-1] for turns in turns_U]
+    return second_look(groups_U, np.array(batch_U), np.array(cost_U), turns_U, last_U, np.full(len(cost_U), 0.1), ended_s)
 
 
 def test_the_best_of_each_other_number_of_workers_is_looked_at_again_but_not_at_once() -> None:
@@ -95,6 +95,13 @@ def test_a_group_that_was_measured_at_another_time_than_the_best_point_deserves_
     ((_, at_the_time),) = look([0.0, 0.1], [[0], [1]], [2, 16], [8, 8])
     ((_, at_another),) = look([0.0, 0.1], [[9], [1]], [2, 16], [8, 8])
     assert at_another > 2 * at_the_time
+
+
+def test_a_point_with_the_best_ones_workers_that_was_measured_at_another_time_is_looked_at_too() -> None:
+    workers, batch = [2, 2, 2], [8, 8, 8]
+    assert [row for row, _ in look([0.0, 0.1, 0.2], [[9], [1], [8]], workers, batch)] == [1]
+    assert look([0.0, 0.1, 0.2], [[9], [7], [8]], workers, batch) == []  # all at about the same time
+    assert look([0.0, 0.1, 0.2], [[9], [1], [2, 8]], workers, batch) == []  # another one is as fast now as it was then
 
 
 def test_of_points_that_are_as_good_the_one_with_the_largest_batch_is_looked_at() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.search.infeasible import failing, lost, unschedulable, values
-from service.search.points import Hardware, Layout, Observation
+import pytest
+
+from service.search.infeasible import chances_after_failures, lost, unschedulable, values
+from service.search.points import Array, Hardware, Layout, Observation
 from tests.service.search.queues import grid, point
 
 POINTS = [
@@ -27,8 +29,12 @@ def without_room(*pairs: tuple[int, str]) -> set[tuple[int, int]]:
     return {(p["scale.num_workers"], p["data.loader_workers"]) for p in chosen(unschedulable(LAYOUT, told(*pairs)))}
 
 
-def left_alone(*pairs: tuple[int, str]) -> list[Mapping[str, Any]]:
-    return chosen(failing(LAYOUT, values(POINTS), told(*pairs)))
+def chances(*pairs: tuple[int, str]) -> Array:
+    return chances_after_failures(LAYOUT, values(POINTS), told(*pairs))
+
+
+def failed(*rows: int) -> list[tuple[int, str]]:
+    return [(row, "failed") for row in rows]
 
 
 def chosen(flags: Sequence[bool]) -> list[Mapping[str, Any]]:
@@ -63,42 +69,67 @@ def test_what_ran_on_a_larger_cluster_is_lost_with_its_nodes() -> None:
     assert chosen(lost(LAYOUT, told(*shrunk, (at(8, 4), "ok")))) == []
 
 
-def test_one_failure_is_nobodys_fault() -> None:
-    assert left_alone((at(8, 8, "gpu"), "failed")) == []
+def test_without_failures_everything_runs() -> None:
+    assert chances().tolist() == [1.0] * len(POINTS)
+    assert chances((at(8, 8), "ok"), (at(4, 1), "oom"), (at(2, 1), "infeasible")).tolist() == [1.0] * len(POINTS)
 
 
-def test_a_value_that_failed_with_different_workers_is_left_alone_and_no_other() -> None:
-    found = left_alone((at(8, 8, "gpu"), "failed"), (at(2, 1, "gpu"), "failed"))
-    assert {p["data.decoder"] for p in found} == {"gpu"}
-    assert len(found) == len(POINTS) / 3
+def test_one_failure_says_little_of_others_and_more_of_its_own_point() -> None:
+    found = chances(*failed(at(8, 8, "gpu")))
+    assert 0.5 < found[at(8, 1)] == found[at(1, 1, "gpu")] < 1
+    assert found[at(1, 1)] == 1
+    assert found[at(8, 8, "gpu")] < found[at(8, 1, "gpu")] < found[at(8, 1)]
 
 
-def test_a_value_that_ran_once_is_not_to_blame() -> None:
-    assert left_alone((at(8, 8, "gpu"), "failed"), (at(2, 1, "gpu"), "failed"), (at(1, 1, "gpu"), "ok")) == []
+def test_two_failures_make_a_value_unlikely_and_three_next_to_impossible() -> None:
+    rows = [at(8, 8, "gpu"), at(2, 1, "gpu"), at(1, 4, "gpu")]
+    once, twice, thrice = (float(chances(*failed(*rows[:count]), (at(8, 1), "ok"))[at(1, 1, "gpu")]) for count in (1, 2, 3))
+    assert once == pytest.approx(1 / (1 + 0.04 / 0.05))
+    assert twice == pytest.approx(1 / (1 + 0.04 / 0.05**2))  # 6%: it is tried once more where it may win
+    assert thrice == pytest.approx(1 / (1 + 0.04 / 0.05**3))
+    assert thrice < 0.02 < 0.05 < twice
 
 
-def test_two_failures_that_share_a_value_and_the_workers_leave_both_open_where_they_are_apart() -> None:
-    twice = [(at(4, 8, "gpu"), "failed"), (at(4, 1, "gpu"), "failed")]
-    assert {(p["scale.num_workers"], p["data.decoder"]) for p in left_alone(*twice)} == {(4, "gpu"), (8, "gpu")}
-    workers = left_alone(*twice, (at(4, 4, "pillow"), "failed"))
-    assert {p["scale.num_workers"] for p in workers} == {4, 8}
-    assert len(workers) == len(POINTS) / 2
-    decoder = left_alone(*twice, (at(4, 4, "pillow"), "ok"))
-    assert {p["data.decoder"] for p in decoder} == {"gpu"}
-    assert len(decoder) == len(POINTS) / 3
+def test_a_value_that_ran_once_is_not_broken() -> None:
+    found = chances(*failed(at(8, 8, "gpu"), at(2, 1, "gpu")), (at(8, 1, "gpu"), "ok"))
+    assert all(found[row] == 1 for row in range(len(POINTS)) if row not in (at(8, 8, "gpu"), at(2, 1, "gpu")))
 
 
-def test_workers_that_failed_twice_are_left_alone_with_all_above_them() -> None:
-    found = left_alone((at(4, 8, "gpu"), "failed"), (at(4, 1, "pillow"), "failed"), (at(2, 1), "oom"))
-    assert {p["scale.num_workers"] for p in found} == {4, 8}
-    assert left_alone((at(4, 8, "gpu"), "failed"), (at(4, 1, "pillow"), "failed"), (at(8, 1), "ok")) == []
+def test_failures_that_share_a_value_and_the_workers_leave_both_open_where_they_are_apart() -> None:
+    rows = [at(4, 8, "gpu"), at(4, 1, "gpu"), at(8, 4, "gpu")]
+    found = chances(*failed(*rows))
+    assert found[at(8, 8, "gpu")] < 0.02
+    assert 0.4 < found[at(2, 1, "gpu")] < 0.6
+    assert 0.4 < found[at(8, 1, "pillow")] < 0.6
+    workers = chances(*failed(*rows, at(4, 4, "pillow")))
+    assert workers[at(8, 1, "simplejpeg")] < 0.1 < 0.8 < workers[at(2, 1, "gpu")]
+    decoder = chances(*failed(*rows), (at(8, 4, "pillow"), "ok"))
+    assert decoder[at(2, 1, "gpu")] < 0.02
+    assert decoder[at(8, 1, "pillow")] == 1
 
 
-def test_a_point_that_failed_may_be_tried_once_more_and_its_second_failure_says_nothing_of_others() -> None:
-    assert left_alone((at(8, 8, "gpu"), "failed")) == []
-    assert left_alone((at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "failed")) == [POINTS[at(8, 8, "gpu")]]
-    assert left_alone((at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "failed"), (at(8, 8, "gpu"), "ok")) == []
+def test_two_broken_values_are_both_found() -> None:
+    broken = failed(*(at(workers, 1, decoder) for decoder in ("gpu", "simplejpeg") for workers in (1, 2, 4)))
+    found = chances(*broken, (at(8, 8, "pillow"), "ok"))
+    assert max(found[at(8, 8, "gpu")], found[at(8, 8, "simplejpeg")]) < 0.02
+    assert found[at(1, 1)] == 1
 
 
-def test_a_point_that_ran_on_its_second_try_blames_nothing() -> None:
-    assert left_alone((at(4, 8, "gpu"), "failed"), (at(4, 8, "gpu"), "ok"), (at(8, 1, "gpu"), "failed")) == []
+def test_workers_that_failed_speak_for_all_above_them() -> None:
+    rows = [at(4, 8, "gpu"), at(4, 1, "pillow"), at(4, 4, "simplejpeg")]
+    found = chances(*failed(*rows), (at(2, 1), "oom"))
+    assert max(found[at(8, 8)], found[at(4, 8)]) < 0.02
+    assert found[at(2, 8)] > 0.9
+    assert chances(*failed(*rows), (at(8, 1), "ok"))[at(4, 8)] > 0.8
+
+
+def test_a_point_that_fails_again_and_again_is_given_up() -> None:
+    row, ran = at(8, 8, "gpu"), (at(8, 1, "gpu"), "ok")
+    once, twice, thrice = (float(chances(*failed(*[row] * count), ran)[row]) for count in (1, 2, 3))
+    assert once > 0.5 > 0.1 > twice > 0.05 > 0.02 > thrice
+    assert chances(*failed(row, row), (row, "ok"), ran)[row] == 1
+
+
+def test_a_failure_of_a_point_that_also_ran_blames_nothing() -> None:
+    both = chances((at(4, 8, "gpu"), "failed"), (at(4, 8, "gpu"), "ok"), *failed(at(8, 1, "gpu")))
+    assert both.tolist() == chances((at(4, 8, "gpu"), "ok"), *failed(at(8, 1, "gpu"))).tolist()

@@ -1,9 +1,8 @@
-"""The planner on made-up clusters that share no formula with its model."""
+"""The planner's ask and tell on made-up clusters that share no formula with its model."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -11,27 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.search.planner import Hardware, Observation, Planner
-from service.search.points import identity
-from tests.service.search.queues import Queues, grid, point
-
-ONE_NODE = Hardware(nodes=1, gpus_per_node=4, cpus_per_node=16)
-FOUR_NODES = Hardware(nodes=4, gpus_per_node=4, cpus_per_node=16)
-SMALL = grid([1, 2, 4], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
-LARGE = grid([1, 2, 4, 8, 16], [64, 128, 256, 512, 1024, 2048], [1, 2, 3, 4, 6, 8])
-CLUSTERS = {
-    "decode": (Queues(ONE_NODE, image_decode_s=0.02), SMALL),
-    "compute": (Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004), SMALL),
-    "network": (Queues(FOUR_NODES, gradients_s=0.3), LARGE),
-    "memory": (Queues(FOUR_NODES, image_mib=120), LARGE),
-}
+from service.search.planner import Planner
+from service.search.points import Observation, identity
+from service.search.state import SearchState
+from tests.service.search.queues import CLUSTERS, ONE_NODE, SMALL, Queues, grid, point
 
 
 @pytest.mark.parametrize("metric", ["images_per_s", "gpu_s_per_epoch"])
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind: str, metric: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search = Planner(points, cluster.hardware, metric=metric)
+    search = Planner(SearchState(points, cluster.hardware, metric=metric))
     seen = cluster.search(search)
     assert cluster.regret(search, metric) <= 0.03
     tried = [identity(at) for at, _ in seen]
@@ -42,44 +31,27 @@ def test_a_point_within_three_percent_of_the_best_is_found_with_few_probes(kind:
     assert "no untested point is expected to be more than 3% better than" in search.why()
 
 
-def test_a_bigger_batch_is_never_tried_after_one_ran_out_of_memory() -> None:
-    search = Planner(SMALL, ONE_NODE)
-    search.tell(point(1, 256, 2), Observation("oom", gpu_memory_mib=8000))
-    cluster = Queues(ONE_NODE, image_mib=30, gpu_mib=8000)
-    assert all(cluster.batch(at) < 256 for at, _ in cluster.search(search))
-
-
-def test_after_two_peaks_hardly_anything_is_tried_that_does_not_fit() -> None:
-    cluster = Queues(ONE_NODE, image_mib=120)
-    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
-    for at in (point(1, 64, 4), point(4, 64, 4)):
-        search.tell(at, cluster.probe(at, search, rng))
-    ran_out = [cluster.batch(at) for at, seen in cluster.search(search) if seen.status != "ok"]
-    assert ran_out in ([], [128])  # 2% more than there is: that may be tried once, and nothing beyond it
-    assert cluster.regret(search) <= 0.03
-
-
-def test_told_everything_again_a_new_search_asks_for_the_same_next_point() -> None:
+def test_a_new_search_with_the_same_observations_asks_for_the_same_next_point() -> None:
     cluster, points = CLUSTERS["network"]
-    first, rng = Planner(points, cluster.hardware, seed=3), np.random.default_rng(0)
+    first, rng = Planner(SearchState(points, cluster.hardware, seed=3)), np.random.default_rng(0)
     history = []
     for _ in range(7):
         at = first.ask()
         assert at is not None
         history.append((at, cluster.probe(at, first, rng)))
         first.tell(*history[-1])
-        again = Planner(points, cluster.hardware, seed=3)
-        for told in history:
-            again.tell(*told)
+        again = Planner(SearchState(points, cluster.hardware, seed=3))
+        for measured in history:
+            again.tell(*measured)
         expected = first.ask()
         assert again.ask() == expected
         assert again.why() == first.why()
-        first.pending.clear()
+        first.state.pending.clear()
 
 
 def test_points_that_are_being_probed_are_not_asked_for_again() -> None:
     cluster, points = CLUSTERS["decode"]
-    search, rng = Planner(points, cluster.hardware), np.random.default_rng(0)
+    search, rng = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0)
     pending = [at for _ in range(4) if (at := search.ask()) is not None]
     for _ in range(60):
         if pending:
@@ -94,81 +66,17 @@ def test_points_that_are_being_probed_are_not_asked_for_again() -> None:
     assert cluster.regret(search) <= 0.04
 
 
-def test_a_value_that_failed_twice_and_never_worked_is_left_alone() -> None:
-    cluster = Queues(ONE_NODE)
-    points = [{**at, "data.decoder": decoder} for decoder in ("pil", "broken") for at in SMALL]
-    search, rng = Planner(points, ONE_NODE), np.random.default_rng(0)
-    broken = 0
-    while (at := search.ask()) is not None:
-        broken += at["data.decoder"] == "broken"
-        search.tell(at, Observation("failed") if at["data.decoder"] == "broken" else cluster.probe(at, search, rng))
-    assert broken <= 2
-    assert cluster.regret(search) <= 0.03
-
-
-def test_a_cluster_that_shrank_is_not_asked_for_its_lost_workers_more_than_twice() -> None:
-    cluster = Queues(ONE_NODE)
-    search, rng, lost = Planner(LARGE, FOUR_NODES), np.random.default_rng(0), 0
-    while (at := search.ask()) is not None:
-        gone = at["scale.num_workers"] > 4
-        lost += gone
-        search.tell(at, Observation("infeasible") if gone else cluster.probe(at, search, rng))
-    assert lost <= 4
-    best = search.best()
-    assert best is not None
-    assert best["scale.num_workers"] == 4
-
-
 def test_an_extra_key_is_searched_with_the_three_axes() -> None:
     cluster = Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004, faster=0.6)
     points = [{**at, "train.precision": precision} for precision in ("fp32", "bf16") for at in SMALL]
-    search = Planner(points, ONE_NODE)
+    search = Planner(SearchState(points, ONE_NODE))
     seen = cluster.search(search)
     assert cluster.regret(search) <= 0.03
     assert len(seen) <= 0.25 * len(points)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("height", [0.3, 1.0])
-@pytest.mark.parametrize("shift", [0.0, 0.7, 2.8])
-def test_a_surface_that_no_step_time_explains_still_ends_near_its_best(shift: float, height: float) -> None:
-    points = grid([1, 2, 4, 8], [64, 128, 256, 512, 1024], [1, 2, 4, 8])
-
-    def step_s(at: Mapping[str, Any]) -> float:  # waves along every axis, none of which is a cost of training
-        workers, batch, threads = (math.log2(at[key]) for key in (*at,))
-        waves = 0.5 * math.sin(2 * workers + shift) + 0.4 * math.cos(1.7 * batch + 2 * shift)
-        return 0.2 * math.exp(height * (waves + 0.4 * math.sin(1.5 * threads + workers + 3 * shift)))
-
-    def cost(at: Mapping[str, Any]) -> float:
-        return step_s(at) / at["data.global_batch_size"]
-
-    search, rng, group = Planner(points, Hardware(2, 4, 16)), np.random.default_rng(5), None
-    while (at := search.ask(group)) is not None:
-        group = at["scale.num_workers"]
-        search.tell(at, Observation("ok", [step_s(at) * float(np.exp(rng.normal(0, 0.03))) for _ in range(15)]))
-    best = search.best()
-    assert best is not None
-    assert cost(best) / min(map(cost, points)) - 1 <= 0.03
-    assert search.posterior().amplitude > 0.05  # it knows that the model fits badly
-    assert len(search.history) < len(points) / 2
-
-
-def test_a_cluster_that_slows_down_meanwhile_does_not_mislead() -> None:
-    cluster, points = CLUSTERS["compute"]
-    search, rng = Planner(points, cluster.hardware), np.random.default_rng(0)
-    count, group = 0, None
-    while (at := search.ask(group)) is not None:
-        group = at["scale.num_workers"]
-        seen = cluster.probe(at, search, rng)
-        hotter = 1 + 0.004 * count
-        steps_s = [step_s * hotter for step_s in seen.steps_s]
-        search.tell(at, Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib))
-        count += 1
-    assert cluster.regret(search) <= 0.03
-
-
 def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
-    search, rng = Planner(SMALL, ONE_NODE, max_steps=50), np.random.default_rng(0)
+    search, rng = Planner(SearchState(SMALL, ONE_NODE, max_steps=50)), np.random.default_rng(0)
     assert not search.should_stop([0.1] * 3)
     assert search.should_stop([0.1] * 8)
     assert not search.should_stop(rng.lognormal(0, 0.5, 20).tolist())
@@ -177,7 +85,7 @@ def test_a_steady_probe_ends_at_once_and_a_wild_one_at_its_limit() -> None:
 
 def test_a_probe_of_many_loader_workers_sees_a_batch_of_each_of_them() -> None:
     """Each makes whole batches: they come all at once, and then none for a while."""
-    search = Planner(grid([1], [64], [4, 16]), ONE_NODE)
+    search = Planner(SearchState(grid([1], [64], [4, 16]), ONE_NODE))
     burst_s = [0.05] * 11 + [1.0] + [0.05] * 15 + [1.0]
     assert not search.should_stop(burst_s[:8], point(1, 64, 16))
     assert search.should_stop(burst_s[:8], point(1, 64, 4))
@@ -186,7 +94,7 @@ def test_a_probe_of_many_loader_workers_sees_a_batch_of_each_of_them() -> None:
 
 
 def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
-    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
+    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
     search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.08, 40)).tolist()))
     noise = rng.lognormal(0, 0.08, 60)
 
@@ -194,78 +102,30 @@ def test_a_probe_of_a_point_far_behind_the_best_may_end_sooner() -> None:
         return next(count for count in range(1, 61) if search.should_stop((step_s * noise[:count]).tolist(), at))
 
     assert steps(point(4, 512, 8), 0.4) < steps(point(4, 512, 8), 0.2)
-    search.pending = [search.row[identity(point(4, 512, 8))]]
+    search.state.pending = [search.state.row[identity(point(4, 512, 8))]]
     assert search.should_stop((0.4 * noise[: steps(point(4, 512, 8), 0.4)]).tolist())  # the one that is being probed is meant
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_search_among_equals_that_noise_cannot_tell_apart_ends_before_it_has_cost_what_measuring_all_would(seed: int) -> None:
-    points = grid([1, 2, 4], [64, 96, 128, 192, 256], [1, 2, 4, 8])
-    search, rng, group, spent_s = Planner(points, ONE_NODE, start_s=5.0), np.random.default_rng(seed), None, 0.0
-    while (at := search.ask(group)) is not None:
-        workers, step_s = at["scale.num_workers"], at["data.global_batch_size"] / 1000
-        steps_s: list[float] = []
-        while not search.should_stop(steps_s):
-            steps_s += (step_s * rng.lognormal(0, 0.4, 5)).tolist()
-        start_s = 5.0 if workers != group else 0.0
-        seconds = start_s + 5 * step_s + sum(steps_s)
-        spent_s += workers * seconds
-        group = workers
-        search.tell(at, Observation("ok", steps_s, start_s=start_s, seconds=seconds))
-    whole_s = 7 * 5.0 + sum(at["scale.num_workers"] * 45 * at["data.global_batch_size"] / 1000 for at in points)
-    assert spent_s == pytest.approx(search.costs.spent_gpu_s)
-    assert spent_s <= 0.9 * whole_s
-
-
-def test_a_cluster_that_shrinks_meanwhile_is_searched_for_the_best_of_what_is_left() -> None:
-    cluster, points = CLUSTERS["network"]
-    search, rng, lost, shrunk = Planner(points, cluster.hardware), np.random.default_rng(0), 0, False
-    while (at := search.ask()) is not None:
-        shrunk |= len(search.history) > 8
-        gone = shrunk and at["scale.num_workers"] > 4
-        lost += gone
-        search.tell(at, Observation("infeasible") if gone else cluster.probe(at, search, rng))
-    assert 1 <= lost <= 6  # each of which cost nothing
-    best, left = search.best(), [at for at in points if at["scale.num_workers"] <= 4 and cluster.fits(at)]
-    assert best is not None
-    assert cluster.cost(best) / min(map(cluster.cost, left)) - 1 <= 0.03
-
-
-@pytest.mark.processes
-def test_a_group_that_runs_is_asked_for_its_own_points_and_a_dear_start_makes_that_weigh_more() -> None:
-    cluster, points = CLUSTERS["network"]
-    changes = []
-    for start_s in (1.0, 100.0):
-        search, rng, group, changed = Planner(points, cluster.hardware, start_s=start_s), np.random.default_rng(0), None, 0
-        while (at := search.ask(group)) is not None:
-            changed += at["scale.num_workers"] != group
-            group = at["scale.num_workers"]
-            search.tell(at, cluster.probe(at, search, rng))
-        assert cluster.regret(search) <= 0.03
-        changes.append(changed)
-    assert changes[1] < changes[0]
-
-
-def test_what_a_start_took_is_believed_from_the_first_on_that_is_told() -> None:
-    search = Planner(SMALL, ONE_NODE, start_s=25.0)
+def test_what_a_start_takes_is_known_from_the_first_one_on() -> None:
+    search = Planner(SearchState(SMALL, ONE_NODE, start_s=25.0))
     search.tell(point(1, 64, 4), Observation("ok", [0.1] * 8))
-    assert search.costs.start_s == 25.0
-    assert search.costs.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
+    assert search.state.costs.start_s == 25.0
+    assert search.state.costs.spent_gpu_s == pytest.approx(25 + 13 * 0.1)
     for start_s in (60.0, None, 0.0, 80.0):
         search.tell(point(2, 64, 4), Observation("ok", [0.1] * 8, start_s=start_s))
-    assert search.costs.start_s == 70.0
-    assert search.costs.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
+    assert search.state.costs.start_s == 70.0
+    assert search.state.costs.spent_gpu_s == pytest.approx(25 + 2 * 140 + 9 * 13 * 0.1)
 
 
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested(kind: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search, rng, bounds = Planner(points, cluster.hardware), np.random.default_rng(0), []
+    search, rng, bounds = Planner(SearchState(points, cluster.hardware)), np.random.default_rng(0), []
     assert search.bound() == math.inf
     while (at := search.ask()) is not None:
         search.tell(at, cluster.probe(at, search, rng))
         bounds.append(search.bound())
-    best, tested = search.best(), {identity(points[row]) for row, _ in search.history}
+    best, tested = search.best(), {identity(points[row]) for row, _ in search.state.history}
     assert best is not None
     least = min(cluster.cost(other) for other in points if identity(other) not in tested and cluster.fits(other))
     assert cluster.cost(best) / least - 1 <= bounds[-1] + 0.01
@@ -274,7 +134,7 @@ def test_the_bound_falls_to_the_tolerance_and_then_holds_for_what_was_not_tested
 
 def test_forecasts_say_what_every_point_takes_and_which_part_of_it_binds() -> None:
     cluster, points = CLUSTERS["decode"]
-    search = Planner(points, cluster.hardware)
+    search = Planner(SearchState(points, cluster.hardware))
     assert not any(forecast.measured for forecast in search.forecasts())
     seen = cluster.search(search)
     forecasts = search.forecasts()
@@ -290,7 +150,7 @@ def test_forecasts_say_what_every_point_takes_and_which_part_of_it_binds() -> No
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_the_front_of_speed_and_cost_is_found_to_three_percent(kind: str) -> None:
     cluster, points = CLUSTERS[kind]
-    search = Planner(points, cluster.hardware, metric="pareto")
+    search = Planner(SearchState(points, cluster.hardware, metric="pareto"))
     seen = cluster.search(search)
     found = [(at["scale.num_workers"], cluster.cost(at)) for at in search.front()]
     assert [workers for workers, _ in found] == sorted({workers for workers, _ in found})
@@ -312,7 +172,9 @@ def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
     def images_to_target(at: Mapping[str, Any]) -> float:  # small batches learn more from an image
         return 1e6 * (1 + at["data.global_batch_size"] / 300)
 
-    fastest, first = (Planner(points, cluster.hardware, factor=factor) for factor in (lambda at: 1.0, images_to_target))
+    fastest, first = (
+        Planner(SearchState(points, cluster.hardware, factor=factor)) for factor in (lambda at: 1.0, images_to_target)
+    )
     for search in (fastest, first):
         cluster.search(search)
     best, rest = first.best(), [cluster.cost(at) * images_to_target(at) for at in points]
@@ -322,14 +184,14 @@ def test_a_factor_makes_the_time_to_a_target_what_is_searched_for() -> None:
 
 
 def test_nothing_measured_has_no_best_and_says_so() -> None:
-    search = Planner(SMALL, ONE_NODE)
+    search = Planner(SearchState(SMALL, ONE_NODE))
     assert search.best() is None
     assert search.front() == []
     assert search.why() == "nothing was measured yet"
 
 
 def test_when_all_was_measured_there_is_nothing_left_to_ask() -> None:
-    search = Planner(SMALL[:2], ONE_NODE)
+    search = Planner(SearchState(SMALL[:2], ONE_NODE))
     for at in (*SMALL[:2], *SMALL[:2]):
         search.tell(at, Observation("ok", [0.1] * 8))
     assert search.ask() is None
@@ -339,127 +201,15 @@ def test_when_all_was_measured_there_is_nothing_left_to_ask() -> None:
 
 def test_no_points_and_an_unknown_metric_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one point"):
-        Planner([], ONE_NODE)
+        Planner(SearchState([], ONE_NODE))
     with pytest.raises(ValueError, match="write one of images_per_s, epoch_s, gpu_s_per_epoch"):
-        Planner(SMALL, ONE_NODE, metric="top1_pct")
-
-
-def test_a_proposal_among_six_hundred_points_takes_a_fifth_of_a_second() -> None:
-    points = [
-        {**at, "train.precision": precision}
-        for precision in ("fp32", "bf16")
-        for at in grid([1, 2, 4, 8, 16], [64, 128, 256, 512, 1024, 2048], [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
-    ]
-    assert len(points) == 600
-    cluster = Queues(FOUR_NODES)
-    search, rng, thought_s = Planner(points, FOUR_NODES), np.random.default_rng(0), []
-    for _ in range(12):
-        start = time.process_time()
-        at = search.ask()
-        thought_s.append(time.process_time() - start)
-        if at is None:
-            break
-        search.tell(at, cluster.probe(at, search, rng))
-    assert np.median(thought_s) <= 0.2
-
-
-def test_a_probe_at_the_brim_of_memory_does_not_end_the_search() -> None:
-    cluster = Queues(FOUR_NODES, image_mib=40, base_mib=1000, gpu_mib=11_400)  # 256 a GPU take 98.6 %
-    search = Planner(LARGE, FOUR_NODES)
-    search.tell(point(1, 256, 4), cluster.probe(point(1, 256, 4), search, np.random.default_rng(0)))
-    assert search.ask() is not None
-    assert search.bound() > 0
-    cluster.search(search)
-    assert cluster.regret(search) <= 0.03
-
-
-def test_a_batch_a_gpu_that_ran_is_tried_with_any_number_of_workers() -> None:
-    search = Planner(grid([4, 16], [64, 1024, 4096], [1, 4]), FOUR_NODES)
-    search.tell(point(4, 1024, 1), Observation("ok", [0.2] * 8, peak_memory_mib=80_000, gpu_memory_mib=81_920))
-    by_row = search.chances()
-    assert by_row[search.row[identity(point(16, 4096, 1))]] == 1.0
-    assert by_row[search.row[identity(point(4, 64, 1))]] == 1.0
-
-
-def test_what_is_left_out_is_counted_and_every_point_is_only_said_of_every_point() -> None:
-    points = grid([1], [64, 128, 256], [1, 2])
-    search = Planner(points, ONE_NODE)
-    search.tell(point(1, 128, 1), Observation("oom", gpu_memory_mib=8000))
-    for at in (point(1, 64, 1), point(1, 64, 2), point(1, 64, 1), point(1, 64, 2)):
-        search.tell(at, Observation("ok", [0.1] * 8, peak_memory_mib=4000, gpu_memory_mib=8000))
-    assert search.ask() is None
-    assert "every point that is expected to run was measured" in search.why()
-    assert "4 not to fit into memory" in search.why()
-
-
-def test_a_point_that_failed_once_is_tried_again_where_it_matters() -> None:
-    cluster = Queues(ONE_NODE, image_decode_s=0.001, image_gpu_s=0.004)
-    search, rng, group, failed = Planner(SMALL, ONE_NODE), np.random.default_rng(0), None, set[tuple[object, ...]]()
-    best = min(filter(cluster.fits, SMALL), key=cluster.cost)["data.global_batch_size"]
-    while (at := search.ask(group)) is not None:
-        group = at["scale.num_workers"]
-        fails = at["data.global_batch_size"] == best and identity(at) not in failed and len(failed) < 1
-        if fails:
-            failed.add(identity(at))
-        search.tell(at, Observation("failed") if fails else cluster.probe(at, search, rng))
-    assert cluster.regret(search) <= 0.03
-
-
-@pytest.mark.processes
-def test_a_tenant_that_comes_in_the_middle_does_not_make_what_was_measured_before_the_best() -> None:
-    cluster, points = CLUSTERS["compute"]
-    regrets = []
-    for seed in range(4):
-        search, rng, group = Planner(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
-        while (at := search.ask(group)) is not None:
-            group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
-            slower = 1.5 if len(search.history) >= 6 else 1.0
-            steps_s = [slower * step_s for step_s in seen.steps_s]
-            search.tell(at, Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib))
-        regrets.append(cluster.regret(search))
-    assert max(regrets) <= 0.05
+        Planner(SearchState(SMALL, ONE_NODE, metric="top1_pct"))
 
 
 def test_a_repeat_of_a_known_point_ends_as_soon_as_somebody_else_makes_it_slow() -> None:
-    search, rng = Planner(SMALL, ONE_NODE), np.random.default_rng(0)
+    search, rng = Planner(SearchState(SMALL, ONE_NODE)), np.random.default_rng(0)
     search.tell(point(4, 512, 4), Observation("ok", (0.2 * rng.lognormal(0, 0.12, 60)).tolist()))
     noise = rng.lognormal(0, 0.12, 16)
     alone_s, crowded_s = (step_s * noise / noise.mean() for step_s in (0.2, 0.236))
     assert not search.should_stop(alone_s.tolist(), point(4, 512, 4))
     assert search.should_stop(crowded_s.tolist(), point(4, 512, 4))
-
-
-@pytest.mark.processes
-def test_a_cheap_search_checks_what_the_model_takes_for_worse() -> None:
-    """Loader workers get into each other's way here, which the model does not know: two are better than any other number."""
-    points = grid([1, 2, 4], [32 * count for count in range(1, 17)], [1, 2, 4, 5, 6, 7, 8, 12])
-    speed = {1: 0.4, 2: 1.0, 4: 0.8, 5: 0.8, 6: 0.8, 7: 0.8, 8: 0.82, 12: 0.85}
-
-    def step_s(at: Mapping[str, Any]) -> float:
-        workers, batch, threads = at["scale.num_workers"], at["data.global_batch_size"], at["data.loader_workers"]
-        return float((0.02 + 0.002 * batch / workers) / speed[threads])
-
-    search, rng, group = Planner(points, ONE_NODE, start_s=5.0), np.random.default_rng(0), None
-    while (at := search.ask(group)) is not None:
-        group = at["scale.num_workers"]
-        search.tell(at, Observation("ok", (step_s(at) * rng.lognormal(0, 0.03, 16)).tolist()))
-    best = search.best()
-    assert best is not None
-    assert best["data.loader_workers"] == 2
-
-
-def test_a_tenant_that_leaves_after_half_of_the_cluster_was_measured_does_not_decide_for_the_other_half() -> None:
-    """Large groups of workers are measured beside somebody else, who is gone when the smaller ones are."""
-    cluster, points = CLUSTERS["compute"]
-    regrets = []
-    for seed in range(3):
-        search, rng, group = Planner(points, cluster.hardware, seed=seed), np.random.default_rng(seed), None
-        while (at := search.ask(group)) is not None:
-            group, seen = at["scale.num_workers"], cluster.probe(at, search, rng)
-            slower = 2.5 if len(search.history) < 12 and group == 4 else 1.0
-            steps_s = [slower * step_s for step_s in seen.steps_s]
-            seconds = (25.0 if not search.history else 0.0) + 5 + sum(steps_s)
-            one = Observation("ok", steps_s, seen.phases_s, seen.peak_memory_mib, seen.gpu_memory_mib, seconds=seconds)
-            search.tell(at, one)
-        regrets.append(cluster.regret(search))
-    assert max(regrets) <= 0.03

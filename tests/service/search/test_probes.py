@@ -42,3 +42,16 @@ def test_a_starved_queues_bursts_stand_for_themselves() -> None:
     slow = SlowSteps.of([[1.0] * 20] * 5)
     bursts = [0.1] * 9 + [2.0]
     assert slow.mean(bursts * 2).step_s == pytest.approx(np.mean(bursts))
+
+
+def test_a_probe_of_one_step_says_nothing_of_the_others_noise() -> None:
+    probes = [[1.0, 1.1, 0.9] * 4] * 3
+    assert SlowSteps.of([*probes, [1.0]]) == SlowSteps.of(probes)
+
+
+def test_the_error_of_a_pooled_mean_is_that_of_its_usual_steps_and_of_the_slow_ones_that_may_come() -> None:
+    steps_s = [1.0, 1.1] * 10
+    slow = SlowSteps(added=0.05, spread=0.2, noise=0.0)
+    expected = math.hypot(relative_error(steps_s) * math.sqrt(20 / 40 + 20 / 40), 0.2 * math.sqrt(20) / 60)
+    assert slow.mean(steps_s).error == pytest.approx(expected)
+    assert slow.mean(steps_s).step_s == pytest.approx(1.05 * (1 + 40 * 0.05 / 60))

@@ -41,7 +41,7 @@ def test_the_point_of_a_row_has_loader_workers_as_they_were_resolved() -> None:
 
 def test_what_the_cluster_never_held_is_no_point_of_the_search() -> None:
     rows = [row(n, point, "infeasible" if n else "pending") for n, point in enumerate(grid())]
-    assert replay(result(rows)).points == [grid()[0]]
+    assert replay(result(rows)).state.points == [grid()[0]]
 
 
 def test_a_row_without_the_times_of_its_steps_counts_as_one_step() -> None:
@@ -117,7 +117,7 @@ def test_trainings_to_a_target_are_no_probes_of_a_planner() -> None:
     told, _ = raced()
     alone = told.model_copy(update={"trials": [one for one in told.rows if one.probe is None]})
     assert replay(told).best() == replay(alone).best()
-    assert len(replay(told).history) == len(grid())
+    assert len(replay(told).state.history) == len(grid())
 
 
 def test_points_that_broke_or_do_not_fit_are_not_trained() -> None:
