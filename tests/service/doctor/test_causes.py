@@ -299,6 +299,16 @@ def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_image
     assert found.gain_pct == pytest.approx(45)
 
 
+def test_without_its_loaders_times_a_rank_is_as_slow_as_it_waits_longer_than_the_others() -> None:
+    def older(rank: RankTimes) -> RankTimes:
+        return replace(rank, loader_batch_ms=None, loader_wait_ms=None)
+
+    alike = run_of(older(waits(longer(RANK, data=3, backward=4), 4.0)), older(waits(longer(RANK, data=6, backward=1), 1.0)))
+    assert straggler(alike) is None  # one waits for more than 5% of its step, the other for less
+    slow = run_of(older(waiting(RANK, 60, 1)), older(waits(longer(RANK, data=60, backward=1), 1.0)))
+    assert the(straggler, slow).gain_pct == pytest.approx(100 * 60 / 161, rel=0.03)
+
+
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
     slow, fast = waits(longer(RANK, teacher=60), 1.0), waiting(RANK, 60, 1)
     two = (NodeUse(50.0), NodeUse(50.0))
