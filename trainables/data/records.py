@@ -138,6 +138,8 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
     """The columns of a split's rows, in memory: they are all that a worker keeps of the set."""
     import pyarrow as pa
 
+    from trainables.data.arrow import to_numpy
+
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -149,10 +151,7 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
         batch.validate()
         if {column.name: str(column.type) for column in batch.schema} != ROW_COLUMNS or len(batch) != file.rows:
             raise pa.ArrowInvalid("other columns")
-        buffers = {name: batch.column(name).buffers()[1] for name in ROW_COLUMNS}  # `to_numpy` would import pandas
-        if any(batch.column(name).null_count or batch.column(name).offset for name in ROW_COLUMNS):
-            raise pa.ArrowInvalid("gaps")
-        return {name: np.frombuffer(buffers[name], dtype=ROW_COLUMNS[name], count=len(batch)) for name in ROW_COLUMNS}
+        return {name: to_numpy(batch.column(name), dtype) for name, dtype in ROW_COLUMNS.items()}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"data.path: {path} holds no rows ({str(error).splitlines()[0]}); pack it again") from None
 

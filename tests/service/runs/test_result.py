@@ -224,7 +224,9 @@ def test_a_value_that_cannot_be_read_any_more_is_one_line_that_says_what_to_do(
 
 def test_a_trial_that_ray_ended_for_memory_before_kinds_were_recorded_is_no_batch_that_does_not_fit(tmp_path: Path) -> None:
     reason = "the node ran out of memory: Ray killed a worker to save it"
-    write_json(tmp_path / "result.json", {"status": "oom", "reason": reason, "measurements": [{"status": "oom", "reason": reason}]})
+    write_json(
+        tmp_path / "result.json", {"status": "oom", "reason": reason, "measurements": [{"status": "oom", "reason": reason}]}
+    )
     outcome = read_outcome(tmp_path / "result.json")
     assert [outcome.failure, *(one.failure for one in outcome.measurements)] == ["node_out_of_memory"] * 2
     write_json(tmp_path / "result.json", {"status": "oom", "reason": "CUDA out of memory"})
