@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from service.cluster import local_ray
+from service.cluster.forks import let_sigterm_end_forks
 from trainables.errors import DistillError, bounded
 
 COMMANDS = {
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Any other error is a bug: exit code 1, and its stack trace in a file.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    let_sigterm_end_forks()
     try:
         code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:

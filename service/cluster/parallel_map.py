@@ -85,7 +85,6 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
 def _follow_parent() -> None:
     """Leave Ctrl-C to the parent, and end where it ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -658,3 +658,27 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("name ")
     assert done.stderr == ""
+
+
+FORKS = """
+import multiprocessing, time
+from service import cli
+
+def forks(*_, **__):
+    for _ in range(5):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join()
+        print(child.exitcode)
+
+cli.cli.main = forks
+cli.main([])
+"""
+
+
+@pytest.mark.processes
+def test_sigterm_ends_a_forked_child_from_its_first_moment_on() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(-signal.SIGTERM)] * 5
+    assert done.stderr == ""
