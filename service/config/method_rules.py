@@ -60,12 +60,11 @@ def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
         return
     try:
         _check_options_of_all(experiment)
-        for rule in _RULES:
+        for key, rule in _RULES:
             if problem := rule(experiment):
-                raise ExperimentError(problem)
+                raise ConfigProblems([(key, problem)])
     except ExperimentError as error:
-        key, message = str(error).partition(":")[0], str(error)
-        raise ConfigProblems([(key, message)]) from error
+        raise ConfigProblems([(error.key, str(error))]) from error
 
 
 def _check_options_of_all(experiment: Experiment) -> None:
@@ -100,7 +99,7 @@ def check_options(name: str, options: Mapping[str, object], missing: str = SETTA
 def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
     """The methods that a sweep may choose → the key that names them. A malformed space is refused elsewhere."""
     values = sweep.axes.get("distill.method")
-    key = f"{'sweep.points' if sweep.points else 'sweep.space'}: distill.method"
+    key = f"sweep.{'points' if sweep.points else 'space'}.distill.method"
     several = [value if isinstance(value, list) else [value] for value in (values if isinstance(values, list) else [])]
     return {name: key for names in several for name in names if isinstance(name, str) and name != "none"}
 
@@ -177,12 +176,13 @@ def _dot_has_a_method(experiment: Experiment) -> Problem:
     return "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd"
 
 
-_RULES: tuple[Callable[[Experiment], Problem], ...] = (
-    _some_loss_counts,
-    _losses_exist,
-    _logits_are_enough,
-    _assistants_have_classifiers,
-    _several_teachers_are_enough,
-    _methods_have_what_they_need,
-    _dot_has_a_method,
+_RULES: tuple[tuple[str, Callable[[Experiment], Problem]], ...] = (
+    ("distill.task_weight", _some_loss_counts),
+    ("optim.losses", _losses_exist),
+    ("distill.method", _logits_are_enough),
+    ("distill.method", _assistants_have_classifiers),
+    ("distill.method", _several_teachers_are_enough),
+    ("distill.method", _methods_have_what_they_need),
+    ("optim.name", _dot_has_a_method),
 )
+"""Rules with the dotted key that each is about."""

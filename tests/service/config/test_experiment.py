@@ -491,7 +491,7 @@ def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[st
 
 def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
     text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
-    assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")
+    assert text.startswith("--set: sweep.space.distill.method: there is no file no.py")
 
 
 @pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
