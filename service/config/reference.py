@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.experiment import Experiment
 from service.config.messages import nearest
+from service.config.schema import Experiment
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 

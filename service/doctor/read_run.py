@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from statistics import fmean, median_low
 from typing import Any
 
-from service.config.experiment import Experiment, Resolved
+from service.config.experiment import Resolved
+from service.config.schema import Experiment
 from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from service.config.experiment import Experiment
 from service.config.messages import problems_of
 from service.config.method_rules import method_names
+from service.config.schema import Experiment
 from trainables.errors import ExperimentError
 from trainables.methods import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json

@@ -11,7 +11,8 @@ from typing import Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
-from service.config.experiment import Experiment, Resolved, read_resolved
+from service.config.experiment import Resolved, read_resolved
+from service.config.schema import Experiment
 from service.runs.dry_run import check_fits
 from service.runs.plan import Plan
 from service.runs.result import Kind

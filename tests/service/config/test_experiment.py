@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from service.config import strict_yaml
-from service.config.experiment import Experiment, Resolved, load, read_resolved
+from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.method_rules import needs_teacher
+from service.config.schema import Experiment
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS

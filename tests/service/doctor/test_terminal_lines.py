@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.config.experiment import Experiment, load
+from service.config.experiment import load
+from service.config.schema import Experiment
 from service.doctor.read_run import Recording, evidence_of
 from service.doctor.recorded import Clock, GpuUse, NodeUse
 from service.doctor.terminal_lines import case_lines

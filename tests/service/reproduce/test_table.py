@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config.experiment import Experiment
+from service.config.schema import Experiment
 from service.reproduce.sweeps import Request, compose
 from service.reproduce.table import ALONE, read_table, shipped_tables
 from service.sweeps.trials import plan_trials
