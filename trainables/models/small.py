@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions
+from trainables.models.layers import init_convolutions
 
 
 class ConvNet(nn.Module):

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions, stage
+from trainables.models.layers import init_convolutions, stage
 
 NARROW = (16, 16, 32, 64)
 WIDE_X4 = (32, 64, 128, 256)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import stage
+from trainables.models.layers import stage
 
 STEM = 24
 

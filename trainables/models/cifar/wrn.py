@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions, stage
+from trainables.models.layers import init_convolutions, stage
 
 
 class PreActivationBlock(nn.Module):
