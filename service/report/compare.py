@@ -180,7 +180,7 @@ def times(ratio: float) -> str:
 
 
 def point_verdict(pair: CommonPoint) -> str:
-    """What may be said of one point."""
+    """What is known of one point."""
     if pair.beyond_noise is None:
         return "spread unknown"
     return ("B faster" if pair.ratio > 1 else "B slower") if pair.beyond_noise else "within noise"

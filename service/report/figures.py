@@ -125,13 +125,13 @@ def by_speed(rows: Sequence[Row], metric: str) -> tuple[list[Row], list[Any], di
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
-    """Speed a worker beside that of the fewest workers: 100% is ideal scaling."""
+    """Speed a worker as a share of that of the fewest workers: 100% is ideal scaling."""
     measured = ran(rows)
     batch, workers = value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
     groups = {
         f"the best at each number of {unit}s": measured,
-        f"global batch {batch} kept": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
-        f"batch {names.short(batch / workers)} a {unit} kept": [
+        f"at global batch {batch}": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
+        f"at batch {names.short(batch / workers)} a {unit}": [
             row for row in measured if value(row, GLOBAL_BATCH) * workers == batch * value(row, NUM_WORKERS)
         ],
     }
@@ -185,7 +185,7 @@ def pareto_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
-    """Speed against what an epoch costs. `found`: the trials on the front where a search has said so, in the light of all."""
+    """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
     keys = axes(rows)
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     if len(costed) < 2:

@@ -21,7 +21,7 @@ CONTINUOUS = 12  # values of an axis above which points are not told apart by it
 def over_axis(rows: Sequence[Row], best: Row, key: str, model: StepTime | None, unit: str) -> Figure | None:
     """Speed over one axis: a series for each value of a second axis, all others as the winner has them.
 
-    The rest is in the background. Where the model can be asked it draws the curve that the marks lie on, or do not.
+    The rest is in the background. Where there is a model it draws the curve that the marks lie on, or do not.
     """
     keys, measured = axes(rows), ran(rows)
     axis_values = {value(row, key) if is_number(value(row, key)) else str(value(row, key)) for row in measured}

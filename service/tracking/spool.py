@@ -37,7 +37,7 @@ class Delivery(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a spool's records belong. `spool_id` tells its runs from those of every other run directory in one store."""
+    """Where a spool's records belong. `spool_id` distinguishes its runs from those of every other run directory in one store."""
 
     spool_id: str
     uri: str

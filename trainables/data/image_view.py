@@ -37,7 +37,7 @@ class View:
         """The decoder in use, by its name in DECODERS or REGION_DECODERS."""
         self.num_uniforms = self._augment.num_uniforms
 
-    def keeps(self, size: int | None) -> bool:
+    def shows_unchanged(self, size: int | None) -> bool:
         """Whether `into` shows images of this height and width as they are stored. None: they differ."""
         val_resize = self._recipe.val_resize
         return self._augment.apply is AUGMENTS["none"].apply and val_resize is None and self._image_size == size

@@ -145,7 +145,7 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
-        raise DataError(f"data.path: {path} is not the file that its index tells of; copy or pack it again")
+        raise DataError(f"data.path: {path} is not the file that its index describes; copy or pack it again")
     try:
         batch = pa.ipc.open_file(pa.py_buffer(content)).get_batch(0)
         batch.validate()

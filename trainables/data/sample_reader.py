@@ -86,7 +86,7 @@ class Reader:
 
     def __init__(self, source: Source, view: View, seed: int) -> None:
         self._source, self._view, self._seed = source, view, seed
-        self._as_stored = view.keeps(source.size)
+        self._as_stored = view.shows_unchanged(source.size)
         self._core_wait = CoreWait()
 
     def fill(

@@ -714,7 +714,7 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
     assert "teacher.cache: it gives the logits of each image" in mixed
     features = refusal(KEPT, "distill.method=fitnet")
     assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
-    assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert "cache_top_k is for a teacher whose logits are cached: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
     assert all("\n" not in text for text in (mixed, features))
 
 
@@ -723,7 +723,7 @@ def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     said = {
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
         refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
-        refusal(served, KEPT): "cache keeps what service would compute: leave out one of the two",
+        refusal(served, KEPT): "cache stores what service would compute: leave out one of the two",
         refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",

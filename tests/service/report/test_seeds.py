@@ -117,7 +117,8 @@ def test_the_table_and_the_sentence_say_what_is_sure() -> None:
     assert "better" in lines["kd"]
     assert " no " in lines["sp"]
     assert seeds_sentence(sweep()) == [
-        "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 beside none (95% interval of 4 pairs; significant)."
+        "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 compared with none (95% interval of 4 pairs; "
+        "significant)."
     ]
 
 

@@ -35,7 +35,7 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
     best = row("3", 2, 256, 300.0)
     rows = [row("0", 1, 128, 90.0), row("1", 1, 256, 100.0), row("2", 2, 128, 250.0), best]
     assert why(rows, best, "images_per_s", "max", "GPU") == (
-        "Beside the next best value of each axis, the others left alone: "
+        "Compared with the next best value of each axis, the others unchanged: "
         "2 GPUs: 3.0 times as fast as 1; batch 256: +20.0% over 128."
     )
 
@@ -78,7 +78,7 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
         "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
     }
     assert bound(typed(guided)) == [
-        "No untested point is believed to be more than 2.0% better (95% sure of each); "
+        "No untested point is predicted to be more than 2.0% better (95% confidence for each); "
         "1 of 2 points were tried, for 99 worker-seconds.",
         "Why the search ended: so.",
     ]

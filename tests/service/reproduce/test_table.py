@@ -19,7 +19,7 @@ title: Digits
 recipe: digits
 data: {train_images: 1442, val_images: 355, num_classes: 10}
 tolerance_pct: 2
-sources: {us: {paper: none, place: here, epoch: last, num_runs: 2}}
+sources: {us: {paper: none, location: here, epoch: last, num_runs: 2}}
 teachers: {source: us, models: {convnet_large: {top1_pct: 98, checkpoint: large.pth}}}
 students: {source: us, models: {convnet_small: {top1_pct: 97}}}
 columns: {kd: {source: us, settings: {distill: {method: kd}}}}
@@ -49,7 +49,7 @@ def test_every_number_has_a_source_and_lies_between_chance_and_its_teacher(name:
         # Attention transfer and FT harm MobileNetV2, by 6 points at most; the best student is 1.5 points above its teacher.
         assert all(alone - 7 < top1_pct < teacher + 2 for top1_pct in pair.top1_pct.values())
     for column in (ALONE, *table.columns):
-        assert "http" in table.source_of(column).place
+        assert "http" in table.source_of(column).location
         assert table.source_of(column).paper
 
 
@@ -298,7 +298,7 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
         ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
         ("epoch: last", "epoch: lats", "epoch"),
         ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
-        ("place: here, ", "", "sources.us.place: missing: write it in the file\n"),
+        ("location: here, ", "", "sources.us.location: missing: write it in the file\n"),
     ],
 )
 def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, said: str) -> None:
