@@ -90,7 +90,7 @@ def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("key_path", "value"),
     [
         (("spec", "workerGroupSpecs", 0, "replica"), 2),
         (("spec", "workerGroupSpecs", 0, "replicas"), "2"),
@@ -100,12 +100,12 @@ def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
         (("apiVersion",), "ray.io/v1alpha1"),
     ],
 )
-def test_the_schema_catches_a_slip(place: tuple[str | int, ...], value: object) -> None:
+def test_the_schema_catches_a_slip(key_path: tuple[str | int, ...], value: object) -> None:
     manifest = load(MANIFESTS[0])
     inner = manifest
-    for key in place[:-1]:
+    for key in key_path[:-1]:
         inner = inner[key]
-    inner[place[-1]] = value
+    inner[key_path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(load(SCHEMA)).validate(manifest)
 

@@ -14,8 +14,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     write_atomic(path, b"old")
 
     def die_half_way() -> None:
-        with replacing(path) as beside:
-            beside.write_bytes(b"half")
+        with replacing(path) as temporary:
+            temporary.write_bytes(b"half")
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk"):

@@ -76,22 +76,24 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     others = "teacher.others=[{model: mlp_large, weights: other.pt, share: 3}]"
     experiment = load("digits", [others, "assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
     assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
-    told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
-    assert [(stage.model, stage.optim.epochs) for stage in told] == [
+    stage_config = [
+        experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")
+    ]
+    assert [(stage.model, stage.optim.epochs) for stage in stage_config] == [
         ("convnet_large", 12),
         ("resnet14", 7),
         ("resnet8", 12),
         ("convnet_small", 12),
     ]
-    assert told[0].teacher is None
-    assert told[0].distill is None
-    teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
+    assert stage_config[0].teacher is None
+    assert stage_config[0].distill is None
+    teachers = [stage.teacher for stage in stage_config[1:] if stage.teacher is not None]
     assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
         ("convnet_large", "before.safetensors", 1),
         ("resnet14", "before.safetensors", 0),
         ("resnet8", "before.safetensors", 0),
     ]
-    assert all(stage.distill == experiment.distill for stage in told[1:])
+    assert all(stage.distill == experiment.distill for stage in stage_config[1:])
 
 
 def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
@@ -107,27 +109,27 @@ def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimize
     own = "optim.losses={task: {lr: 0.2}, at: {lr: 0.01}}"
     resolved = load("digits", ["distill.method=[kd, at]", own, "sweep.space={distill.options.at.weight: [0, 0.5]}"])
     trial = resolved.override({"distill.options.at.weight": weight}, "trial").experiment
-    told = trial.stage("student", Path("/s"), {}, "weights")
-    assert told.distill is not None
-    assert set(told.optim.losses) == losses
-    assert losses <= {"task", *(method.key for method in select_methods(told.distill))}
+    stage_config = trial.stage("student", Path("/s"), {}, "weights")
+    assert stage_config.distill is not None
+    assert set(stage_config.optim.losses) == losses
+    assert losses <= {"task", *(method.key for method in select_methods(stage_config.distill))}
 
 
 def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
-    told = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
-    assert set(told.optim.losses) == {"task"}
+    stage_config = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
+    assert set(stage_config.optim.losses) == {"task"}
 
 
 def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
-    def asked(*sets: str) -> bool:
+    def needs_teacher_of(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
         return needs_teacher(experiment.distill, experiment.sweep.axes)
 
-    assert asked()
-    assert asked("distill.method=[dml, sp]")
-    assert not asked("distill.method=dml")
-    assert not asked("distill.method=[pskd, dml]")
-    assert asked("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
+    assert needs_teacher_of()
+    assert needs_teacher_of("distill.method=[dml, sp]")
+    assert not needs_teacher_of("distill.method=dml")
+    assert not needs_teacher_of("distill.method=[pskd, dml]")
+    assert needs_teacher_of("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
 
 
 @pytest.mark.parametrize(
@@ -485,8 +487,10 @@ def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: 
 @pytest.mark.parametrize("options", [[], ["distill.options.Margin.weight=2"]])
 def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[str], tmp_path: Path) -> None:
     name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
-    said = refusal(f"distill.method={name}", *options)
-    assert said.endswith("distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…")
+    problem = refusal(f"distill.method={name}", *options)
+    assert problem.endswith(
+        "distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…"
+    )
     assert load("digits", [f"distill.method={name}", *options, "distill.options.Margin.margin=2"])
 
 
@@ -706,13 +710,13 @@ def test_a_metric_is_maximised_unless_less_is_better() -> None:
 # A teacher's kept logits
 
 
-KEPT = "teacher.cache=/logits"
+CACHE = "teacher.cache=/logits"
 
 
 def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
-    mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
+    mixed = refusal(CACHE, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
     assert "teacher.cache: it gives the logits of each image" in mixed
-    features = refusal(KEPT, "distill.method=fitnet")
+    features = refusal(CACHE, "distill.method=fitnet")
     assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
     assert "cache_top_k is for a teacher whose logits are cached: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
     assert all("\n" not in text for text in (mixed, features))
@@ -720,19 +724,19 @@ def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
 
 def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     served = "teacher.service=1"
-    said = {
+    problem = {
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
         refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
-        refusal(served, KEPT): "cache stores what service would compute: leave out one of the two",
+        refusal(served, CACHE): "cache stores what service would compute: leave out one of the two",
         refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",
     }
-    assert all(part in line and "teacher" in line and "\n" not in line for line, part in said.items()), said
+    assert all(part in line and "teacher" in line and "\n" not in line for line, part in problem.items()), problem
     assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1
 
 
 def test_methods_on_logits_may_read_a_cache() -> None:
-    experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
+    experiment = load("digits", [CACHE, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
     assert experiment.teacher is not None
     assert experiment.teacher.cache_epochs == 2

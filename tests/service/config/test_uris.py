@@ -11,7 +11,7 @@ URI = "postgresql://me:p@ss@db:5432/mlflow"
 
 
 @pytest.mark.parametrize(
-    ("held", "shown"),
+    ("uri", "shown"),
     [
         (URI, "postgresql://db:5432/mlflow"),
         ("s3://bucket/set", "s3://bucket/set"),
@@ -20,8 +20,8 @@ URI = "postgresql://me:p@ss@db:5432/mlflow"
         ("", ""),
     ],
 )
-def test_a_uri_is_shown_without_its_login(held: str, shown: str) -> None:
-    assert without_password(held) == shown
+def test_a_uri_is_shown_without_its_login(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown
 
 
 def test_a_text_that_repeats_a_uri_is_shown_without_that_login() -> None:

@@ -421,9 +421,9 @@ def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
 
 
 def test_an_idle_gpu_whose_host_could_launch_faster_is_held_up_by_something_else() -> None:
-    held_up = replace(IDLE, one_image_ms=20.0)
-    assert the(launches, held_up).cause == "host-bound"
-    assert the(launches, held_up).gain_pct == pytest.approx(60 - 1.0)
+    waiting_gpu = replace(IDLE, one_image_ms=20.0)
+    assert the(launches, waiting_gpu).cause == "host-bound"
+    assert the(launches, waiting_gpu).gain_pct == pytest.approx(60 - 1.0)
     assert launches(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 

@@ -42,7 +42,7 @@ def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> N
 
 
 def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: Records) -> None:
-    kept = pareto_rows(records.rows)
+    front = pareto_rows(records.rows)
 
     def beaten(row: Any) -> bool:
         speed, cost = row.metrics["images_per_s"], row.metrics["gpu_s_per_epoch"]
@@ -51,8 +51,8 @@ def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: 
             for other in records.rows
         )
 
-    assert [beaten(row) for row in records.rows] == [row not in kept for row in records.rows]
-    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == kept[0].id
+    assert [beaten(row) for row in records.rows] == [row not in front for row in records.rows]
+    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == front[0].id
 
 
 def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:

@@ -164,7 +164,9 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     assert parsed.all("img") == []
     assert "<script>alert" not in text
     assert len(parsed.all("script")) == 3
-    assert all(held.get("nonce") or held.get("type") == "application/octet-stream" for held in parsed.all("script"))
+    assert all(
+        attributes.get("nonce") or attributes.get("type") == "application/octet-stream" for attributes in parsed.all("script")
+    )
     shown = str(parsed.figures)  # plotly.js reads tags in labels: none may be left
     assert "&lt;script&gt;" in shown
     assert "<script" not in shown
@@ -174,20 +176,24 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128]}, epochs=3))
     assert parsed.fetched() == []
-    policy = [held["content"] or "" for held in parsed.all("meta") if held.get("http-equiv") == "Content-Security-Policy"]
+    policy = [
+        attributes["content"] or ""
+        for attributes in parsed.all("meta")
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy[0].startswith("default-src 'none'; script-src 'nonce-")
     assert policy[0].endswith("; base-uri 'none'; form-action 'none'")
-    styles = [held.get("style") or "" for _, held in parsed.elements]
+    styles = [attributes.get("style") or "" for _, attributes in parsed.elements]
     assert not any("url(" in style for style in styles)
 
 
 def test_every_figure_has_words_and_numbers_in_its_place(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4)
     parsed = page(run_dir)
-    drawn = [held for held in parsed.all("div") if held.get("role") == "img"]
-    assert [held["id"] for held in drawn] == titles(parsed)
-    assert all(len(held["aria-label"] or "") > 40 for held in drawn)
-    regions = [held["aria-label"] or "" for held in parsed.all("div") if held.get("role") == "region"]
+    drawn = [attributes for attributes in parsed.all("div") if attributes.get("role") == "img"]
+    assert [attributes["id"] for attributes in drawn] == titles(parsed)
+    assert all(len(attributes["aria-label"] or "") > 40 for attributes in drawn)
+    regions = [attributes["aria-label"] or "" for attributes in parsed.all("div") if attributes.get("role") == "region"]
     assert len([label for label in regions if label.startswith("Numbers of: ")]) == len(drawn)
     assert len(parsed.all("figcaption")) == len(drawn)
 
@@ -195,7 +201,7 @@ def test_every_figure_has_words_and_numbers_in_its_place(tmp_path: Path) -> None
 @pytest.mark.parametrize(("status", "reloads"), [("running", True), ("complete", False), ("interrupted", False)])
 def test_the_page_loads_itself_again_only_while_the_run_goes_on(tmp_path: Path, status: str, reloads: bool) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {B: [64, 128]}, status=status))
-    assert any(held.get("http-equiv") == "refresh" for held in parsed.all("meta")) is reloads
+    assert any(attributes.get("http-equiv") == "refresh" for attributes in parsed.all("meta")) is reloads
 
 
 def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> None:
@@ -254,11 +260,11 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
 
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     result = RunResult(kind="sweep", name="digits", status="complete", runs_root=str(tmp_path))
-    end_of_run.write_page_at_end(RunDir(tmp_path), result, said.append)
-    assert len(said) == 1
-    assert said[0].endswith(f"distill report {tmp_path}")
+    end_of_run.write_page_at_end(RunDir(tmp_path), result, printed.append)
+    assert len(printed) == 1
+    assert printed[0].endswith(f"distill report {tmp_path}")
 
 
 @pytest.mark.parametrize("status", ["complete", "interrupted", "failed"])

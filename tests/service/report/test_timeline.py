@@ -72,8 +72,8 @@ def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
     histories = [trained(f"trial {number:03d}", [10.0] * (2 if number == 3 else 4)) for number in range(100)]
     rows = [typed_row({"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}}) for number in range(100)]
     rows += [typed_row({"id": "100", "status": "oom"}), typed_row({"id": "101", "status": "untested"})]
-    told = shown(accuracy(histories, ["trial 000"], rows)).caption
-    assert told.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
+    sentence = shown(accuracy(histories, ["trial 000"], rows)).caption
+    assert sentence.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
     assert shown(drift(histories, ["trial 000"], rows)).caption.endswith(
         "Not shown: 1 oom, 1 without 3 whole epochs of 101 trials."
     )
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
 
 
 def test_many_points_are_thinned_and_the_last_is_kept() -> None:
-    kept = thin(list(range(10_001)))
-    assert len(kept) <= 400
-    assert kept[-1] == 10_000
-    assert kept == sorted(kept)
+    thinned = thin(list(range(10_001)))
+    assert len(thinned) <= 400
+    assert thinned[-1] == 10_000
+    assert thinned == sorted(thinned)

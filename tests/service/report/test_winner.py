@@ -95,7 +95,7 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
         one.metrics["gpu_s_per_epoch"] = cost
-    told = lines(
+    sentences = lines(
         typed(
             {
                 "trials": rows,
@@ -107,9 +107,9 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
         ),
         rows,
     )
-    assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
-    front = told.index("the front of speed and cost:")
-    assert told[front + 1 : front + 3] == [
+    assert sentences[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
+    front = sentences.index("the front of speed and cost:")
+    assert sentences[front + 1 : front + 3] == [
         "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-seconds an epoch",
         "  1: 2 workers × batch 128 × 2 loader workers: 15.0 images/s for 1,333 worker-seconds an epoch",
     ]
@@ -162,7 +162,7 @@ def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path:
 
 
 def test_every_value_is_read_back_as_it_was() -> None:
-    for held in (
+    for swept in (
         1,
         0.1,
         1e-5,
@@ -181,5 +181,5 @@ def test_every_value_is_read_back_as_it_was() -> None:
         [1, "2"],
         {"a": 0.5},
     ):
-        assert parse(written(held), "") == held
-        assert type(parse(written(held), "")) is type(held)
+        assert parse(written(swept), "") == swept
+        assert type(parse(written(swept), "")) is type(swept)

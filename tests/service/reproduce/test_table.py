@@ -289,7 +289,7 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ("columns: {kd: {source: us", "columns: {kd: {source: them", "columns.kd.source: there is no 'them'"),
         ("teacher: convnet_large,", "teacher: convnet_largest,", "pairs.large-small.teacher: there is no 'convnet_largest'"),
@@ -301,9 +301,9 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
         ("location: here, ", "", "sources.us.location: missing: write it in the file\n"),
     ],
 )
-def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, message: str) -> None:
     text = refused(tmp_path, before, after)
-    assert said in text + "\n"
+    assert message in text + "\n"
     assert "mine.yaml" in text
 
 

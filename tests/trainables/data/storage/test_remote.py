@@ -193,19 +193,19 @@ def test_what_comes_next_is_fetched_before_it_is_read(packed: Path, node: Path) 
 class Counting(Server):
     """A server that notes which files were asked of it."""
 
-    def __init__(self, uri: str, asked: list[str]) -> None:
+    def __init__(self, uri: str, requests: list[str]) -> None:
         super().__init__(uri, retry_s=1)
-        self._asked = asked
+        self._requests = requests
 
     def open(self, name: str) -> BinaryIO:
-        self._asked.append(name)
+        self._requests.append(name)
         return super().open(name)
 
 
 def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> None:
-    sources, asked = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
+    sources, requests = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
     for source in sources:
-        source._shards.server = Counting(packed.as_uri(), asked)
+        source._shards.server = Counting(packed.as_uri(), requests)
 
     def read_all(source: RemoteRecords) -> bool:
         source.follow(_order(source, "full"), 0, 0)
@@ -213,7 +213,7 @@ def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> N
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(read_all, sources))
-    assert sorted(asked) == [f"train-{shard:05}.arrow" for shard in range(SHARDS)]
+    assert sorted(requests) == [f"train-{shard:05}.arrow" for shard in range(SHARDS)]
 
 
 def test_what_a_killed_worker_had_begun_to_fetch_takes_no_room(packed: Path, node: Path) -> None:
