@@ -1,7 +1,5 @@
 """The `distill` command. Each command is in a module of `service.commands`, which is imported when the command is used."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

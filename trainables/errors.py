@@ -1,7 +1,5 @@
 """Errors that a user can cause. Each ends a command with its one message: what is wrong, where, what to write instead."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

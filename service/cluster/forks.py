@@ -1,7 +1,5 @@
 """What SIGTERM does to children that are forked and run Python, such as those of a process pool."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

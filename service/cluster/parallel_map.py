@@ -1,7 +1,5 @@
 """Independent pieces of work over the cores of this machine, or over the nodes of the Ray cluster that RAY_ADDRESS names."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

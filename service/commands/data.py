@@ -1,7 +1,5 @@
 """`pack` and `data`: packed data sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`evaluate`: the accuracy of a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`recipes` and `show`: what there is to run, and every value of an experiment."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

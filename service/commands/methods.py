@@ -1,7 +1,5 @@
 """`methods`, `check-method` and `taps`: ways to distil, and where they read models."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 

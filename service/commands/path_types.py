@@ -1,7 +1,5 @@
 """Types of arguments and options whose text names something on this machine, and how `submit` says it for another directory."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

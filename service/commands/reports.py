@@ -1,7 +1,5 @@
 """`report`, `compare` and `doctor`: what a run or a sweep came to. They run no code of the run's author."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

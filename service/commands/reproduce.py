@@ -1,7 +1,5 @@
 """`reproduce`: a table of published accuracies, run again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`submit`: any other command as a Ray job."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

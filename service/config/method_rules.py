@@ -3,8 +3,6 @@
 Importing this costs no torch. A method is loaded, and torch with it, only where its options or its needs decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 

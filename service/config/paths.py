@@ -1,7 +1,5 @@
 """Paths of an experiment as processes that run elsewhere understand them: relative ones begin in the user's directory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m service.config.reference docs/configuration.md` writes the page; `distill show --keys` prints the same.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A rule returns what is wrong and what to write instead, in one line; None: nothi
 to load one, are in `service.config.method_rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from service.config.schema import Experiment

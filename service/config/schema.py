@@ -1,7 +1,5 @@
 """The schema of an experiment: everything that a user may write. Rules between sections are in `service.config.rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal

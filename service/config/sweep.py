@@ -1,7 +1,5 @@
 """The sweep section of an experiment: the space, how it is searched, and by which metric."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

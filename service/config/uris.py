@@ -1,7 +1,5 @@
 """URIs of stores as users write them, and as they are shown: without the password."""
 
-from __future__ import annotations
-
 import os
 from urllib.parse import urlsplit
 

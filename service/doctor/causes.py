@@ -4,8 +4,6 @@ Gains follow the project's model of a step (`service/search/formulas.py`): step 
 the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - T'/T) percent.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 
 from service.doctor.compute import launches, other_programs, teacher

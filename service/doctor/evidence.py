@@ -1,7 +1,5 @@
 """A run as its records show it, and what follows from them: what steps wait for, supply, work, and use of the cores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property

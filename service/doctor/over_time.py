@@ -1,7 +1,5 @@
 """What a single step does not show: GPUs whose clocks are lowered, steps that grow, and what lies between steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """From a run directory's records to evidence."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

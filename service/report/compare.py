@@ -3,8 +3,6 @@
 Shapes: M common points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A sweep's figures, as pure functions of its rows: phases, waits, scaling, speed against cost."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the step-time model predicts for points of a sweep that were not measured: fitted to the rows, drawn along an axis."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

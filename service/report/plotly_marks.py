@@ -4,8 +4,6 @@ Colours are Okabe and Ito's (2008), distinct for readers with any colour vision 
 their marks and dashes too. Text of the ground's own colour (axes, grids, legends) is left to the page, which knows the ground.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

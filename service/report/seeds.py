@@ -1,7 +1,5 @@
 """Trials that differ by their seed alone, taken together: their mean, and the paired difference to the sweep's first point."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Speed over one axis of a sweep: measured marks, the step-time model's curve, everything else in the background."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

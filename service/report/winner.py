@@ -1,7 +1,5 @@
 """What won, why, how sure that is, and how to run it: sentences made of a sweep's rows."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

@@ -1,7 +1,5 @@
 """A table of published accuracies: the schema of its YAML. The numbers are data, in `service/reproduce/tables`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path

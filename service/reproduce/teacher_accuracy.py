@@ -1,7 +1,5 @@
 """The accuracy of a teacher here, and the hash of its weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

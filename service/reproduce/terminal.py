@@ -1,7 +1,5 @@
 """The plan and the comparison as tables for the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

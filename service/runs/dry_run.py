@@ -3,8 +3,6 @@
 Torch is imported late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path

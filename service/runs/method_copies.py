@@ -3,8 +3,6 @@
 `methods/index.json` holds for each file, as the experiment names it, the name of its copy and the SHA-256 of its text.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterator

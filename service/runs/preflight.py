@@ -4,8 +4,6 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

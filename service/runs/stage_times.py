@@ -1,7 +1,5 @@
 """The time that a stage took: of one session, and over all sessions of drivers that worked on it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from service.config.method_rules import needs_teacher

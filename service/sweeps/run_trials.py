@@ -1,7 +1,5 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Nothing here knows the store. `events.jsonl` and `target.json` are the truth; what else lies in the folder can be found out again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

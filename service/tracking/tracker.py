@@ -1,7 +1,5 @@
 """The face of tracking: where the store is, the recorder that a driver holds, and the delivery of what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Numbers from numpy to Arrow and back. Pyarrow's own conversions import pandas, for half a second and 40 MiB a process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

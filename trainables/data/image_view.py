@@ -5,8 +5,6 @@ With `data.decoder: gpu` or `dali` the crop alone is chosen here, for training's
 Shapes: B samples, U random numbers a sample, H=W=data.image_size pixels, C=3 channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

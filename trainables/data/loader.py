@@ -3,8 +3,6 @@
 Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels, N samples of the split.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,8 +6,6 @@ with labels and names, for any Arrow reader. A worker opens a split by reading t
 Shapes: N samples of the split, S shards, R samples of a read, H=W pixels where all images have one size, C=3 channels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from bisect import bisect_right

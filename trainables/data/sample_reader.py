@@ -1,7 +1,5 @@
 """The work of a loader thread: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import CancelledError, Future
 from threading import Event

@@ -1,7 +1,5 @@
 """The methods that an experiment selects, with their options, and whether its teacher gives what they require."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The teacher of a job, from its configuration: a network on this rank, cached logits, or a client of the service."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

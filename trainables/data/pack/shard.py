@@ -4,8 +4,6 @@ A shard is a function of the plan alone, so that it does not matter which proces
 Shapes: n samples of the shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -10,8 +10,6 @@ output is linear, so that no activation ends a stage.
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

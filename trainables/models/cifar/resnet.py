@@ -15,8 +15,6 @@ Every activation is a module of its own and none is in place, so that what goes 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

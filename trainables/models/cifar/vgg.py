@@ -8,8 +8,6 @@ convolution a group. Convolutions have biases, though BatchNorm follows; the pub
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -13,8 +13,6 @@ it: in training their running statistics move by 1 − 0.9² = 0.19 a step, here
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ What does not decide them is left out, so that trials and runs share them: batch
 order of the images, and the seed where nothing is drawn by chance.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """The store of an experiment's `teacher.cache`, opened by all ranks: its key, its size, and whether the disk has room."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ whose checksum is not its name counts as missing.
 Shapes: N samples of the training split, B samples that are read, R rows of a segment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging
