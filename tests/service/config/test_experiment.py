@@ -15,6 +15,7 @@ from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.method_rules import needs_teacher
 from service.config.schema import Experiment
+from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
@@ -243,6 +244,14 @@ def test_known_keys_are_what_the_user_was_promised() -> None:
     assert set(promised.split()) <= set(KEYS)
 
 
+@pytest.mark.parametrize(
+    ("sweep", "steps"),
+    [({}, None), ({"steps": 5}, 5), ({"policy": "guided"}, 60), ({"policy": "guided", "steps": 5}, 5)],
+)
+def test_a_timing_sweep_has_its_steps_or_those_of_a_guided_one(sweep: dict[str, Any], steps: int | None) -> None:
+    assert SweepConfig(**sweep).timing_steps == steps
+
+
 # Near names
 
 
@@ -260,6 +269,8 @@ def test_known_keys_are_what_the_user_was_promised() -> None:
         ("scale.num_worker", "scale.num_workers"),
         ("teacher.weight", "teacher.weights"),
         ("sed", "seed"),
+        ("size", "data.global_batch_size"),
+        ("the_precision_of_numbers", "precision"),
         ("zzz", None),
     ],
 )
