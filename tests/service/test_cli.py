@@ -574,7 +574,7 @@ class Lent:
         self.closed += 1
 
 
-def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code_2(
+def test_a_method_that_breaks_its_contract_is_reported_point_by_point_with_exit_code_2(
     ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
@@ -591,7 +591,7 @@ def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code
 
 
 @pytest.mark.slow
-def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_that_keeps_its_contract_as_documented_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{own_methods.__file__}:EitherGram"
     assert exit_code("check-method", name, "--option", "over_all_workers=true", "--option", "weight=0.5") == 0
     shown = capsys.readouterr()
@@ -614,7 +614,7 @@ def test_a_method_a_model_or_an_option_that_there_is_not_is_refused(refuse: Refu
     assert says in refuse("check-method", *arguments)
 
 
-def test_an_option_that_a_method_cannot_do_without_is_asked_for(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_required_option_that_is_missing_is_named(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from trainables.config import MethodOptions\nfrom trainables.methods.contract import Method\n\n\n"
         "class Own(Method):\n    class Options(MethodOptions):\n        margin: float\n\n    terms = ('apart',)\n"

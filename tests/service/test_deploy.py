@@ -61,7 +61,7 @@ def test_the_cluster_files_commands_are_valid_shell_and_every_mounted_file_exist
     assert all((ROOT / path).is_file() for path in local)
 
 
-def test_the_cluster_asks_for_a_token_and_shows_its_dashboard_on_loopback_alone() -> None:
+def test_the_cluster_requires_a_token_and_shows_its_dashboard_on_loopback_alone() -> None:
     cluster = load(ROOT / "cluster.yaml")
     assert any("RAY_AUTH_MODE=token" in command for command in cluster["setup_commands"])
     starts = [command for command in commands(cluster) if "ray start" in command]

@@ -9,7 +9,7 @@ import pytest
 from trainables.rundir import append_line, read_lines, replacing, write_atomic
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_atomic(path, b"old")
 

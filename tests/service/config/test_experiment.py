@@ -97,7 +97,7 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     assert all(stage.distill == experiment.distill for stage in stage_config[1:])
 
 
-def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
+def test_method_none_among_methods_of_a_sweep_is_the_labels_alone() -> None:
     experiment = load("digits", ["distill.method=none"]).experiment
     student = experiment.stage("student", Path("/s"), {}, "weights")
     assert student.distill is None
@@ -121,7 +121,7 @@ def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
     assert set(stage_config.optim.losses) == {"task"}
 
 
-def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
+def test_a_teacher_is_needed_only_by_methods_that_read_one() -> None:
     def needs_teacher_of(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
         return needs_teacher(experiment.distill, experiment.sweep.axes)
@@ -219,7 +219,7 @@ def test_no_number_of_a_section_takes_a_boolean_also_not_in_a_method_of_the_user
         Own(margin=float("nan"))
 
 
-def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
+def test_a_base_is_found_in_the_folder_of_the_file_that_names_it(tmp_path: Path) -> None:
     written(tmp_path, "base: digits\nseed: 5\n", "below.yaml")
     (tmp_path / "sub").mkdir()
     above = written(tmp_path / "sub", "base: ../below.yaml\nname: above\n", "above.yaml")
@@ -496,7 +496,7 @@ def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: 
 
 
 @pytest.mark.parametrize("options", [[], ["distill.options.Margin.weight=2"]])
-def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[str], tmp_path: Path) -> None:
+def test_a_required_option_that_is_missing_is_named(options: list[str], tmp_path: Path) -> None:
     name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
     problem = refusal(f"distill.method={name}", *options)
     assert problem.endswith(
@@ -511,12 +511,12 @@ def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched
 
 
 @pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
-def test_options_beside_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
+def test_options_with_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
     assert "there is no method 'Margin'" in refusal(f"sweep.space={{distill.method: {space}}}", "distill.options={Margin: {}}")
 
 
 @pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
-def test_an_override_without_key_or_value_is_told_how_to_write_one(text: str) -> None:
+def test_an_override_without_key_or_value_is_refused_with_an_example(text: str) -> None:
     assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
 
 
@@ -526,7 +526,7 @@ def test_many_mistakes_take_six_lines_at_most() -> None:
     assert lines[-1] == "… and 4 more"
 
 
-def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> None:
     path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
     assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
 

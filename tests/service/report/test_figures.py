@@ -31,7 +31,7 @@ def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
     assert first["y"][0] - first["error_y"]["arrayminus"][0] == pytest.approx(m["phase/data_min_ms"])
 
 
-def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> None:
+def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Records) -> None:
     assert records.best is not None
     figure = shown(efficiency(records.rows, records.best, "GPU"))
     assert figure.traces[0]["name"] == "ideal"

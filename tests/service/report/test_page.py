@@ -204,7 +204,7 @@ def test_the_page_loads_itself_again_only_while_the_run_goes_on(tmp_path: Path, 
     assert any(attributes.get("http-equiv") == "refresh" for attributes in parsed.all("meta")) is reloads
 
 
-def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> None:
+def test_what_a_guided_search_predicts_for_the_rest_is_shown(tmp_path: Path) -> None:
     untested = {"status": "untested", "metrics": {}, "steps_s": []}
     search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
@@ -240,7 +240,7 @@ def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) 
     assert "auto loader workers" in parsed.text
 
 
-def test_a_run_of_before_the_hardware_was_kept_has_no_model_curve(tmp_path: Path) -> None:
+def test_a_run_of_before_the_hardware_was_recorded_has_no_model_curve(tmp_path: Path) -> None:
     def lines(run_dir: RunDir) -> int:
         return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
 

@@ -138,7 +138,7 @@ def test_a_small_table_is_not_cut_in_two(tmp_path: Path) -> None:
     assert TABLE not in parsed.folded
 
 
-def test_the_status_of_a_trial_stands_beside_its_name(mixed: RunDir) -> None:
+def test_the_status_of_a_trial_stands_next_to_its_name(mixed: RunDir) -> None:
     heads, *rows = page(mixed).tables["All 36 trials"]
     assert heads[:2] == ["trial", "status"]
     assert [row[1] for row in rows if row[0] in ("000", "004", "009", "024")] == ["ok", "failed", "oom", "infeasible"]

@@ -139,7 +139,7 @@ def test_points_are_named_by_what_they_set() -> None:
 
 
 @pytest.mark.parametrize("swept", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
-def test_without_two_seeds_of_a_point_nothing_is_said(swept: RunResult) -> None:
+def test_without_two_seeds_of_a_point_nothing_is_shown(swept: RunResult) -> None:
     assert seed_table(swept) is None
     assert page_table(swept) is None
     assert seeds_figure(swept) is None

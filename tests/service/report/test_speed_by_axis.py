@@ -19,7 +19,7 @@ def marks(figure: Figure) -> list[dict[str, Any]]:
     return [trace for trace in figure.traces if "markers" in trace.get("mode", "")]
 
 
-def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_beside_the_winner(records: Records) -> None:
+def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_near_the_winners(records: Records) -> None:
     best = records.best
     assert best is not None
     figure = shown(over_axis(records.rows, best, GLOBAL_BATCH, None, "GPU"))

@@ -32,7 +32,7 @@ def test_an_epochs_time_is_that_of_its_steps_whatever_came_between() -> None:
     assert epoch_times(History("student", resumed))[-1] == (4.0, 98.0)
 
 
-def test_drift_is_told_in_words() -> None:
+def test_drift_is_described_in_words() -> None:
     figure = drift([trained("student", [200.0, 175.0, 180.0, 199.0])], [])
     assert figure is not None
     assert "student 175 → 199 s (+14%)" in figure.caption
@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     assert figure.traces[0]["y"] == [1.0] * 4
 
 
-def test_many_points_are_thinned_and_the_last_is_kept() -> None:
+def test_many_points_are_thinned_but_for_the_last() -> None:
     thinned = thin(list(range(10_001)))
     assert len(thinned) <= 400
     assert thinned[-1] == 10_000

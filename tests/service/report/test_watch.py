@@ -99,7 +99,7 @@ def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     assert rows_on_screen(typed({"trials": rows[:2], "best": rows[0]}), 40) == {"000", "001"}
 
 
-def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() -> None:
+def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_follow() -> None:
     rows = [
         typed_row({"id": "000", "status": "ok"}),
         typed_row({"id": "001", "status": "untested"}),
@@ -111,6 +111,6 @@ def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() ->
 TEACHER = {"stage": "teacher", "model": "resnet8", "status": "ok"}
 
 
-def test_a_run_is_told_by_its_stages() -> None:
+def test_a_runs_progress_is_that_of_its_stages() -> None:
     assert progress(typed({"name": "x", "status": "running", "stages": [TEACHER]})) == "x: running, teacher ended"
     assert progress(typed({"name": "x", "status": "running"})) == "x: running"

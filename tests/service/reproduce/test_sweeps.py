@@ -73,7 +73,7 @@ def test_what_is_set_counts_more_than_the_table(cifar100: Table) -> None:
     assert (trial.resolved.experiment.optim.lr, trial.resolved.experiment.optim.epochs) == (0.2, 2)
 
 
-def test_what_makes_another_training_is_told_from_what_only_runs_faster() -> None:
+def test_what_makes_another_training_is_distinguished_from_what_only_runs_faster() -> None:
     assert changes(["data.loader_workers=4", "tracking.enabled=false", "sweep.max_concurrent=8", "train.compile=true"]) == ()
     assert changes(["optim.epochs=2", "precision=bf16", "scale.num_workers=2"]) == (
         "optim.epochs",
@@ -118,7 +118,7 @@ def test_published_checkpoints_are_found_by_their_folders(cifar100: Table, tmp_p
     assert part.num_runs == 1
 
 
-def test_listed_points_are_a_sweeps_trials_and_a_space_beside_them_is_refused() -> None:
+def test_listed_points_are_a_sweeps_trials_and_a_space_in_addition_is_refused() -> None:
     points = "sweep.points=[{seed: 1, optim.lr: 0.1}, {seed: 2}]"
     resolved = load("digits", ["sweep.space={}", points])
     assert [trial.params for trial in plan_trials(resolved)] == [{"seed": 1, "optim.lr": 0.1}, {"seed": 2}]

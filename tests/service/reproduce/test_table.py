@@ -307,7 +307,7 @@ def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path
     assert "mine.yaml" in text
 
 
-def test_a_tables_recipe_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tables_recipe_lies_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flowers.yaml").write_text("base: digits\noptim: {epochs: 7}\n")
     path = tmp_path / "mine.yaml"
     path.write_text(SMALL.replace("recipe: digits", "recipe: flowers.yaml"))

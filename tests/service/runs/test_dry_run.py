@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
     assert "\n" not in str(refused.value)
 
 
-def test_as_many_logits_kept_as_there_are_classes_are_enough_for_every_method() -> None:
+def test_as_many_logits_cached_as_there_are_classes_are_enough_for_every_method() -> None:
     cached = ["teacher.cache=kept", "teacher.cache_top_k=10"]
     check_train(small(*cached, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"))
 

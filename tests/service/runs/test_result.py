@@ -201,7 +201,7 @@ def test_a_run_of_another_version_can_be_read(
     assert run(capsys, "compare", sweep.root, sweep_dir(tmp_path / "new", SPACE).root)[0] == 0
 
 
-def test_what_is_left_out_is_said_and_a_resume_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_and_a_resume_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = rewritten(train_dir(tmp_path / "t", status="interrupted"), lambda t: t["data"].update(prefetch_factor=2))
     code, out, err = run(capsys, "report", run_dir.root)
     assert (code, err) == (0, "")

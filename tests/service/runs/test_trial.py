@@ -60,7 +60,7 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
     assert (outcome.status, outcome.failure, len(begun), outcome.restarts) == (status, kind, tries, tries - 1)
 
 
-def test_what_a_worker_noted_is_told_unless_it_only_lost_another(tmp_path: Path) -> None:
+def test_the_cause_is_what_a_worker_wrote_unless_it_only_lost_another(tmp_path: Path) -> None:
     stage = StageDir(tmp_path)
     died = WorkersFailedError([ended("lost_peer", rank=0), ended("worker_died", rank=1)])
     assert cause_of(stage, died).rank == 1

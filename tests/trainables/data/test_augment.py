@@ -141,7 +141,7 @@ def test_the_usual_resizes_are_those_of_the_published_recipes() -> None:
     assert [default_val_resize(size) for size in (224, 299, 8, 1)] == [256, 342, 9, 1]
 
 
-def test_an_image_of_the_models_size_is_left_untouched_unless_a_resize_is_asked_for() -> None:
+def test_an_image_of_the_models_size_is_left_untouched_unless_a_resize_is_set() -> None:
     image = photo(5, 32, 32)
     assert validation_view(image, 32, None) is image
     assert np.asarray(validation_view(image, 32, 36)).tobytes() != image.tobytes()

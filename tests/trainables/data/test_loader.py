@@ -388,7 +388,7 @@ class NumberedSource(SlowSource):
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
-def test_a_batch_holds_until_the_one_after_the_next_is_asked_for(workers: int, prefetch: int) -> None:
+def test_a_batch_holds_until_the_one_after_the_next_is_requested(workers: int, prefetch: int) -> None:
     loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
     before = None
     for step, batch in enumerate(loader.epoch(0)):
@@ -508,7 +508,7 @@ def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
     assert not _loader_threads()
 
 
-def test_threads_work_no_further_ahead_than_asked() -> None:
+def test_threads_work_no_further_ahead_than_configured() -> None:
     source = SlowSource(200)
     loader = _loader(source, _data(10, prefetch_batches=2), workers=2)
     batches = loader.epoch(0)
@@ -630,7 +630,7 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
     loader.close()
 
 
-def test_the_loader_tells_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source() -> None:
+def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source() -> None:
     loader = _loader(SlowSource(32), _data(8), workers=2)
     assert loader.costs.summary() == {}
     list(loader.epoch(0))

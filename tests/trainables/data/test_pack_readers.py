@@ -477,7 +477,7 @@ def test_caffes_planes_of_blue_green_red_become_pixels(tmp_path: Path) -> None:
     assert "4 × 10 × 20 pixels are no image" in (tmp_path / "caffe-packed" / "unreadable.jsonl").read_text()
 
 
-def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> None:
+def test_image_files_under_their_class_or_with_their_label(tmp_path: Path) -> None:
     by_class = {b"zebra/1.jpg": JPEGS[0], b"ant/2.jpg": JPEGS[1], b"__len__": b"2"}
     train, _ = packed(write_lmdb(tmp_path / "classes", by_class, by_class))
     assert (train.classes, train.labels_N.tolist(), contents(train)) == (("ant", "zebra"), [0, 1], [JPEGS[1], JPEGS[0]])

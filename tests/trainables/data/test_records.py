@@ -74,7 +74,7 @@ def test_a_packed_folder_is_read_as_the_folder_is(images: Path, packed: Path, sp
     assert len(ours) == len(folder)
 
 
-def test_samples_lie_in_several_shards_of_about_the_size_that_was_asked_for(packed: Path) -> None:
+def test_samples_lie_in_several_shards_of_about_the_size_that_was_given(packed: Path) -> None:
     shards = read_index(packed).splits["train"].shards
     assert len(shards) > 2
     assert max(shard.bytes for shard in shards) < 2 * SMALL_SHARDS
@@ -155,7 +155,7 @@ def test_a_source_goes_on_in_another_process(packed: Path, method: str) -> None:
     assert source.read(0) == first
 
 
-def test_a_source_that_travels_is_small_beside_what_it_reads(packed: Path) -> None:
+def test_a_source_that_travels_is_small_compared_with_what_it_reads(packed: Path) -> None:
     source = open_records(str(packed), "train")
     source.read(0)
     content = pickle.dumps(source)

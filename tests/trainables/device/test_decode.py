@@ -336,7 +336,7 @@ def test_a_gpu_without_room_for_a_decoder_is_out_of_memory_and_no_missing_librar
     assert kind_of(caught.value) == "out_of_memory"
 
 
-def test_a_decoder_that_decodes_is_told_from_one_that_does_not(decoder: RegionDecoder) -> None:
+def test_a_decoder_that_decodes_is_distinguished_from_one_that_does_not(decoder: RegionDecoder) -> None:
     class Nothing:
         def decode(self, regions: list[Region]) -> list[torch.Tensor | None]:
             return [None] * len(regions)

@@ -87,7 +87,7 @@ def test_every_step_sees_its_own_batch_however_far_the_thread_is_ahead(pin_memor
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_seconds_of_each_copy_are_told_without_the_wait_for_the_step_before() -> None:
+def test_the_seconds_of_each_copy_are_reported_without_the_wait_for_the_step_before() -> None:
     seconds: list[float] = []
     for batch in on_device(ThriftyLoader((256, 128, 128, 3), True).batches(), torch.device("cuda"), copied=seconds.append):
         batch.wait()

@@ -52,7 +52,7 @@ def test_each_image_gets_its_own_operation_as_torchvision_does_it(size: int, mag
             assert max(part for _, part in apart) < 2e-3
 
 
-def test_as_many_operations_follow_each_other_as_asked() -> None:
+def test_as_many_operations_follow_each_other_as_configured() -> None:
     images = pictures(6, 16).float()
     draws = Draws(1, 2, torch.arange(6))
     three = RandAugment(RandAugmentConfig(num_ops=3), 16, CPU)

@@ -89,7 +89,7 @@ def test_a_margin_is_the_mean_of_what_is_negative() -> None:
     assert found[3:].tolist() == [-3.0, -2.0, 0.0]  # hardly ever negative; always the same
 
 
-def test_the_partial_distance_asks_only_for_what_the_relu_lets_through_and_for_no_more_than_the_margin() -> None:
+def test_the_partial_distance_requires_only_what_the_relu_lets_through_and_for_no_more_than_the_margin() -> None:
     margin = torch.tensor([-1.0], dtype=torch.float64)
 
     def distance(student: float, teacher: float) -> float:

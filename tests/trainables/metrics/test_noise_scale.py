@@ -149,7 +149,7 @@ def test_the_scalers_factor_is_divided_out(ranks: RankPool, tmp_path: Path) -> N
         assert recorded["fp16"][name] == pytest.approx(recorded["fp32"][name], rel=0.03)
 
 
-def test_a_step_that_overflowed_and_one_of_a_single_part_tell_nothing() -> None:
+def test_a_step_that_overflowed_and_one_of_a_single_part_are_not_counted() -> None:
     model, scaler = nn.Linear(1, 1, bias=False), torch.amp.GradScaler("cpu", enabled=False)
     noise = GradientNoise(model, Group())
     for factors in ((1.0, 3.0), (1.0, float("inf")), (2.0,)):

@@ -45,7 +45,7 @@ def test_tensors_and_plain_values_are_read_in_todays_and_in_the_old_format(tmp_p
 @pytest.mark.parametrize(
     "extra", [np.float64(72.3), np.float32(72.3), np.int64(3), np.bool_(True), argparse.Namespace(model="resnet56", lr=0.05)]
 )
-def test_what_training_scripts_keep_beside_the_parameters_is_left_unread(extra: Any, tmp_path: Path) -> None:
+def test_what_training_scripts_save_besides_the_parameters_is_left_unread(extra: Any, tmp_path: Path) -> None:
     read = load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": extra}))
     assert_weights(read["model"])
     assert type(read["opt"]) is IgnoredValue

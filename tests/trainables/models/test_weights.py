@@ -239,7 +239,7 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
         assert "with which" in refusal(weights, "googlenet", sha256=other, **options)
 
 
-def test_weights_that_are_not_those_whose_hash_is_told_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_those_whose_hash_is_given_are_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "best.safetensors", convnet())
     sha256 = teacher_sha256("convnet_small", str(path), num_classes=4, image_size=8, classes=CLASSES, seed=0)
     assert_same(load(path, sha256=sha256), convnet())

@@ -157,7 +157,7 @@ def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folde
         open_on_node(_config(folder, cache_mib=900_000_000), "train")
 
 
-def test_memory_that_cannot_be_had_is_said_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_allocated_is_reported_with_the_caches_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "RAM", "/proc/nowhere")
     with pytest.raises(DataError, match=r"^data.cache: /proc/nowhere cannot be used: .*; leave data.cache out"):
         open_on_node(_config(folder), "train")

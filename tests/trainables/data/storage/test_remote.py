@@ -288,7 +288,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
     open_on_node(full.model_copy(update={"cache_mib": 40}), "train")
 
 
-def test_validation_needs_room_beside_training(tmp_path: Path, node: Path) -> None:
+def test_validation_needs_room_in_addition_to_training(tmp_path: Path, node: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
     for cache_mib in (2, 3):
         with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):
