@@ -11,10 +11,12 @@ import pytest
 
 from service.config.experiment import load
 from service.doctor.causes import findings
+from service.doctor.clocks import thermal
 from service.doctor.compute import launches, other_programs, teacher
 from service.doctor.evidence import Evidence
+from service.doctor.growth import slowdown
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
-from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
+from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.read_run import loader_costs
 from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
