@@ -718,7 +718,15 @@ def test_a_metric_is_maximised_unless_less_is_better() -> None:
         assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
 
 
-# A teacher's kept logits
+def test_a_run_that_is_only_read_may_break_a_rule_between_keys(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.yaml"
+    file.write_text("{base: digits, data: {val_resize: 7}}")
+    assert read_resolved(file, reading=True).experiment.data.val_resize == 7
+    with pytest.raises(ExperimentError, match=r"data\.val_resize 7 is below data\.image_size 8"):
+        read_resolved(file)
+
+
+# A teacher's cached logits
 
 
 CACHE = "teacher.cache=/logits"
