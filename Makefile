@@ -51,20 +51,21 @@ docs: .venv/.docs
 	touch $@
 
 # The lock's wheels are verified by hash; the project itself is installed in place, without asking an index.
-$(INSTALLED): requirements.lock pyproject.toml
+$(INSTALLED): requirements.lock tests/requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "raydistill needs Python 3.11 to 3.13; set PYTHON=python3.12, say" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --require-hashes -r tests/requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-# Universal over Python 3.11–3.13; needs uv on the PATH or in the environment.
+# Universal over Python 3.11–3.13; needs uv on the PATH or in the environment. What runs, what tests it, what makes the site.
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --quiet
 lock:
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra timm --extra turbojpeg --group dev --generate-hashes \
-	  --no-emit-index-url --no-header --quiet --output-file requirements.lock
-	uv pip compile --group docs --constraint requirements.lock --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --quiet --output-file docs/requirements.lock
+	$(COMPILE) pyproject.toml --extra timm --extra turbojpeg --output-file requirements.lock
+	$(COMPILE) --group dev --constraint requirements.lock --output-file tests/requirements.lock
+	$(COMPILE) --group docs --constraint requirements.lock --output-file docs/requirements.lock
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

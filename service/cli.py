@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import logging
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import click
 from service.cluster import local_ray
 from service.cluster.forks import let_sigterm_end_forks
 from trainables.errors import DistillError, bounded
+from trainables.redact import redact, redact_record
 
 COMMANDS = {
     "cache": ("runs:cache", "Fill teacher.cache: the teacher's logits for all epochs of an experiment."),
@@ -75,16 +77,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     let_sigterm_end_forks()
+    logging.getLogger("raydistill").addFilter(redact_record)
     try:
         code = cli.main(arguments, standalone_mode=False) or 0
     except click.ClickException as error:
         text = io.StringIO()
         error.show(text)
-        print(bounded(text.getvalue()), end="", file=sys.stderr)
+        print_error(bounded(text.getvalue()).rstrip("\n"))
         code = 2
     except DistillError as error:
         lines = str(error).splitlines()[:6]
-        print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+        print_error("\n".join(["error: " + lines[0], *lines[1:]]))
         code = 2
     except (KeyboardInterrupt, click.exceptions.Abort):
         code = 130
@@ -92,7 +95,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if is_output_unread():  # click's own
             code = 1
         else:
-            print(f"error: code that this command has loaded called sys.exit({leave.code!r})", file=sys.stderr)
+            print_error(f"error: code that this command has loaded called sys.exit({leave.code!r})")
             code = 2
     except BrokenPipeError:  # whoever read the output has gone
         code = 1
@@ -100,16 +103,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         where = f"{error.filename}: " if error.filename else ""
         command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
         then = "then `distill resume` goes on" if command in ("train", "sweep", "resume") else "then give the command again"
-        print(bounded(f"error: {where}{error.strerror or error}; mend that, {then}"), file=sys.stderr)
+        print_error(bounded(f"error: {where}{error.strerror or error}; mend that, {then}"))
         code = 2
     except Exception as error:
-        print(f"error: unexpected {type(error).__name__}; its stack trace is in {write_trace(error)}", file=sys.stderr)
+        print_error(f"error: unexpected {type(error).__name__}; its stack trace is in {write_trace(error)}")
         code = 1
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter would report it once more, with a stack trace
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     local_ray.leave(code)
+
+
+def print_error(text: str) -> None:
+    print(redact(text), file=sys.stderr)
 
 
 def is_output_unread() -> bool:
@@ -122,5 +129,5 @@ def is_output_unread() -> bool:
 def write_trace(error: Exception) -> str:
     """The file that has the stack trace of an error that no check foresaw."""
     with tempfile.NamedTemporaryFile("w", prefix="raydistill-", suffix=".log", delete=False) as file:
-        traceback.print_exception(error, file=file)
+        file.write(redact("".join(traceback.format_exception(error))))
     return file.name

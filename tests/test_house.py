@@ -46,11 +46,13 @@ def test_the_workers_side_knows_nothing_of_the_drivers() -> None:
 LAYERS = {
     "trainables": [
         "errors",
+        "redact",
         "config",
         "rules",
         "rundir",
         "stage_result",
         "locks",
+        "user_folder",
         "failures",
         "distributed",
         "data",
@@ -158,29 +160,41 @@ def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(tree(path)), f"{path} has no docstring"
 
 
-def test_the_lock_names_no_index() -> None:
-    lock = (ROOT / "requirements.lock").read_text()
+LOCKS = ("requirements.lock", "tests/requirements.lock", "docs/requirements.lock")
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Name → version of each package in a lock."""
+    lines = (ROOT / lock).read_text().splitlines()
+    return dict(re.split(r"==| ", line)[:2] for line in lines if "==" in line and line[0].isalnum())
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_names_no_index(name: str) -> None:
+    lock = (ROOT / name).read_text()
     assert "http://" not in lock
     assert "https://" not in lock
     assert "--hash=sha256:" in lock
 
 
-def test_every_top_level_package_of_the_metadata_is_in_the_lock() -> None:
+def test_every_top_level_package_of_the_metadata_is_in_its_lock() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = [
-        *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["timm"],
-        *project["dependency-groups"]["dev"],
-    ]
-    locked = {
-        line.split("==")[0]
-        for line in (ROOT / "requirements.lock").read_text().splitlines()
-        if "==" in line and line[0].isalnum()
-    }
-    names = {requirement.split("[")[0].split(">")[0].split("=")[0].strip() for requirement in wanted}
-    assert names <= locked
+    runtime = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["timm"]]
+    for wanted, lock in ((runtime, "requirements.lock"), (project["dependency-groups"]["dev"], "tests/requirements.lock")):
+        names = {requirement.split("[")[0].split(">")[0].split("=")[0].strip() for requirement in wanted}
+        assert names <= set(pins(lock))
+
+
+@pytest.mark.parametrize("name", LOCKS[1:])
+def test_what_runs_is_tested_and_documented_at_its_own_versions(name: str) -> None:
+    runtime, more = pins("requirements.lock"), pins(name)
+    assert all(runtime[package] == more[package] for package in runtime.keys() & more.keys())
+
+
+def test_what_runs_needs_no_tool_of_the_tests() -> None:
+    assert not {"pytest", "moto", "mypy", "ruff", "tensorboard"} & set(pins("requirements.lock"))
 
 
 def test_no_file_that_a_run_writes_is_tracked() -> None:

@@ -8,6 +8,8 @@ from typing import Self
 MAX_WORD, MAX_PATH = 300, 4096
 MAX_LINE = 2000 + MAX_PATH
 """Most characters of a message's words, paths (the system's PATH_MAX) and lines: what a user wrote may be a megabyte."""
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but for the tab and the end of a line, and those that reverse the direction of what follows."""
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
@@ -18,8 +20,14 @@ class DistillError(Exception):
         super().__init__(bounded(message))
 
 
+def printable(text: str) -> str:
+    """`text` with escapes for characters that command a terminal: names of files and classes may have any."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def bounded(message: str) -> str:
-    """A message whose words and lines have a bounded length: a longer one is shortened to its beginning and its end."""
+    """A printable message whose words and lines have a bounded length: a longer one is shortened to its beginning and its end."""
+    message = printable(message)
     words = _LONG_WORD.sub(lambda word: _shortened(word[0], MAX_WORD) if _is_no_path(word[0]) else word[0], message)
     return "\n".join(_shortened(line, MAX_LINE) for line in words.split("\n"))
 

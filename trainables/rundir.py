@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainables.errors import ExperimentError
+from trainables.redact import redact, redact_values
 
 
 @contextlib.contextmanager
@@ -69,9 +70,14 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text`, in which secrets are hidden; see `replacing`."""
+    write_atomic(path, redact(text).encode())
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
-    write_atomic(path, (json.dumps(value, indent=2, sort_keys=False) + "\n").encode())
+    """Write `value` as indented JSON, atomically, its secrets hidden."""
+    write_atomic(path, (json.dumps(redact_values(value), indent=2) + "\n").encode())
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -80,7 +86,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append JSON lines and fsync them: after this returns, the records survive the machine.
+    """Append JSON lines, their secrets hidden, and fsync them: after this returns, the records survive the machine.
 
     A line that an earlier process left unfinished is ended first, so that only that line is lost.
     """
@@ -93,7 +99,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
             file.seek(size - 1)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        file.write("".join(json.dumps(redact_values(record)) + "\n" for record in records).encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from service.cluster.resources import MAX_OVERSUBSCRIPTION, Cluster, is_local, l
 from service.cluster.shared_folders import check_shared
 from trainables.errors import ClusterError
 from trainables.rundir import unwritable_reason
+from trainables.user_folder import user_folder
 
 # Ray takes loopback as a node's address, and binds each of its servers to it, where clusters are "not supported", which is
 # its word for macOS and Windows; `_node_ip_address="127.0.0.1"` is turned into the machine's outer address. Elsewhere too
@@ -79,11 +81,23 @@ def _start_ray(logical_cpus: int) -> None:
     if is_local():
         cores = real_cpus()
         cpus = max(cores, min(logical_cpus, cores * MAX_OVERSUBSCRIPTION))
-        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", **quiet)
+        # Ray makes the folders of a session writable for everybody: who writes there runs code as the user of its workers.
+        folder = user_folder(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+        protect_token()
+        ray.init(address="local", num_cpus=cpus, dashboard_host="127.0.0.1", _temp_dir=str(folder), **quiet)
+        protect_token()
         local_ray.watch_servers()
     else:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # which has brought its own code
         ray.init(runtime_env=None if in_job else packages(), **quiet)
+
+
+def protect_token() -> None:
+    """Let no other user read Ray's token: Ray writes it as the umask says."""
+    folder = Path("~/.ray").expanduser()
+    with contextlib.suppress(OSError):  # without a home Ray has no token there either
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "auth_token").chmod(0o600)
 
 
 def _why_no_ray(error: Exception) -> str:

@@ -31,18 +31,21 @@ def dashboard_address() -> str:
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
-def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path, follow: bool, echo: Callable[[str], None]) -> int:
+def submit(arguments: Sequence[str], working_dir: Path, runs_root: Path | None, follow: bool, echo: Callable[[str], None]) -> int:
     """Run `distill` with these arguments as a job; with `follow` stream its log until it ends.
 
-    `working_dir` is copied to the cluster: the job begins there. Returns the job's exit code (0 where it is not followed).
+    `working_dir` is copied to the cluster: the job begins there. `runs_root`: a folder of the cluster; None: that of its own
+    RAYDISTILL_RUNS. Returns the job's exit code (0 where it is not followed).
 
     Raises:
         ClusterError: no Ray dashboard answers, or it refuses.
     """
     address = dashboard_address()
     entrypoint = shlex.join(["python", "-m", "service", *arguments])
-    variables = {"RAYDISTILL_RUNS": str(runs_root.absolute())}
-    client, job = _submit(address, entrypoint, {"working_dir": str(working_dir), **packages(), "env_vars": variables})
+    runtime_env: dict[str, Any] = {"working_dir": str(working_dir), **packages()}
+    if runs_root is not None:
+        runtime_env["env_vars"] = {"RAYDISTILL_RUNS": str(runs_root.absolute())}
+    client, job = _submit(address, entrypoint, runtime_env)
     echo(f"submitted {job}: {entrypoint}")
     if not follow:
         echo(f"its log: ray job logs --follow {job} --address {address}")

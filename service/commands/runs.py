@@ -95,12 +95,12 @@ def check_inputs(kind: Kind, resolved: Resolved) -> None:
 def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) -> None:
     """Run, or continue, the experiment of a run directory; print where its results are."""
     from service.cluster.local_ray import RayLostError
-    from service.config.uris import without_password
     from service.report import end_of_run
     from service.runs.train import train as run_train
     from service.sweeps.sweep import sweep as run_sweep
     from service.tracking import compare_url
     from trainables.errors import ClusterError
+    from trainables.redact import redact
 
     try:
         result = (run_train if kind == "train" else run_sweep)(resolved, run_dir, end_of_run)
@@ -113,7 +113,7 @@ def run_to_the_end(kind: Kind, resolved: Resolved, run_dir: RunDir, root: Path) 
     if run_dir.report.exists():
         click.echo(f"page: {run_dir.report}")
     if result.mlflow:
-        click.echo(f"records: {without_password(result.mlflow.uri)}")
+        click.echo(f"records: {redact(result.mlflow.uri)}")
         click.echo(f"open them with: distill ui --runs {root}")
         keys = [f"trial/{row.id}" for row in result.rows if row.status == "ok"]
         if link := compare_url(run_dir, keys):

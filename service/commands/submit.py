@@ -8,17 +8,22 @@ import click
 from click.core import ParameterSource
 
 from service.cluster.jobs import submit as run_submit
-from service.commands.options import RUNS
 from service.commands.path_types import JobFiles, NamesPath
 from trainables.errors import ExperimentError
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--follow", is_flag=True, help="Stream the job's log and exit with its exit code.")
-@RUNS
+@click.option(
+    "--runs",
+    "root",
+    type=click.Path(path_type=Path),
+    show_default="the cluster's RAYDISTILL_RUNS, or ~/runs",
+    help="Root of all runs on the cluster, and of their MLflow store.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def submit(context: click.Context, follow: bool, root: Path, command: tuple[str, ...]) -> None:
+def submit(context: click.Context, follow: bool, root: Path | None, command: tuple[str, ...]) -> None:
     """Run any other command as a Ray job: distill submit --follow train digits.
 
     Relative paths begin in this directory, also in an experiment file and in --set. The file itself travels with the job;

@@ -1,6 +1,8 @@
 """`ui` and `sync`: records in MLflow."""
 
+import importlib.metadata
 import os
+import secrets
 import socket
 import subprocess
 from pathlib import Path
@@ -9,22 +11,33 @@ import click
 
 from service.commands.options import DIR, RUNS
 from service.runs.run_directory import check_writable, reopen
-from service.tracking import NO_TELEMETRY, ui_command
 from service.tracking import sync as run_sync
-from trainables.errors import ClusterError
+from service.tracking import ui_command, ui_environment
+from trainables.errors import ClusterError, ExperimentError
 
 
 @click.command()
 @RUNS
 @click.option("--host", default="127.0.0.1", show_default=True, help="Anything but loopback shows your records to the network.")
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True)
-def ui(root: Path, host: str, port: int) -> None:
-    """MLflow's UI on the records under the runs' root."""
+@click.option("--allow-changes", is_flag=True, help="Let the UI change and delete records; without it, it only shows them.")
+def ui(root: Path, host: str, port: int, allow_changes: bool) -> None:
+    """MLflow's UI on the records under the runs' root.
+
+    The address that it prints has a token in it: other users of this machine reach the port, but not the records. The token is
+    that of RAYDISTILL_UI_TOKEN where that is set; MLflow's clients send it as MLFLOW_TRACKING_TOKEN.
+    """
+    if not importlib.metadata.entry_points(group="mlflow.app", name="raydistill"):
+        raise ExperimentError("raydistill is not installed here, so that MLflow cannot find its part: pip install -e . once more")
     check_writable(root, None)
     check_address(host, port)
+    token = os.environ.get("RAYDISTILL_UI_TOKEN") or secrets.token_urlsafe(24)
     # MLflow 3.17 opens as a tool for language models unless the address says otherwise.
-    click.echo(f"MLflow on {root}: http://{host}:{port}/#/experiments?workflowType=machine_learning (Ctrl-C ends it)")
-    done = subprocess.run(ui_command(root, host, port), env={**os.environ, **NO_TELEMETRY}, check=False)
+    address = f"http://{host}:{port}/?token={token}#/experiments?workflowType=machine_learning"
+    click.echo(f"MLflow on {root}: {address} (Ctrl-C ends it)")
+    # From the folder of this package: a server imports from its working directory first.
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(ui_command(root, host, port), env=ui_environment(token, changes=allow_changes), cwd=folder, check=False)
     raise click.exceptions.Exit(done.returncode)
 
 

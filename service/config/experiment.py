@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.config import strict_yaml
-from service.config.dotted import put
+from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
 from service.config.method_rules import MethodFiles, check_methods
@@ -24,9 +24,10 @@ from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
-from service.config.uris import checked_uri
+from service.config.uris import checked_uri, secret_refusal
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
+from trainables.redact import redact_values
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
         except ExperimentError as error:
             raise ConfigProblems([("tracking.uri", str(error))]) from error
     _check_sweep(experiment.sweep)
+    _check_secrets(experiment)
     return experiment
 
 
@@ -171,6 +173,14 @@ def _check_models(experiment: Experiment) -> None:
                 check_model_name(section.model)
         except ModelError as error:
             raise ConfigProblems([(key, f"{key}: {error}")]) from error
+
+
+def _check_secrets(experiment: Experiment) -> None:
+    """Refuse passwords and keys in values: the experiment is written into every record of its runs."""
+    values = flatten(experiment.model_dump(mode="json"))
+    found = [(key, secret_refusal(key, value)) for key, value in values.items() if redact_values(value) != value]
+    if found:
+        raise ConfigProblems(found)
 
 
 def _check_sweep(sweep: SweepConfig) -> None:

@@ -1,20 +1,12 @@
-"""URIs of stores as users write them, and as they are shown: without the password."""
+"""URIs of stores as users write them."""
 
 import os
 from urllib.parse import urlsplit
 
 from trainables.errors import ExperimentError
+from trainables.redact import redact
 
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-
-
-def without_password(text: str, uri: str | None = None) -> str:
-    """`text` without the name and password that `uri` has (without `uri`: that it has itself, being one)."""
-    try:
-        login, at, _ = urlsplit(text if uri is None else uri).netloc.rpartition("@")
-    except ValueError:  # "http://[": no URI
-        return text
-    return text.replace(login + at, "") if at else text
 
 
 def checked_uri(uri: str) -> str:
@@ -45,3 +37,15 @@ def checked_uri(uri: str) -> str:
     if "?" in path or "%" in path:
         raise ExperimentError(f"MLflow cannot open a database at {path}: choose a path without `?` and `%`")
     return f"sqlite:///{path}"
+
+
+def secret_refusal(key: str, value: object) -> str:
+    """Why the value of `key`, which has a password or a key in it, is refused, and how to give the secret instead."""
+    scheme = str(value).partition(":")[0].partition("+")[0]
+    instead = {
+        "tracking.uri": "leave it out of the URI and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        "postgresql": "leave it out of the URI and give it in PGPASSWORD or ~/.pgpass",
+        "s3": "leave it out of the URI and give it in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws",
+    }
+    how = instead.get(scheme) or instead.get(key, "give it in the environment, or in the file where its file system looks for it")
+    return f"{key} has a password or a key in it ({redact(str(value))}), and it would be written into every record: {how}"

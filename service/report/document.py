@@ -22,7 +22,7 @@ from jinja2 import Environment
 
 from service.report.plotly_marks import Figure
 from trainables.errors import ExperimentError
-from trainables.rundir import write_atomic
+from trainables.rundir import write_text
 
 _NUMBER = re.compile(r"[-−+]?[\d,]+(\.\d+)?([*%]|e[-+]\d+)?|–")
 
@@ -90,7 +90,7 @@ def write(page: Page, path: Path) -> None:
         ExperimentError: it cannot be written there.
     """
     try:
-        write_atomic(path, render(page).encode())
+        write_text(path, render(page))
     except OSError as error:
         raise ExperimentError(f"{path} cannot be written: {error.strerror}; choose another file with --html FILE") from error
 

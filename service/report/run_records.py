@@ -12,10 +12,10 @@ from typing import Any
 from service.config.dotted import flatten
 from service.config.schema import Experiment
 from service.config.space import SCALE_AXES
-from service.config.uris import without_password
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen
 from service.search.probes import relative_error
+from trainables.redact import redact_values
 from trainables.rundir import RunDir, StageDir, lines_after
 
 UNRUN = ("pending", "untested")  # how a trial stands that has not ended
@@ -61,7 +61,7 @@ class Records:
 
     root: Path
     result: RunResult
-    experiment: Mapping[str, Any]  # by dotted keys; URIs without passwords
+    experiment: Mapping[str, Any]  # by dotted keys; without secrets
     sources: Mapping[str, str]
     rows: Sequence[Row] = ()  # of a sweep
     histories: Sequence[History] = field(default_factory=tuple)
@@ -93,8 +93,7 @@ def records_of_run(path: Path) -> Records:
 
 def read_records(run_dir: RunDir, result: RunResult, experiment: Experiment, sources: Mapping[str, str]) -> Records:
     """Rows and histories of a run directory; files that are not there yet are left out."""
-    values = flatten(experiment.model_dump(mode="json"))
-    flat = {key: without_password(item) if isinstance(item, str) else item for key, item in values.items()}
+    flat = redact_values(flatten(experiment.model_dump(mode="json")))
     if result.kind != "sweep":
         stages = [(name, run_dir.stage(name)) for name in (*experiment.preparation, "student")]
         histories = [read_history(name, stage, steps=True) for name, stage in stages if stage.metrics.exists()]

@@ -5,6 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
+from trainables.errors import printable
+
 
 def text_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]] = (), *, left: Collection[str] = (), **options: Any
@@ -14,5 +16,5 @@ def text_table(
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(printable(cell) if isinstance(cell, str) else cell for cell in row))
     return table

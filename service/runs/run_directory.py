@@ -10,7 +10,7 @@ from service.runs.method_copies import copy_methods, use_copies_of
 from service.runs.result import Kind, RunResult, read_result, write_result
 from trainables.errors import ExperimentError
 from trainables.locks import is_locked, locked_or_raise
-from trainables.rundir import RunDir, unwritable_reason, write_atomic
+from trainables.rundir import RunDir, unwritable_reason, write_text
 
 
 def check_writable(root: Path, out: Path | None) -> None:
@@ -50,7 +50,7 @@ def begin_run(resolved: Resolved, kind: Kind, run_dir: RunDir, root: Path) -> No
     """Write the resolved experiment and a first result: from here on `distill resume` can continue the run."""
     try:
         copy_methods(resolved.experiment, run_dir)
-        write_atomic(run_dir.experiment, resolved.to_yaml().encode())
+        write_text(run_dir.experiment, resolved.to_yaml())
         result = RunResult(
             kind=kind,
             name=resolved.experiment.name,

@@ -13,6 +13,7 @@ from service.runs.outcome import Outcome, read_outcome, read_summary, write_outc
 from service.runs.stage_times import accounted_over_sessions, stage_session
 from trainables.errors import DistillError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
+from trainables.redact import redact
 from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
@@ -128,7 +129,7 @@ def log(stage: StageDir, line: str) -> None:
     """Append a line to the stage's log, which the display shows."""
     stage.log.parent.mkdir(parents=True, exist_ok=True)
     with open(stage.log, "a") as file:
-        file.write(f"{datetime.now():%H:%M:%S} {line}\n")
+        file.write(f"{datetime.now():%H:%M:%S} {redact(line)}\n")
 
 
 def finished(stage: StageDir, restarts: int = 0) -> Outcome | None:

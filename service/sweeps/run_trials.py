@@ -17,7 +17,7 @@ from service.runs.stage_times import end_session
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes
 from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
-from trainables.rundir import StageDir, final_names, headline, read_lines, write_atomic
+from trainables.rundir import StageDir, final_names, headline, read_lines, write_text
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def assign(
         if guided:  # what a kill left of a measurement is of no use, and would look as if it had been begun again
             shutil.rmtree(run_dir.measurement(trial.num_measurements).root, ignore_errors=True)
         if trial.outcome is None:
-            write_atomic(run_dir.experiment, trial.resolved.to_yaml().encode())
+            write_text(run_dir.experiment, trial.resolved.to_yaml())
         plan, labels = Plan.on(trial.resolved.experiment, cluster), {"run": session.run_dir.root.name, "trial": trial.id}
         assignments[trial.id] = plan.assign("student", run_dir, labels, teacher.weights, teacher.actors)
     return assignments

@@ -1,11 +1,10 @@
 """MLflow runs. What MLflow did not take stays on disk and is sent later, in order and once.
 
 The driver's calls append to a spool (`spool`); a thread, or `distill sync` later, carries it to the store (`sender`). Only
-`mlflow_store` and `student_model` import MLflow.
+`mlflow_store`, `student_model` and `ui_app` import MLflow.
 """
 
-from service.tracking.sender import NO_TELEMETRY
 from service.tracking.spool import Delivery
-from service.tracking.tracker import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
+from service.tracking.tracker import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command, ui_environment
 
-__all__ = ["NO_TELEMETRY", "Delivery", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command"]
+__all__ = ["Delivery", "Tracker", "compare_url", "default_uri", "sync", "sync_neighbours", "ui_command", "ui_environment"]

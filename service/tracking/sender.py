@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from service.config.uris import without_password
 from service.tracking.spool import CHUNK_BYTES, Cursor, Delivery, RefusedError, Row, Spool, Tail, Target
+from trainables.redact import redact
 from trainables.rundir import lines_after
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sender:
         try:
             self._deliver()
         except Exception as error:
-            reason = without_password(one_line(root_cause(error)), self.uri)
+            reason = redact(one_line(root_cause(error)))
             if not self._trouble:
                 log.warning("tracking: %s takes no records now (%s); they wait in %s", self._where, reason, self._spool.root)
             self._trouble = reason
@@ -89,7 +89,7 @@ class Sender:
 
     @property
     def _where(self) -> str:
-        return without_password(self.uri)
+        return redact(self.uri)
 
     def _deliver(self) -> None:
         store = self._store or self._connect()

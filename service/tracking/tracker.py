@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from service.config.uris import checked_uri
-from service.tracking.sender import Sender
+from service.tracking.sender import NO_TELEMETRY, Sender
 from service.tracking.spool import Cursor, Delivery, Spool
 from trainables.errors import ExperimentError
 from trainables.rundir import RunDir, unwritable_reason
@@ -65,15 +65,22 @@ def check_store(uri: str) -> None:
 
 
 def ui_command(runs_root: Path, host: str = "127.0.0.1", port: int = 5000) -> list[str]:
-    """The command that opens MLflow's UI on the store of a runs' root. Run it with NO_TELEMETRY in its environment."""
+    """The command that opens MLflow's UI on the store of a runs' root, behind a token; see `ui_environment`."""
     options = {
         "--backend-store-uri": default_uri(runs_root),
         "--artifacts-destination": (Path(os.path.abspath(runs_root)) / "mlartifacts").as_uri(),
         "--host": host,
         "--port": str(port),
         "--workers": "1",
+        "--app-name": "raydistill",
     }
     return [sys.executable, "-m", "mlflow", "server", *(word for option in options.items() for word in option)]
+
+
+def ui_environment(token: str, *, changes: bool) -> dict[str, str]:
+    """The environment of `ui_command`. `changes`: whether whoever knows `token` may also write and delete."""
+    ours = {"RAYDISTILL_UI_TOKEN": token, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return {**os.environ, **NO_TELEMETRY, **ours} | ({"RAYDISTILL_UI_CHANGES": "1"} if changes else {})
 
 
 def compare_url(run_dir: RunDir, keys: Iterable[str], base: str = "http://127.0.0.1:5000") -> str:

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.integration
 def test_a_submitted_run_is_followed_to_its_end_and_leaves_its_results_in_the_runs_root(
     distill: Distill, cluster: RayCluster
 ) -> None:
-    output = distill.run("submit", "--follow", "train", distill.experiment, "--set", "optim.epochs=1", env=cluster.env)
+    submit = ("submit", "--runs", distill.runs, "--follow", "train", distill.experiment, "--set", "optim.epochs=1")
+    output = distill.run(*submit, env=cluster.env)
     assert "submitted raysubmit_" in output
     assert "student epoch 1/1" in output
     (run,) = distill.runs.iterdir()

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import NO_TELEMETRY, Tracker, default_uri, sync
+from service.tracking import Tracker, default_uri, sync
+from service.tracking.sender import NO_TELEMETRY
 from service.tracking.spool import Spool
 from tests.service.tracking.conftest import thread_priorities  # noqa: F401 (a fixture for every test)
 from tests.waiting import wait_until

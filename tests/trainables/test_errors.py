@@ -18,3 +18,8 @@ def test_other_long_words_are_shortened(word: str) -> None:
     message = str(DataError(f"{word} is not known"))
     assert "…" in message
     assert len(message) <= MAX_WORD + 20
+
+
+def test_a_name_that_commands_the_terminal_is_escaped() -> None:
+    assert str(DataError("a\x1b]0;own\x07.png, \u202egnp.exe: remove it")) == r"a\x1b]0;own\x07.png, \u202egnp.exe: remove it"
+    assert str(DataError("tab\tline\nend ü")) == "tab\tline\nend ü"

@@ -6,6 +6,7 @@ import pickle
 import re
 import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from trainables.errors import CheckpointError
 from trainables.models.registry import first_line
 
+MOST_GROWTH = 2
+"""torch.save compresses nothing: a file whose content is larger than so many times itself would fill the memory."""
 SAVE_AGAIN = "in the program that wrote it, save only the parameters: torch.save(model.state_dict(), path)"
 
 
@@ -43,6 +46,7 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file has anything else, which could run code, or is damaged.
     """
+    _check_unpacked_size(path)
     try:
         with torch.serialization.safe_globals([(IgnoredValue, name) for name in IGNORED_TYPES]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle protocol other than torch's: the errors below explain it
@@ -59,3 +63,12 @@ def load_torch_file(path: Path) -> Any:
         known = isinstance(error, EOFError | OSError | RuntimeError | ValueError)  # others have no useful message
         reason = first_line(error) if known else "it is no file of torch.save"
         raise CheckpointError(f"{path} cannot be read ({reason}): it was cut off or damaged; use another copy") from None
+
+
+def _check_unpacked_size(path: Path) -> None:
+    if not zipfile.is_zipfile(path):  # a damaged or an old file, which `torch.load` judges
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked, packed = sum(member.file_size for member in archive.infolist()), path.stat().st_size
+    if unpacked > MOST_GROWTH * packed:
+        raise CheckpointError(f"{path} is compressed, {packed:,} bytes that become {unpacked:,}: {SAVE_AGAIN}")

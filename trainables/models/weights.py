@@ -148,6 +148,7 @@ def _plain_state(loaded: Any, path: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{path} has {key!r}, of type {type(value).__name__}, where a tensor was expected: {SAVE_AGAIN}"
             )
+        _check_values(key, value, path)
     for prefix in NAME_PREFIXES:
         if all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -182,6 +183,15 @@ def _load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path, name:
             f"{path} does not fit {name}: it {differences}; write the model that it was saved from, or give another file"
         )
     model.load_state_dict(loaded, strict=False)
+
+
+def _check_values(key: str, tensor: Tensor, path: Path) -> None:
+    """Refuse a tensor that is not dense numbers in memory, or not finite."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
+        kind = "without values" if tensor.is_meta else f"of {tensor.layout} and {tensor.dtype}"
+        raise CheckpointError(f"{path} has {key!r}, a tensor {kind}, where a dense real one was expected: {SAVE_AGAIN}")
+    if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+        raise CheckpointError(f"{path} has values in {key!r} that are not finite: its training diverged; use another checkpoint")
 
 
 def _is_head(expected: Tensor, loaded: Tensor, num_classes: int) -> bool:

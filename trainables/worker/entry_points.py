@@ -19,6 +19,7 @@ from trainables.distributed.group import Group, gather_objects
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
 from trainables.engine.job import Job, build, open_loaders
+from trainables.redact import redact_record
 from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.teachers.cache.fill import fill, stored_order
@@ -163,4 +164,5 @@ def start_logging(stage: StageDir, group: Group) -> None:
     for earlier in log.handlers:  # of an earlier stage in this process
         earlier.close()
     log.handlers = [handler]
+    log.addFilter(redact_record)
     log.propagate = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ import sys
 from pathlib import Path
 from service.cluster.connect import connect
 from trainables.errors import ClusterError
+import ray
 try:
     with connect(1, Path(sys.argv[1])):
-        print("there is a Ray")
+        print(ray._private.worker.global_worker.node.get_session_dir_path())
+        sys.stdout.flush()
+        sys.stdin.read()
 except ClusterError as error:
     print(error)
 """
@@ -34,3 +38,29 @@ def test_a_ray_that_cannot_start_here_is_one_line(tmp_path: Path) -> None:
     )
     words = r"Ray does not start on this machine: .*AF_UNIX path length cannot exceed 107 bytes.*\n"
     assert re.fullmatch(words, done.stdout)
+
+
+@pytest.mark.processes
+def test_no_other_user_reaches_the_session_or_the_token_of_a_ray_of_our_own(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text("0" * 64)
+    (home / ".ray" / "auth_token").chmod(0o644)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    environment |= {"HOME": str(home), "TMPDIR": "/tmp"}
+    command = [sys.executable, "-c", CONNECT, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        session = Path(process.stdout.readline().strip())
+        root = session.parents[1]
+        assert session.is_dir()
+        assert root.stat().st_uid == os.getuid()
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        assert stat.S_IMODE((home / ".ray" / "auth_token").stat().st_mode) == 0o600
+        if os.getuid() == 0:
+            write = ["/usr/bin/touch", str(session / "runtime_resources" / "x")]
+            other = subprocess.run(write, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True)
+            assert "Permission denied" in other.stderr
+        process.stdin.close()
+    assert process.returncode == 0

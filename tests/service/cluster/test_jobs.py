@@ -30,6 +30,8 @@ class Dashboard(http.server.ThreadingHTTPServer):
         self.takes_failing = False
         """A job is taken though its request is answered with 500."""
         self.jobs: list[str] = []
+        self.variables: list[dict[str, str]] = []
+        """The environment of each job."""
         self.sent: list[str | None] = []
 
     @property
@@ -63,6 +65,7 @@ class TeacherInterface(http.server.BaseHTTPRequestHandler):
         if not self.server.failures or self.server.takes_failing:
             assert body["submission_id"] not in self.server.jobs
             self.server.jobs.append(body["submission_id"])
+            self.server.variables.append(body["runtime_env"].get("env_vars", {}))
         if self.server.failures:
             self.server.failures -= 1
             self._answer(500, "the agent is busy\nand says so at length")
@@ -108,6 +111,15 @@ def submitted(tmp_path: Path) -> list[str]:
     lines: list[str] = []
     assert submit(["train", "digits"], tmp_path, tmp_path / "runs", follow=False, echo=lines.append) == 0
     return lines
+
+
+def test_the_clusters_own_runs_root_counts_unless_another_is_given(
+    dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYDISTILL_RUNS", "/of/this/machine")
+    for root in (None, Path("/shared/runs")):
+        submit(["train", "digits"], tmp_path, root, follow=False, echo=lambda _: None)
+    assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
 
 
 def test_a_dashboard_that_is_busy_is_requested_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:

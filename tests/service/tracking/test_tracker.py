@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.tracking import NO_TELEMETRY, Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
-from service.tracking.sender import CLIENT_ENVIRONMENT, Sender
+from service.tracking import Tracker, compare_url, default_uri, sync, sync_neighbours, ui_command
+from service.tracking.sender import CLIENT_ENVIRONMENT, NO_TELEMETRY, Sender
 from service.tracking.spool import Spool, Target
 from tests.service.tracking.store import metrics_of, query, run_of, write_steps
 from tests.waiting import wait_until

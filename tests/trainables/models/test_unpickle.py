@@ -4,6 +4,7 @@ import importlib
 import os
 import tarfile
 import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,12 @@ def test_bytes_of_any_kind_are_one_line(tmp_path: Path) -> None:
         with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
             warnings.simplefilter("error")
             load_torch_file(path)
+
+
+def test_a_file_that_was_compressed_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "plain.pth", {"fc.weight": torch.zeros(100_000)})
+    packed = tmp_path / "packed.pth"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.infolist():
+            target.writestr(member.filename, source.read(member))
+    assert f"is compressed, {packed.stat().st_size:,} bytes that become 400," in refusal(packed)

@@ -1,13 +1,15 @@
 import hashlib
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from trainables.errors import CheckpointError, DistillError, ModelError
 from trainables.models.checkpoint_header import CheckpointHeader, locate_checkpoint, read_checkpoint_header
@@ -275,3 +277,19 @@ def test_a_download_that_fails_is_one_line(name: str, weights: str, tmp_path: Pa
         weights, name, num_classes=1000, image_size=224, classes=[str(k) for k in range(1000)]
     )
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda tensor: tensor * math.nan, "has values in 'head.weight' that are not finite"),
+        (lambda tensor: tensor.to_sparse(), "has 'head.weight', a tensor of torch.sparse_coo"),
+        (lambda tensor: tensor.to("meta"), "has 'head.weight', a tensor without values"),
+        (lambda tensor: tensor.to(torch.complex64), "and torch.complex64, where a dense real one was expected"),
+    ],
+)
+def test_a_tensor_that_no_teacher_can_have_is_refused(spoil: Callable[[Tensor], Tensor], says: str, tmp_path: Path) -> None:
+    state = dict(convnet().state_dict())
+    state["head.weight"] = spoil(state["head.weight"])
+    torch.save(state, tmp_path / "teacher.pth")
+    assert says in refusal(tmp_path / "teacher.pth")

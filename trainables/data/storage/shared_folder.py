@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import uuid
@@ -21,7 +20,7 @@ import psutil
 from trainables.data.storage import folder_cleaner
 from trainables.errors import DataError
 from trainables.locks import Lock, locked, try_lock
-from trainables.rundir import expand_home
+from trainables.user_folder import user_folder
 
 RAM = "/dev/shm"
 GRACE_S = 60.0
@@ -55,7 +54,7 @@ def lease_folder(base: str, identity: str, *, grace_s: float = GRACE_S) -> Folde
     """
     found = None
     while found is None:
-        folder = _user_root(base) / identity
+        folder = user_folder(base) / identity
         with contextlib.suppress(FileNotFoundError):  # another process has removed the folder or its root in this moment
             folder.mkdir(mode=0o700, exist_ok=True)
             found = _register(folder, grace_s)
@@ -143,14 +142,3 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
-
-
-def _user_root(base: str) -> Path:
-    """BASE/raydistill-UID, which belongs to this user alone: /dev/shm is everybody's. Raises OSError."""
-    root = expand_home(base) / f"raydistill-{os.getuid()}"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # removed in this moment, with its last folder
-        found = root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, f"{root} is not a folder of this user: remove it")
-    return root

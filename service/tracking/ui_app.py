@@ -1,0 +1,74 @@
+"""MLflow's server behind a token, read-only unless asked otherwise: loopback is open to every user of a machine.
+
+`mlflow server --app-name raydistill` finds it by the entry point `mlflow.app`.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from mlflow.server.fastapi_app import app as mlflow_app
+
+COOKIE = "raydistill_ui"
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_READ_BY_POST = re.compile(
+    r"/(search|search-datasets|get-latest-versions|presigned-download-url|batchGetInfos|metrics|graphql)/?$"
+)
+"""Paths of MLflow's REST API that read, though their method is POST."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class GuardedApp:
+    """An ASGI application that lets through who knows the token: from the address once, and from then on from a cookie."""
+
+    def __init__(self, inner: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, *, changes: bool) -> None:
+        """`changes`: whether requests may write and delete."""
+        self._inner, self._token, self._changes = inner, token, changes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it to MLflow."""
+        if scope["type"] == "lifespan":
+            await self._inner(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # a websocket that is not accepted is closed by the server
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        given = [value for name, value in query if name == "token"]
+        if given and self._is_token(given[0]):
+            rest = urlencode([(name, value) for name, value in query if name != "token"])
+            cookie = f"{COOKIE}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            location = scope["path"] + (f"?{rest}" if rest else "")
+            await _answer(send, 303, "", [("set-cookie", cookie), ("location", location)])
+        elif not self._is_known(scope):
+            await _answer(send, 401, "Open the address with the token that `distill ui` has printed.\n")
+        elif not self._changes and scope["method"] not in _READ_METHODS and not _READ_BY_POST.search(scope["path"]):
+            await _answer(send, 403, "These records can only be read here: start `distill ui --allow-changes` to change them.\n")
+        else:
+            await self._inner(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        bearer = headers.get(b"authorization", "").removeprefix("Bearer ")  # as MLFLOW_TRACKING_TOKEN is sent
+        return self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self._token.encode())
+
+
+async def _answer(send: Send, status: int, text: str, headers: list[tuple[str, str]] | None = None) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in [("content-type", "text/plain; charset=utf-8"), *(headers or [])]]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+def create_app() -> GuardedApp:
+    """MLflow's application behind the token of the environment."""
+    return GuardedApp(mlflow_app, os.environ["RAYDISTILL_UI_TOKEN"], changes="RAYDISTILL_UI_CHANGES" in os.environ)
