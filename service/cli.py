@@ -1,7 +1,5 @@
 """The `distill` command. Each command is in a module of `service.commands`, which is imported when the command is used."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import logging
@@ -16,6 +14,7 @@ from typing import NoReturn
 import click
 
 from service.cluster import local_ray
+from service.cluster.forks import let_sigterm_end_forks
 from trainables.errors import DistillError, bounded
 from trainables.redact import redact, redact_record
 
@@ -77,6 +76,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     Any other error is a bug: exit code 1, and its stack trace in a file.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    let_sigterm_end_forks()
     logging.getLogger("raydistill").addFilter(redact_record)
     try:
         code = cli.main(arguments, standalone_mode=False) or 0

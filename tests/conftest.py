@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from service.cluster.forks import let_sigterm_end_forks
+
 if TYPE_CHECKING:
     from trainables.distributed.rank_pool import RankPool
 
@@ -32,18 +34,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def end_by_sigterm() -> None:
-    """What SIGTERM does to a forked child."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-# Blocked while it forks, or a child that is terminated at once would lose the signal (CPython clears what came meanwhile).
-os.register_at_fork(
-    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]),
-    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM]),
-    after_in_child=end_by_sigterm,
-)
+let_sigterm_end_forks()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -196,9 +196,9 @@ class TeacherConfig(ModelConfig):
     cache: str | None = Field(
         None,
         min_length=1,
-        description="a folder that all nodes share, where its logits, and an assistant's, are kept for all runs",
+        description="a folder that all nodes share, where its logits, and an assistant's, are stored for all runs",
     )
-    cache_top_k: Count | None = Field(None, description="keep so many classes of each image, and what the others add up to")
+    cache_top_k: Count | None = Field(None, description="store so many classes of each image, and what the others add up to")
     cache_epochs: Count | None = Field(
         None, description="augment the images in so many ways, one epoch each, then again; absent: every epoch in its own"
     )
@@ -223,13 +223,13 @@ class TeacherConfig(ModelConfig):
     def _check_cache_keys(self) -> Self:
         for name in ("cache_top_k", "cache_epochs"):
             if self.cache is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is for a teacher whose logits are kept: write cache: FOLDER, or leave it out")
+                raise ValueError(f"{name} is for a teacher whose logits are cached: write cache: FOLDER, or leave it out")
         if self.cache is not None and self.others:
-            raise ValueError("cache keeps the logits of one teacher: leave out cache, or others")
+            raise ValueError("cache stores the logits of one teacher: leave out cache, or others")
         if self.service is not None and self.others:
             raise ValueError("service computes the logits of one teacher: leave out service, or others")
         if self.service is not None and self.cache is not None:
-            raise ValueError("cache keeps what service would compute: leave out one of the two")
+            raise ValueError("cache stores what service would compute: leave out one of the two")
         return self
 
     @property
@@ -383,7 +383,7 @@ class ScaleConfig(Section):
 
     num_workers: Count = Field(1, description="Ray Train workers: the world size")
     use_gpu: bool | Literal["auto"] = Field("auto", description="one GPU per worker; auto: where the cluster has GPUs")
-    cpus_per_worker: Count = Field(1, description="compute threads of one worker, beside its loader workers")
+    cpus_per_worker: Count = Field(1, description="compute threads of one worker, not counting its loader workers")
     sync_batch_norm: bool = Field(False, description="batch statistics over all workers")
     max_failures: Natural = Field(3, description="restarts after a worker or a node has died")
 

@@ -1,10 +1,9 @@
 """Errors that a user can cause. Each ends a command with its one message: what is wrong, where, what to write instead."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Self
 
 MAX_WORD, MAX_PATH = 300, 4096
 MAX_LINE = 2000 + MAX_PATH
@@ -48,6 +47,16 @@ def near(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -
 
 class ExperimentError(DistillError):
     """An experiment file or an override that cannot be carried out as written."""
+
+    key = ""
+    """The dotted key that is wrong, where it is one."""
+
+    @classmethod
+    def of_key(cls, key: str, problem: str) -> Self:
+        """What is wrong with the value of a dotted key."""
+        error = cls(f"{key}: {problem}")
+        error.key = key
+        return error
 
 
 class DataError(DistillError):

@@ -5,8 +5,6 @@ are all that is relied on; no other module here reads their messages. `tests/tra
 installed library, or where that takes a GPU looks it up in the library's file.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

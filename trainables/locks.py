@@ -5,8 +5,6 @@ each other, those of several do not, and a warning names the file. File systems 
 (NFS with `local_lock`, Lustre with `localflock`) lock without a word, and only on this node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

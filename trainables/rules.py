@@ -4,8 +4,6 @@ The driver checks them when it reads an experiment (`service.config.rules`), the
 what is wrong and what to write instead, in one line; None: nothing is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

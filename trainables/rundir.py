@@ -196,7 +196,7 @@ class StageDir:
     result = _RelativePath("stage.json")
     """The stage's final numbers; exists only when the stage is complete."""
     sessions = _RelativePath("sessions.jsonl")
-    """JSON lines, one a driver's session that worked on this stage: {"began_s": unix seconds}."""
+    """JSON lines: {"began_s": unix seconds} where a driver begins to work on the stage; the same with "ended_s" where it ends."""
     error = _RelativePath("error.json")
     """Why a worker stopped the stage; see `trainables.failures`."""
 

@@ -1,7 +1,5 @@
 """`stage.json`: what a complete stage leaves for the driver, typed and with the version of its format."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainables.rundir import StageDir, write_json

@@ -1,7 +1,5 @@
 """Connect to the Ray of RAY_ADDRESS, or start one on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

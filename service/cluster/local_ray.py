@@ -3,8 +3,6 @@
 While a thread uses Ray, the process may not shut it down.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Independent pieces of work over the cores of this machine, or over the nodes of the Ray cluster that RAY_ADDRESS names."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -85,7 +83,6 @@ def _over_cores(function: Callable[..., Result], arguments: Sequence[tuple[Any, 
 def _follow_parent() -> None:
     """Leave Ctrl-C to the parent, and end where it ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

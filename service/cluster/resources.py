@@ -109,7 +109,7 @@ class Cluster:
             cpus = f"{_counted(self.real_cpus, 'core')} (counted as {cpus})"
         nodes = f"{_counted(len(self.nodes), 'node')} with {cpus} and {self.gpus:g} GPUs in all"
         actors = f" and teacher.service's {service.num_workers} actors of {service}" if service else ""
-        hold = f"hold{'' if len(self.nodes) > 1 else 's'} {workers}{' workers beside them' if service else ''}"
+        hold = f"hold{'' if len(self.nodes) > 1 else 's'} {workers}{' workers in addition' if service else ''}"
         return f"{reservation.num_workers} workers of {reservation} each{actors} do not fit: {nodes} {hold}"
 
     def max_concurrent(self, reservation: Reservation, limit: int) -> int:

@@ -1,7 +1,5 @@
 """Whether all nodes of the cluster share a folder and may write there."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from pathlib import Path

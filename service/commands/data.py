@@ -1,13 +1,12 @@
 """`pack` and `data`: packed data sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
 
 from service.cluster.resources import real_cpus
 from service.commands.options import DIR, PROCESSES, print_all
+from service.commands.path_types import PathType
 from service.report.contact_sheet import describe, write_sheet
 from service.runs.display import output
 from service.runs.pack import pack as run_pack
@@ -19,8 +18,8 @@ from trainables.rundir import expand_home
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("dest", type=click.Path(path_type=Path))
+@click.argument("source", type=PathType(path_type=Path))
+@click.argument("dest", type=PathType(path_type=Path))
 @click.option("--max-side", type=click.IntRange(min=1), help="Make larger images smaller: JPEGs of so many pixels a side.")
 @click.option("--quality", type=click.IntRange(1, 100), default=90, show_default=True, help="Of the JPEGs that --max-side makes.")
 @click.option("--raw", type=click.IntRange(min=1), help="Store pixels, the shorter side at most so many.")
@@ -55,7 +54,7 @@ def pack(
 @click.command()
 @DIR
 @click.option("--verify", is_flag=True, help="Read everything and compare every checksum.")
-@click.option("--sheet", type=click.Path(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
+@click.option("--sheet", type=PathType(path_type=Path, dir_okay=False), help="Write a PNG of pictures here.")
 @PROCESSES
 def data(directory: Path, verify: bool, sheet: Path | None, processes: int | None) -> None:
     """The content of a packed set: counts, classes, sizes, shapes, pictures."""

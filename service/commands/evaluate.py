@@ -1,18 +1,17 @@
 """`evaluate`: the accuracy of a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
 
 from service.commands.options import DATA_PATH, RUNS, SET
+from service.commands.path_types import DataPath, PathType
 from service.runs.evaluate import evaluate as run_evaluate
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--data", "data_path", required=True, help=DATA_PATH)
+@click.argument("checkpoint", type=PathType(path_type=Path))
+@click.option("--data", "data_path", type=DataPath(), required=True, help=DATA_PATH)
 @SET
 @RUNS
 def evaluate(checkpoint: Path, data_path: str, overrides: tuple[str, ...], root: Path) -> None:

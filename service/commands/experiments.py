@@ -1,13 +1,12 @@
 """`recipes` and `show`: what there is to run, and every value of an experiment."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 
 import click
 
 from service.commands.options import SET
+from service.commands.path_types import RecipeOrKey
 from service.config.dotted import flatten
 from service.config.experiment import load
 from service.config.files import recipes
@@ -25,7 +24,7 @@ def list_recipes() -> None:
 
 
 @click.command()
-@click.argument("recipe_or_file", required=False)
+@click.argument("recipe_or_file", type=RecipeOrKey(), required=False)
 @SET
 @click.option("--keys", "keys", is_flag=True, help="List all keys, or those below the key that is given instead.")
 def show(recipe_or_file: str | None, overrides: tuple[str, ...], keys: bool) -> None:

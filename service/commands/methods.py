@@ -1,12 +1,11 @@
 """`methods`, `check-method` and `taps`: ways to distil, and where they read models."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 
 import click
 
+from service.commands.path_types import MethodName
 from service.config.experiment import parse_override
 from service.config.messages import ConfigProblems
 from service.config.method_rules import check_options
@@ -20,7 +19,7 @@ IMAGE_SIZE = click.IntRange(1, 4096)
 
 
 @click.command("methods")
-@click.argument("name", required=False)
+@click.argument("name", type=MethodName(), required=False)
 def list_methods(name: str | None) -> None:
     """The ways to distil: what each adds to the loss, its default weights, where it reads the models.
 
@@ -43,7 +42,7 @@ def taps(model: str, image_size: int | None, num_classes: int, every: bool) -> N
 
 
 @click.command("check-method")
-@click.argument("name")
+@click.argument("name", type=MethodName())
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="One of the method's options; may be repeated.")
 @click.option("--student", default="resnet8", show_default=True)
 @click.option("--teacher", default="resnet14", show_default=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from service.commands.path_types import Override, PathType, RecipeOrFile
 from trainables.rundir import expand_home
 
 if TYPE_CHECKING:
@@ -23,16 +24,21 @@ def default_runs_root() -> Path:
     return Path.home() / "runs" if "runtime_resources" in here.parts else here / "runs"
 
 
-RECIPE = click.argument("recipe_or_file")
-DIR = click.argument("directory", type=click.Path(path_type=Path))
+RECIPE = click.argument("recipe_or_file", type=RecipeOrFile())
+DIR = click.argument("directory", type=PathType(path_type=Path))
 SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one value, such as data.global_batch_size=256."
+    "--set",
+    "overrides",
+    type=Override(),
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one value, such as data.global_batch_size=256.",
 )
-OUT = click.option("--out", type=click.Path(path_type=Path), help="Run directory; default: ROOT/<name>-<time>.")
+OUT = click.option("--out", type=PathType(path_type=Path), help="Run directory; default: ROOT/<name>-<time>.")
 RUNS = click.option(
     "--runs",
     "root",
-    type=click.Path(path_type=Path),
+    type=PathType(path_type=Path),
     default=default_runs_root,
     show_default="RAYDISTILL_RUNS or runs/",
     help="Root of all runs and of their MLflow store.",

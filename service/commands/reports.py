@@ -1,17 +1,16 @@
 """`report`, `compare` and `doctor`: what a run or a sweep came to. They run no code of the run's author."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
 
 from service.commands.options import DIR, RUNS, SET, print_all
+from service.commands.path_types import PathType, RunOrRecipe
 from service.config.experiment import load
 from service.runs.display import output
 from service.runs.run_directory import reopen
 
-HTML = click.Path(path_type=Path, dir_okay=False)
+HTML = PathType(path_type=Path, dir_okay=False)
 
 
 @click.command()
@@ -36,8 +35,8 @@ def report(directory: Path, html: Path | None, watch: bool) -> None:
 
 
 @click.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PathType(path_type=Path))
+@click.argument("b", type=PathType(path_type=Path))
 @click.option("--html", type=HTML, help="Also write the comparison as a page here.")
 def compare(a: Path, b: Path, html: Path | None) -> None:
     """Two sweeps or runs side by side: the best of each, speed at common points, what differs in the experiments."""
@@ -54,7 +53,7 @@ def compare(a: Path, b: Path, html: Path | None) -> None:
 
 
 @click.command()
-@click.argument("directory_or_recipe", metavar="DIR_OR_RECIPE")
+@click.argument("directory_or_recipe", type=RunOrRecipe(), metavar="DIR_OR_RECIPE")
 @SET
 @RUNS
 def doctor(directory_or_recipe: str, overrides: tuple[str, ...], root: Path) -> None:

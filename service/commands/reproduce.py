@@ -1,7 +1,5 @@
 """`reproduce`: a table of published accuracies, run again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import click
 
 from service.cluster.local_ray import RayLostError
 from service.commands.options import OUT, RUNS, SET, print_all
+from service.commands.path_types import DataPath, NameOrFile, PathType
 from service.reproduce import terminal
 from service.reproduce.run_table import (
     Reproduction,
@@ -29,12 +28,12 @@ from trainables.errors import ClusterError, TrainingError
 
 
 @click.command()
-@click.argument("table")
+@click.argument("table", type=NameOrFile())
 @click.option("--pairs", help="Teacher–student pairs with commas between them; default: all.")
 @click.option("--methods", help="Columns of the table; `student` is the students alone; default: all.")
 @click.option("--seeds", default="0,1,2", show_default=True)
-@click.option("--data", "data_path", help="As data.path; default: the recipe's.")
-@click.option("--teachers", type=click.Path(path_type=Path), help="Folder of published checkpoints.")
+@click.option("--data", "data_path", type=DataPath(), help="As data.path; default: the recipe's.")
+@click.option("--teachers", type=PathType(path_type=Path), help="Folder of published checkpoints.")
 @SET
 @OUT
 @RUNS

@@ -1,7 +1,5 @@
 """`ui` and `sync`: records in MLflow."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Nested mappings, as YAML has an experiment, and their dotted keys, such as `data.path`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

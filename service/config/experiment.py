@@ -1,4 +1,4 @@
-"""The experiment: one YAML file and its overrides, validated.
+"""An experiment: one YAML file and its overrides, validated.
 
 A file may name a `base` (a recipe or another file) and change only what differs. Every value remembers where it came from.
 """
@@ -10,138 +10,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from service.config import strict_yaml
 from service.config.dotted import flatten, put
 from service.config.files import read_experiment_file
 from service.config.messages import SETTABLE, ConfigProblems, known_keys, nearest, problems_of
-from service.config.method_rules import MethodFiles, check_methods, distills, own_optimizers
+from service.config.method_rules import MethodFiles, check_methods
 from service.config.rules import RULES
+from service.config.schema import MAX_NAME, Experiment
 from service.config.space import SpaceError, check_space
 from service.config.sweep import SweepConfig
 from service.config.unknown_keys import validate_known_keys
 from service.config.uris import checked_uri, secret_refusal
-from trainables.config import (
-    AssistantConfig,
-    DataConfig,
-    DistillConfig,
-    ModelConfig,
-    OptimConfig,
-    ScaleConfig,
-    Section,
-    TeacherConfig,
-    TrainConfig,
-    TrainingConfig,
-)
 from trainables.errors import ExperimentError, ModelError
 from trainables.models.names import check_model_name
 from trainables.redact import redact_values
-from trainables.rundir import expand_home
-
-MAX_NAME = 150
-"""Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
-
-
-class TrackingConfig(Section):
-    """The MLflow store of the records."""
-
-    enabled: bool = Field(True, description="record runs in MLflow")
-    uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
-    experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
-    log_model: bool = Field(True, description="log the student as an MLflow model")
-
-
-class Experiment(Section):
-    """Everything that a user may write, validated."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = Field(
-        "experiment", description="in run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
-    )
-    data: DataConfig = DataConfig()
-    teacher: TeacherConfig | None = None
-    assistants: tuple[AssistantConfig, ...] = Field(
-        (), description="models between teacher and student: each learns from the one before it, the student from the last"
-    )
-    student: ModelConfig
-    distill: DistillConfig = DistillConfig()
-    optim: OptimConfig = OptimConfig()
-    scale: ScaleConfig = ScaleConfig()
-    train: TrainingConfig = TrainingConfig()
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        "fp32", description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons"
-    )
-    sweep: SweepConfig = SweepConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order of images and augmentation")
-
-    @model_validator(mode="after")
-    def _keeps_the_rules(self) -> Self:
-        for rule in RULES:
-            if problem := rule(self):
-                raise ValueError(problem)
-        return self
-
-    @property
-    def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
-        """The stages before the student's, in order, each with the model that it trains: the teacher, then the assistants."""
-        assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
-        return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
-
-    def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
-        """The `teacher.cache` into which a run or a sweep writes logits; None: there is none. A timing run writes none."""
-        if self.teacher is None or self.teacher.cache is None or not distills(self):
-            return None
-        timed = self.train.max_steps is not None
-        if kind == "sweep":
-            timed = self.sweep.timing_steps is not None and not self.sweep.races
-        return None if timed and not self.assistants else expand_home(self.teacher.cache).absolute()
-
-    def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
-        """The configuration of the workers of one stage, of the `preparation` or `student`.
-
-        `weights` are those of the stage before it. All stages but the teacher's distil alike.
-        """
-        before = self.preparation
-        model, optim, train = self.student.model, self.optim, self.train
-        if name in before:
-            model = before[name].model
-            optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
-            train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
-        teacher = distill = None
-        if name != "teacher":
-            teacher = self._teacher_of(name, weights)
-            distill = self.distill if distills(self) else None
-        return TrainConfig(
-            stage=name,
-            output_dir=str(output_dir),
-            data=self.data,
-            model=model,
-            teacher=teacher,
-            distill=distill,
-            optim=own_optimizers(optim, distill),
-            scale=self.scale,
-            train=train,
-            precision=self.precision,
-            seed=self.seed,
-            labels=dict(labels),
-        )
-
-    def _teacher_of(self, name: str, weights: str | None) -> TeacherConfig | None:
-        """The teacher of a stage after the teacher's, with `weights`: the experiment's, or the assistant before the stage."""
-        if self.teacher is None:
-            return None
-        names = [*self.preparation, name]
-        previous = names[names.index(name) - 1]
-        teacher = self.teacher
-        if previous != "teacher":
-            cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs"})
-            teacher = TeacherConfig(model=self.preparation[previous].model, **cache)
-        # The teacher service starts together with the students, after the assistants.
-        own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}
-        return teacher.model_copy(update=own if weights is None else {**own, "weights": weights})
 
 
 @dataclass(frozen=True)
@@ -212,8 +98,8 @@ def parse_override(text: str, option: str = "--set") -> tuple[str, Any]:
 def read_resolved(path: Path, *, reading: bool = False) -> Resolved:
     """The `experiment.yaml` of a run directory.
 
-    `reading`: the run is not carried out. It may be of another version, whose unknown keys are left out; names of models and
-    methods, their options and the space of a sweep are not checked; no method's file is needed or run.
+    `reading`: the run is not carried out. It may be of another version, whose unknown keys are left out; rules between keys,
+    names of models and methods, their options and the space of a sweep are not checked; no method's file is needed or run.
 
     Raises:
         ExperimentError: one line for each problem.
@@ -260,6 +146,9 @@ def _checked(tree: Mapping[str, Any], method_files: MethodFiles) -> Experiment:
         experiment = Experiment.model_validate(tree)
     except ValidationError as error:
         raise problems_of(error, Experiment, missing=SETTABLE) from error
+    for rule in RULES:
+        if problem := rule(experiment):
+            raise ConfigProblems([("", problem)])
     check_methods(experiment, method_files)
     _check_models(experiment)
     if experiment.tracking.enabled and experiment.tracking.uri is not None:

@@ -1,7 +1,5 @@
 """Experiments as files: the shipped recipes, YAML files, and the `base` that one may build on."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from importlib import resources

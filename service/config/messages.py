@@ -1,7 +1,5 @@
 """Error messages for wrong keys and values: one line each, with where the value came from and what to write instead."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_origin

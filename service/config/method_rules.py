@@ -3,38 +3,21 @@
 Importing this costs no torch. A method is loaded, and torch with it, only where its options or its needs decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
 from service.config.messages import SETTABLE, ConfigProblems, problems_of
+from service.config.schema import Experiment, is_loss, weighted_methods
 from service.config.sweep import SweepConfig
-from trainables.config import DistillConfig, OptimConfig
+from trainables.config import DistillConfig
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, check_name, file_of, load_method, option_key
 from trainables.rules import Problem, first_problem_of_method
 
-if TYPE_CHECKING:
-    from service.config.experiment import Experiment
-
 MethodFiles = Literal["run", "run if present", "ignore"]
 """What a check does with methods that are files (`FILE.py:CLASS`), whose code runs when they are loaded."""
-
-
-def distills(experiment: Experiment) -> bool:
-    """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
-    method = experiment.distill.method
-    return bool(method) and (experiment.teacher is not None or method != ("kd",))
-
-
-def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
-    """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
-    methods = _weighted(distill) if distill is not None else []
-    losses = {key: own for key, own in optim.losses.items() if _is_loss(key, methods)}
-    return optim.model_copy(update={"losses": losses})
 
 
 def needs_teacher(distill: DistillConfig, searched: Collection[str]) -> bool:
@@ -60,12 +43,11 @@ def check_methods(experiment: Experiment, files: MethodFiles = "run") -> None:
         return
     try:
         _check_options_of_all(experiment)
-        for rule in _RULES:
+        for key, rule in _RULES:
             if problem := rule(experiment):
-                raise ExperimentError(problem)
+                raise ConfigProblems([(key, problem)])
     except ExperimentError as error:
-        key, message = str(error).partition(":")[0], str(error)
-        raise ConfigProblems([(key, message)]) from error
+        raise ConfigProblems([(error.key, str(error))]) from error
 
 
 def _check_options_of_all(experiment: Experiment) -> None:
@@ -100,31 +82,21 @@ def check_options(name: str, options: Mapping[str, object], missing: str = SETTA
 def _searched_methods(sweep: SweepConfig) -> dict[str, str]:
     """The methods that a sweep may choose → the key that names them. A malformed space is refused elsewhere."""
     values = sweep.axes.get("distill.method")
-    key = f"{'sweep.points' if sweep.points else 'sweep.space'}: distill.method"
+    key = f"sweep.{'points' if sweep.points else 'space'}.distill.method"
     several = [value if isinstance(value, list) else [value] for value in (values if isinstance(values, list) else [])]
     return {name: key for names in several for name in names if isinstance(name, str) and name != "none"}
 
 
-def _is_loss(key: str, methods: Collection[str]) -> bool:
-    """Whether a key of `optim.losses` names the labels' loss, or that of one of these methods or a term of it."""
-    return key == "task" or key.partition("/")[0] in methods
-
-
-def _weighted(distill: DistillConfig) -> list[str]:
-    """The keys of the methods whose weight is not 0."""
-    return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
-
-
 def _some_loss_counts(experiment: Experiment) -> Problem:
-    if not distills(experiment) or experiment.distill.task_weight != 0 or _weighted(experiment.distill):
+    if not experiment.distills or experiment.distill.task_weight != 0 or weighted_methods(experiment.distill):
         return None
     return "distill.task_weight: it and the weights of all methods are 0: nothing would be learned; set one above 0"
 
 
 def _losses_exist(experiment: Experiment) -> Problem:
     methods = [option_key(name) for name in experiment.distill.method]
-    unknown = sorted(key for key in experiment.optim.losses if not _is_loss(key, methods))
-    if not unknown or not distills(experiment):
+    unknown = sorted(key for key in experiment.optim.losses if not is_loss(key, methods))
+    if not unknown or not experiment.distills:
         return None
     return f"optim.losses: there is no loss {unknown[0]!r} here: write one of {', '.join(sorted(['task', *methods]))}"
 
@@ -133,7 +105,7 @@ def _logits_are_enough(experiment: Experiment) -> Problem:
     """Raises ExperimentError too, see `check_logits_only`."""
     distill, teacher = experiment.distill, experiment.teacher
     only_kd = distill.method == ("kd",) and not distill.options
-    if teacher is not None and teacher.logits_only is not None and distills(experiment) and not only_kd:
+    if teacher is not None and teacher.logits_only is not None and experiment.distills and not only_kd:
         from trainables.methods.select import check_logits_only, select_methods
 
         check_logits_only(select_methods(distill), teacher)
@@ -141,7 +113,7 @@ def _logits_are_enough(experiment: Experiment) -> Problem:
 
 
 def _assistants_have_classifiers(experiment: Experiment) -> Problem:
-    if not experiment.assistants or not distills(experiment) or experiment.distill.method == ("kd",):
+    if not experiment.assistants or not experiment.distills or experiment.distill.method == ("kd",):
         return None
     name = next((name for name in experiment.distill.method if load_method(name).requires.reuses_classifier), None)
     if name is None:
@@ -164,25 +136,26 @@ def _several_teachers_are_enough(experiment: Experiment) -> Problem:
 def _methods_have_what_they_need(experiment: Experiment) -> Problem:
     only_kd = experiment.distill.method == ("kd",)
     limits = experiment.data.device_augment.mixes or experiment.optim.accumulate > 1 or experiment.teacher is None
-    if only_kd or not limits or not distills(experiment):  # no method is loaded for nothing
+    if only_kd or not limits or not experiment.distills:  # no method is loaded for nothing
         return None
     problems = (first_problem_of_method(name, load_method(name).requires, experiment) for name in experiment.distill.method)
     return next((problem for problem in problems if problem is not None), None)
 
 
 def _dot_has_a_method(experiment: Experiment) -> Problem:
-    methods = _searched_methods(experiment.sweep) or (distills(experiment) and _weighted(experiment.distill))
+    methods = _searched_methods(experiment.sweep) or (experiment.distills and weighted_methods(experiment.distill))
     if experiment.optim.name != "dot" or methods:
         return None
     return "optim.name: dot has a momentum for the labels and one for methods, and there is none: write sgd"
 
 
-_RULES: tuple[Callable[[Experiment], Problem], ...] = (
-    _some_loss_counts,
-    _losses_exist,
-    _logits_are_enough,
-    _assistants_have_classifiers,
-    _several_teachers_are_enough,
-    _methods_have_what_they_need,
-    _dot_has_a_method,
+_RULES: tuple[tuple[str, Callable[[Experiment], Problem]], ...] = (
+    ("distill.task_weight", _some_loss_counts),
+    ("optim.losses", _losses_exist),
+    ("distill.method", _logits_are_enough),
+    ("distill.method", _assistants_have_classifiers),
+    ("distill.method", _several_teachers_are_enough),
+    ("distill.method", _methods_have_what_they_need),
+    ("optim.name", _dot_has_a_method),
 )
+"""Rules with the dotted key that each is about."""

@@ -1,7 +1,5 @@
 """Paths of an experiment as processes that run elsewhere understand them: relative ones begin in the user's directory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,8 +42,21 @@ PATHS: dict[str, Callable[[str], str]] = {
 def absolute_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an experiment, whole or in part, that have relative paths, with absolute ones: dotted key → value."""
     flat = flatten(tree)
-    found = {key: _mapped(change, flat[key]) for key, change in PATHS.items() if key in flat}
+    space = flat.pop("sweep.space", {})
+    flat |= {f"sweep.space.{key}": values for key, values in space.items()} if isinstance(space, Mapping) else {}
+    found = {key: _with_absolute(key.removeprefix("sweep.space."), value) for key, value in flat.items()}
     return {key: value for key, value in found.items() if value != flat[key]}
+
+
+def _point(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _with_absolute(key, value) for key, value in point.items()}
+
+
+def _with_absolute(key: str, value: Any) -> Any:
+    """The value or values of a key."""
+    if key == "sweep.points" and isinstance(value, list):
+        return [_point(point) if isinstance(point, Mapping) else point for point in value]
+    return _mapped(PATHS[key], value) if key in PATHS else value
 
 
 def _mapped(change: Callable[[str], str], value: Any) -> Any:

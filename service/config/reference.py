@@ -3,8 +3,6 @@
 `python -m service.config.reference docs/configuration.md` writes the page; `distill show --keys` prints the same.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.experiment import Experiment
 from service.config.messages import nearest
+from service.config.schema import Experiment
 from trainables.config import MethodOptions
 from trainables.errors import ExperimentError
 

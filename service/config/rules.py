@@ -4,15 +4,10 @@ A rule returns what is wrong and what to write instead, in one line; None: nothi
 to load one, are in `service.config.method_rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from service.config.schema import Experiment
 from trainables.rules import Problem, first_problem, warmup_leaves_an_epoch
-
-if TYPE_CHECKING:
-    from service.config.experiment import Experiment
 
 
 def assistants_have_a_teacher(experiment: Experiment) -> Problem:

@@ -5,8 +5,6 @@ data.loader_workers: {range: [2, 8, 2]}     2, 4, 6, 8
 optim.lr: {loguniform: [0.001, 1]}          a distribution: uniform, loguniform, randint (both ends included)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """YAML as a user means it: keys are text, `1e-4` is a number, `on` is text, a duplicate key is refused, an error is one line."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sweep section of an experiment: the space, how it is searched, and by which metric."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -43,7 +41,7 @@ class SweepConfig(Section):
         description="a timing sweep: steps of a trial past its warm-up (guided: at most; 60 if absent); absent: its epochs",
     )
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.03, description="guided: the search ends when no point is believed to beat the best by more than this share"
+        0.03, description="guided: the search ends when no point is predicted to beat the best by more than this share"
     )
     max_concurrent: Count = Field(1, description="trials at a time; bounded by the cluster's resources")
     grace_epochs: Count = Field(1, description="asha: epochs before a trial may be stopped, those of a method's init stage apart")

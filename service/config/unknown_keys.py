@@ -1,7 +1,5 @@
 """Experiments that another version wrote: what this version knows of them can be read."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """URIs of stores as users write them."""
 
-from __future__ import annotations
-
 import os
 from urllib.parse import urlsplit
 

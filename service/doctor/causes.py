@@ -4,14 +4,14 @@ Gains follow the project's model of a step (`service/search/formulas.py`): step 
 the rules' words T is the step, T' the step predicted, and the gain 100 · (1 - T'/T) percent.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 
+from service.doctor.clocks import thermal
 from service.doctor.compute import launches, other_programs, teacher
 from service.doctor.evidence import LEAST_PCT, Evidence
+from service.doctor.growth import as_it_is_now, slowdown
 from service.doctor.input_path import copy, decoding, late_batches, lock, no_prefetch, storage, swapping, unknown
-from service.doctor.over_time import as_it_is_now, between_epochs, checkpoints, evaluation, slowdown, thermal
+from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
 from service.doctor.ranks import all_reduce, straggler, uneven
 from service.doctor.step_model import Cause, Finding, predicted_pct
 from service.doctor.teacher_service import service_waits

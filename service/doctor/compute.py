@@ -1,7 +1,5 @@
 """What a step computes: too little at a time, with a teacher that outweighs its student, or on cores that others use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from statistics import fmean, median_low

@@ -1,7 +1,5 @@
 """A run as its records show it, and what follows from them: what steps wait for, supply, work, and use of the cores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -120,12 +118,17 @@ class Evidence:
         return max(self.supply_of(rank) for rank in self.ranks)
 
     def supply_of(self, rank: RankTimes) -> float:
-        """The least time between two batches of one rank's loader; where it is not recorded, by what its step waits."""
+        """The least time between two batches of one rank's loader.
+
+        Where it is not recorded: that of the rank which waits longest for images is what its step waits for, if that is worth
+        a finding, and the others' are less by as much as they wait less.
+        """
         if self.in_series:
             return rank.data_ms
         if rank.loader_batch_ms is not None:
             return min(rank.step_ms, rank.loader_batch_ms)
-        return rank.step_ms if 100 * rank.data_ms >= LEAST_PCT * rank.step_ms else 0.0
+        longest_ms = max(other.data_ms for other in self.ranks)
+        return rank.step_ms - (longest_ms - rank.data_ms) if 100 * longest_ms >= LEAST_PCT * rank.step_ms else 0.0
 
     @property
     def copy_ms(self) -> float:

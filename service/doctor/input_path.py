@@ -1,7 +1,5 @@
 """What a step waits for before it computes: images that are read, decoded and copied."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

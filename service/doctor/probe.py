@@ -1,7 +1,5 @@
 """A short timing run of an experiment, for the doctor to read."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks wait for in each other: a slow one, or the network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """From a run directory's records to evidence."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +7,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from statistics import fmean, median_low
 from typing import Any
 
-from service.config.experiment import Experiment, Resolved
+from service.config.experiment import Resolved
+from service.config.schema import Experiment
 from service.doctor.evidence import Evidence
 from service.doctor.recorded import Clock, EpochUse, GpuUse, LoaderCosts, NodeUse, RankTimes
 from service.runs.outcome import Outcome, read_summary

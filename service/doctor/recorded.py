@@ -1,7 +1,5 @@
 """Plain numbers out of a run's records, named as they are there; None where one is not recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

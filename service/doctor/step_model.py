@@ -1,7 +1,5 @@
 """The model of what a step would take once a cause is mended: all predicted gains come from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from service.doctor.evidence import Evidence

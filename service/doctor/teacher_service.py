@@ -13,8 +13,6 @@ A cache costs no GPU, and what is in it is never computed again: it is better wh
 come later. While it is filled it does nothing for students side by side.
 """
 
-from __future__ import annotations
-
 import math
 
 from service.doctor.evidence import Evidence

@@ -3,8 +3,6 @@
 Shapes: M common points.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -180,7 +178,7 @@ def times(ratio: float) -> str:
 
 
 def point_verdict(pair: CommonPoint) -> str:
-    """What may be said of one point."""
+    """What is known of one point."""
     if pair.beyond_noise is None:
         return "spread unknown"
     return ("B faster" if pair.ratio > 1 else "B slower") if pair.beyond_noise else "within noise"

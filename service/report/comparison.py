@@ -1,7 +1,5 @@
 """How a comparison of two runs is shown: lines and tables in the terminal, and a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import rich.table

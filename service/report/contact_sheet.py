@@ -1,7 +1,5 @@
 """What `distill data` shows of a packed set: counts, sizes, shapes, and a sheet of its pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run or sweep shows at its end: tables and sentences on the terminal, and its page; see `service.runs.session`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType

@@ -1,7 +1,5 @@
 """A sweep's figures, as pure functions of its rows: phases, waits, scaling, speed against cost."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -68,51 +66,47 @@ def waits(rows: Sequence[Row], unit: str) -> Figure | None:
     shown, labels, axis = by_speed(rows, "phase/data_max_ms")
     if not shown:
         return None
-    few = len(shown) <= NAMED
-    m = [row.metrics for row in shown]
-    tips = [
-        tip(
-            row,
-            unit,
-            keys,
-            f"waits {names.short(one['phase/data_ms'])} ms a step, "
-            f"{names.short(one['phase/data_min_ms'])} to {names.short(one['phase/data_max_ms'])}",
-        )
-        for row, one in zip(shown, m, strict=True)
-    ]
-    mean = [one["phase/data_ms"] for one in m]
-    p95 = [one.get("phase/data_p95_ms") for one in m]
-    whole = marks.dots("mean, with the least and the most", 0, labels, mean, tips)
-    whole["marker"]["size"] = 9 if few else 4
-    whole["error_y"] = marks.whiskers(
-        marks.GREY,
-        [max(0.0, one["phase/data_max_ms"] - one["phase/data_ms"]) for one in m],
-        [max(0.0, one["phase/data_ms"] - one["phase/data_min_ms"]) for one in m],
-    ) | {"width": 3 if few else 0}
-    upper_tips = [marks.hover(f"95%: {names.number(value_ms)} ms") for value_ms in p95]
-    upper = marks.dots("95% of steps wait less", 1, labels, p95, upper_tips)
-    upper["marker"] = {"color": marks.VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
-    worst = max(m, key=lambda one: float(one["phase/data_max_ms"]))["phase/data_max_ms"]
-    parts = ("", "_min", "_p95", "_max")
+    longest_ms = max(float(row.metrics["phase/data_max_ms"]) for row in shown)
+    names_ms = [f"phase/data{part}_ms" for part in ("", "_min", "_p95", "_max")]
     table = [
         [
             row.id,
             names.point(row, unit, keys),
-            *(names.number(one.get(f"phase/data{part}_ms")) for part in parts),
-            names.number(one.get("data_pct"), 1),
+            *(names.number(row.metrics.get(name)) for name in names_ms),
+            names.number(row.metrics.get("data_pct"), 1),
         ]
-        for row, one in zip(shown, m, strict=True)
+        for row in shown
     ]
     return Figure(
         "waits",
         "The wait for data, least to most",
         f"Milliseconds that a step waits for images: a long bar is a loader that stalls now and then. "
-        f"The longest wait was {names.short(worst)} ms." + names.left_out(rows, {row.id for row in shown}, "waits"),
-        [whole, upper],
+        f"The longest wait was {names.short(longest_ms)} ms." + names.left_out(rows, {row.id for row in shown}, "waits"),
+        wait_marks(shown, labels, unit, keys),
         {"xaxis": axis, "yaxis": marks.y_axis("ms")},
         ["trial", "point", "mean ms", "least", "p95", "most", "% of a step"],
         table,
     )
+
+
+def wait_marks(shown: Sequence[Row], labels: Sequence[Any], unit: str, keys: Sequence[str]) -> list[Trace]:
+    """Each trial's mean wait with a bar from the least to the most, and the 95% quantile."""
+    few = len(shown) <= NAMED
+    mean_ms, least_ms, most_ms = ([row.metrics[f"phase/data{part}_ms"] for row in shown] for part in ("", "_min", "_max"))
+    p95_ms = [row.metrics.get("phase/data_p95_ms") for row in shown]
+    tips = [
+        tip(row, unit, keys, f"waits {names.short(mean)} ms a step, {names.short(least)} to {names.short(most)}")
+        for row, mean, least, most in zip(shown, mean_ms, least_ms, most_ms, strict=True)
+    ]
+    whole = marks.dots("mean, with the least and the most", 0, labels, mean_ms, tips)
+    whole["marker"]["size"] = 9 if few else 4
+    above = [max(0.0, most - mean) for mean, most in zip(mean_ms, most_ms, strict=True)]
+    below = [max(0.0, mean - least) for mean, least in zip(mean_ms, least_ms, strict=True)]
+    whole["error_y"] = marks.whiskers(marks.GREY, above, below) | {"width": 3 if few else 0}
+    p95_tips = [marks.hover(f"95%: {names.number(ms)} ms") for ms in p95_ms]
+    p95 = marks.dots("95% of steps wait less", 1, labels, p95_ms, p95_tips)
+    p95["marker"] = {"color": marks.VERMILION, "symbol": "line-ew-open", "size": 12 if few else 5}
+    return [whole, p95]
 
 
 def by_speed(rows: Sequence[Row], metric: str) -> tuple[list[Row], list[Any], dict[str, Any]]:
@@ -125,43 +119,35 @@ def by_speed(rows: Sequence[Row], metric: str) -> tuple[list[Row], list[Any], di
 
 
 def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
-    """Speed a worker beside that of the fewest workers: 100% is ideal scaling."""
+    """Speed a worker as a share of that of the fewest workers: 100% is ideal scaling."""
     measured = ran(rows)
     batch, workers = value(best, GLOBAL_BATCH), value(best, NUM_WORKERS)
     groups = {
         f"the best at each number of {unit}s": measured,
-        f"global batch {batch} kept": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
-        f"batch {names.short(batch / workers)} a {unit} kept": [
+        f"at global batch {batch}": [row for row in measured if value(row, GLOBAL_BATCH) == batch],
+        f"at batch {names.short(batch / workers)} a {unit}": [
             row for row in measured if value(row, GLOBAL_BATCH) * workers == batch * value(row, NUM_WORKERS)
         ],
     }
     traces, table, counts, summary = [], [], set(), ""
     for index, (name, group) in enumerate(groups.items()):
-        top: dict[int, Row] = {}
-        for row in group:
-            count = value(row, NUM_WORKERS)
-            if count not in top or row.metrics["images_per_s"] > top[count].metrics["images_per_s"]:
-                top[count] = row
-        if len(top) < 2:
+        fastest = fastest_by_workers(group)
+        if len(fastest) < 2:
             continue
-        ordered = [top[count] for count in sorted(top)]
-        each = [row.metrics["images_per_s"] / value(row, NUM_WORKERS) for row in ordered]
+        xs, each = list(fastest), [row.metrics["images_per_s"] / count for count, row in fastest.items()]
         share = [100 * one / each[0] for one in each]
-        xs = [value(row, NUM_WORKERS) for row in ordered]
         counts |= set(xs)
-        tips = [tip(row, unit, axes(rows), f"{pct:.0f}% of ideal") for row, pct in zip(ordered, share, strict=True)]
+        tips = [tip(row, unit, axes(rows), f"{pct:.0f}% of ideal") for row, pct in zip(fastest.values(), share, strict=True)]
         traces.append(marks.joined_dots(name, index, xs, share, tips))
         table += [
-            [name, str(x), row.id, names.number(row.metrics["images_per_s"], 1), f"{pct:.0f}%"]
-            for x, row, pct in zip(xs, ordered, share, strict=True)
+            [name, str(count), row.id, names.number(row.metrics["images_per_s"], 1), f"{pct:.0f}%"]
+            for (count, row), pct in zip(fastest.items(), share, strict=True)
         ]
         summary = summary or f"{names.counted(xs[-1], unit)} reach {share[-1]:.0f}% of ideal."
     if not traces:
         return None
-    span = [min(counts), max(counts)]
-    ideal = marks.line("ideal", 0, span, [100, 100], hoverinfo="skip") | {
-        "line": {"color": marks.GREY, "dash": "dot", "width": 2}
-    }
+    ideal = marks.line("ideal", 0, [min(counts), max(counts)], [100, 100], hoverinfo="skip")
+    ideal["line"] = {"color": marks.GREY, "dash": "dot", "width": 2}
     return Figure(
         "efficiency",
         "Scaling against ideal",
@@ -173,10 +159,16 @@ def efficiency(rows: Sequence[Row], best: Row, unit: str) -> Figure | None:
     )
 
 
+def fastest_by_workers(rows: Sequence[Row]) -> dict[int, Row]:
+    """The fastest trial with each number of workers, fewest first."""
+    slowest_first = sorted(rows, key=lambda row: (value(row, NUM_WORKERS), row.metrics["images_per_s"]))
+    return {value(row, NUM_WORKERS): row for row in slowest_first}
+
+
 def pareto_rows(rows: Sequence[Row]) -> list[Row]:
     """The trials that none other beats in both speed and cost, the cheapest first."""
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
-    costed.sort(key=lambda row: (gpu_s_per_epoch(row), -row.metrics["images_per_s"]))
+    costed.sort(key=lambda row: (cost(row), -row.metrics["images_per_s"]))
     front_rows: list[Row] = []
     for row in costed:
         if not front_rows or row.metrics["images_per_s"] > front_rows[-1].metrics["images_per_s"]:
@@ -185,37 +177,31 @@ def pareto_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figure | None:
-    """Speed against what an epoch costs. `found`: the trials on the front where a search has said so, in the light of all."""
+    """Speed against what an epoch costs. `found`: the trials on the front by the search's model where there was one."""
     keys = axes(rows)
     costed = [row for row in ran(rows) if gpu_s_per_epoch(row) is not None]
     if len(costed) < 2:
         return None
-
-    def cost(row: Row) -> float:
-        return gpu_s_per_epoch(row) or 0.0
-
-    front_rows = sorted((row for row in costed if row.id in found), key=cost) or pareto_rows(rows)
-
+    front = sorted((row for row in costed if row.id in found), key=cost) or pareto_rows(rows)
     name = "the search's front" if found else "nothing is faster and cheaper"
-    stairs = marks.line(
-        name, 0, [cost(row) for row in front_rows], [r.metrics["images_per_s"] for r in front_rows], hoverinfo="skip"
-    )
+    stairs = marks.line(name, 0, [cost(row) for row in front], [row.metrics["images_per_s"] for row in front], hoverinfo="skip")
     stairs["line"] = {"color": marks.GREY, "shape": "hv", "dash": "dot", "width": 2}
     traces: list[Trace] = [stairs]
     counts = sorted({value(row, NUM_WORKERS) for row in costed})
-    for index, group in enumerate(counts if len(counts) <= marks.MOST_SERIES else [None]):
-        group_rows = [row for row in costed if group is None or value(row, NUM_WORKERS) == group]
-        on = [row in front_rows for row in group_rows]
+    for index, count in enumerate(counts if len(counts) <= marks.MOST_SERIES else [None]):
+        part = [row for row in costed if count is None or value(row, NUM_WORKERS) == count]
         points = marks.dots(
-            names.counted(group, unit) if group else "trials",
+            names.counted(count, unit) if count else "trials",
             index,
-            [cost(row) for row in group_rows],
-            [row.metrics["images_per_s"] for row in group_rows],
-            [tip(row, unit, keys, f"{names.short(cost(row))} {unit}-s an epoch") for row in group_rows],
+            [cost(row) for row in part],
+            [row.metrics["images_per_s"] for row in part],
+            [tip(row, unit, keys, f"{names.short(cost(row))} {unit}-s an epoch") for row in part],
         )
+        on = [row in front for row in part]
         points["marker"] |= {"size": [12 if one else 7 for one in on], "opacity": [1.0 if one else 0.5 for one in on]}
         traces.append(points)
-    summary = "; ".join(names.point(row, unit, keys) for row in front_rows[:4]) + (" …" if len(front_rows) > 4 else "")
+    summary = "; ".join(names.point(row, unit, keys) for row in front[:4]) + (" …" if len(front) > 4 else "")
+    speeds = [(row, (row.metrics["images_per_s"], 1), (cost(row), 2), (row.metrics["epoch_s"], 2)) for row in front]
     return Figure(
         "pareto",
         "Speed against cost",
@@ -223,14 +209,10 @@ def pareto(rows: Sequence[Row], unit: str, found: Collection[str] = ()) -> Figur
         traces,
         {"xaxis": {"title": {"text": f"{unit}-seconds an epoch"}}, "yaxis": marks.y_axis("images/s", zero=False)},
         ["trial", "point", "images/s", f"{unit}-s an epoch", "s an epoch"],
-        [
-            [
-                row.id,
-                names.point(row, unit, keys),
-                names.number(row.metrics["images_per_s"], 1),
-                names.number(cost(row)),
-                names.number(row.metrics["epoch_s"]),
-            ]
-            for row in front_rows
-        ],
+        [[row.id, names.point(row, unit, keys), *(names.number(*one) for one in numbers)] for row, *numbers in speeds],
     )
+
+
+def cost(row: Row) -> float:
+    """See `gpu_s_per_epoch`; of a trial that has one."""
+    return gpu_s_per_epoch(row) or 0.0

@@ -1,7 +1,5 @@
 """What GPUs and nodes did while a run went on: utilisation, temperature and clocks over time, from what telemetry has sampled."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How the report writes keys, points and numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence

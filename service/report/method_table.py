@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainables.methods.contract import Method
 
-LOSS = "loss, beside task_weight·CE"
+LOSS = "loss, added to task_weight·CE"
 HEADINGS = ("name", "paper", LOSS, "weight", "task_weight", "taps")
 
 

@@ -1,6 +1,4 @@
-"""The step-time model's word on points of a sweep that were not measured: fitted to the rows, asked along an axis."""
-
-from __future__ import annotations
+"""What the step-time model predicts for points of a sweep that were not measured: fitted to the rows, drawn along an axis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`report.html`: one page of a run directory, finished or not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime

@@ -1,10 +1,8 @@
 """What figures are made of: plain mappings in the form that plotly.js draws, each with its words and its numbers.
 
-Colours are Okabe and Ito's (2008), told apart by readers with any colour vision and on light and dark ground; series differ in
+Colours are Okabe and Ito's (2008), distinct for readers with any colour vision and on light and dark ground; series differ in
 their marks and dashes too. Text of the ground's own colour (axes, grids, legends) is left to the page, which knows the ground.
 """
-
-from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: what to draw, what a reader who does not see it is told, and its numbers as a table."""
+    """One figure: what to draw, its description for a reader who does not see it, and its numbers as a table."""
 
     id: str
     title: str
@@ -157,5 +155,5 @@ def numbers_axis(title: str, values: Sequence[float], log: bool = False) -> dict
 
 
 def y_axis(title: str, zero: bool = True) -> dict[str, Any]:
-    """A vertical axis, from zero unless told otherwise."""
+    """A vertical axis, from zero by default."""
     return {"title": {"text": unformatted(title)}, "rangemode": "tozero" if zero else "normal"}

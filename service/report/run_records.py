@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.dotted import flatten
-from service.config.experiment import Experiment
+from service.config.schema import Experiment
 from service.config.space import SCALE_AXES
 from service.runs.result import RunResult, TrialRow
 from service.runs.run_directory import reopen

@@ -1,7 +1,5 @@
 """Trials that differ by their seed alone, taken together: their mean, and the paired difference to the sweep's first point."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +127,7 @@ def page_table(result: RunResult) -> PageTable | None:
         rows.append([group.label, str(len(group.of)), mean, std, *difference])
     caption = (
         f"Means over seeds ± their standard deviation, and paired differences to {first} with Student's t; p is for all"
-        " rows together (Holm). What is not significant may be chance: more seeds tell."
+        " rows together (Holm). What is not significant may be chance: more seeds show it."
     )
     return PageTable("Over seeds", heads, rows, caption)
 
@@ -155,7 +153,7 @@ def seeds_sentence(result: RunResult) -> list[str]:
         return [f"{text}."]
     digits = names.METRICS.get(metric, (metric, 3))[1]
     sure = f"{1 - LEVEL:.0%} interval of {d.num} pairs; {'' if d.significant else 'not '}significant"
-    return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} beside {found[0].label} ({sure})."]
+    return [f"{text}, {d.mean:+.{digits}f} ± {d.half:.{digits}f} compared with {found[0].label} ({sure})."]
 
 
 def seeds_figure(result: RunResult) -> marks.Figure | None:

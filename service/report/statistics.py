@@ -1,7 +1,5 @@
 """The statistics of comparisons: Holm's correction and Student's t for paired differences, both at one level."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What `distill taps` shows: the points of a model that a method can read."""
 
-from __future__ import annotations
-
 from rich.table import Table
 
 from service.report.text_table import text_table

@@ -1,7 +1,5 @@
 """The tables that the terminal shows, made from `result.json` alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures over time, as pure functions of what stages wrote while they ran: loss, accuracy, epochs, speed, waits."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

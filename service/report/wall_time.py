@@ -1,7 +1,5 @@
 """Where a run's wall time went, stage by stage: start, steps, evaluations, checkpoints, what lies between, and the end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

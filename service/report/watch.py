@@ -1,7 +1,5 @@
 """`distill report --watch`: the tables on the terminal and the page on disk follow a run until it ends."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What won, why, how sure that is, and how to run it: sentences made of a sweep's rows."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex
@@ -52,7 +50,7 @@ def why(rows: Sequence[Row], best: Row, metric: str, mode: str, unit: str) -> st
     if not sentences:
         what = names.METRICS.get(metric, (metric, 0))[0].removeprefix("% ")
         return f"It has the {'most' if mode == 'max' else 'least'} {what} of {names.counted(len(compared), 'trial')} that ran."
-    return f"Beside the next best value of each axis, the others left alone: {'; '.join(sentences)}."
+    return f"Compared with the next best value of each axis, the others unchanged: {'; '.join(sentences)}."
 
 
 def against(best: Row, runner_up: Row, metric: str, mode: str) -> str:
@@ -78,7 +76,7 @@ def step_shares(metrics: Mapping[str, float]) -> str | None:
 
 
 def judged(result: RunResult) -> tuple[str, str]:
-    """The metric that trials are compared by, and whether the most or the least is best. The front of both is told by speed."""
+    """The metric that trials are compared by, and whether the most or the least is best. For the front of both it is speed."""
     if result.metric == FRONT:
         return "images_per_s", "max"
     return (TIME_S if result.metric == TIME else result.metric), result.mode
@@ -93,7 +91,9 @@ def bound(result: RunResult) -> list[str]:
         tried = f"{len(rows) - unmeasured} of {len(rows)} points were tried, for {search.spent_gpu_s:,.0f} {result.unit}-seconds"
         sure = search.bound_pct is not None
         bound_sentence = (
-            f"No untested point is believed to be more than {search.bound_pct:.1f}% better (95% sure of each); " if sure else ""
+            f"No untested point is predicted to be more than {search.bound_pct:.1f}% better (95% confidence for each); "
+            if sure
+            else ""
         )
         sentences = [f"{bound_sentence}{tried}."]
         sentences.append(f"Why the search ended: {search.why}.")

@@ -1,7 +1,5 @@
 """A reproduction: its sweeps one after the other, each continued where an earlier call has stopped, and the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A table of published accuracies: the schema of its YAML. The numbers are data, in `service/reproduce/tables`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
@@ -27,10 +25,10 @@ class Citation(Section):
     """Where numbers come from."""
 
     paper: str = Field(min_length=1, description="authors, year, title, and the table's number where it is known")
-    place: str = Field(min_length=1, description="where the numbers were read, and where the settings")
-    compared_with: tuple[str, ...] = Field((), description="further places that give the same numbers")
+    location: str = Field(min_length=1, description="where the numbers were read, and where the settings")
+    compared_with: tuple[str, ...] = Field((), description="further sources of the same numbers")
     epoch: Literal["last", "best"] = Field(description="the epoch whose accuracy was published")
-    num_runs: Count = Field(description="runs whose mean was published; 1 where that is not said")
+    num_runs: Count = Field(description="runs whose mean was published; 1 where that is not stated")
 
 
 class Teacher(Section):
@@ -94,7 +92,7 @@ class Table(Section):
     """A table of published accuracies, in percent top-1."""
 
     title: str
-    recipe: str = Field(description="the experiment that all cells share: a recipe, or a file beside the table")
+    recipe: str = Field(description="the experiment that all cells share: a recipe, or a file in the table's folder")
     data: Size
     tolerance_pct: Percent = Field(description="points that a mean may be off however little its seeds differ")
     sources: dict[str, Citation]

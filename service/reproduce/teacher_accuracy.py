@@ -1,13 +1,11 @@
 """The accuracy of a teacher here, and the hash of its weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from service.config.experiment import Experiment
+from service.config.schema import Experiment
 from service.runs.outcome import read_summary
 from trainables.models.checkpoint_header import read_checkpoint_header
 from trainables.rundir import RunDir, write_json

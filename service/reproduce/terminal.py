@@ -1,7 +1,5 @@
 """The plan and the comparison as tables for the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +39,7 @@ def plan_line(job: Reproduction, seconds: float | None) -> str:
 def cells_grid(table: Table, found: Sequence[Cell], changed: Sequence[str]) -> Grid:
     """One row a published number; what was not run has a dash."""
     columns = ["pair", "method", "published", "of epoch", "last", "best", "runs", "difference", "tolerance", "verdict"]
-    title = f"{table.title}: top-1 %, ours beside the published"
+    title = f"{table.title}: top-1 %, ours and the published"
     grid = text_table(title, columns, left=("pair", "method", "of epoch", "verdict"))
     previous = None
     for cell in found:

@@ -1,7 +1,5 @@
 """A stage as its workers get it, and what they reserve."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

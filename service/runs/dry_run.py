@@ -3,13 +3,11 @@
 Torch is imported late.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from service.config.experiment import Experiment
+from service.config.schema import Experiment
 from trainables.config import DataConfig, TrainConfig
 from trainables.data.source import open_source
 from trainables.errors import DistillError, ExperimentError

@@ -1,7 +1,5 @@
 """`distill evaluate`: exact accuracy of a checkpoint, on `scale.num_workers` workers."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import partial

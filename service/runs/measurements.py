@@ -1,7 +1,5 @@
 """A point that was measured several times: all measurements in its one outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from service.runs.outcome import Outcome

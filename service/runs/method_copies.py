@@ -3,8 +3,6 @@
 `methods/index.json` holds for each file, as the experiment names it, the name of its copy and the SHA-256 of its text.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterator
@@ -12,9 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from service.config.experiment import Experiment
 from service.config.messages import problems_of
 from service.config.method_rules import method_names
+from service.config.schema import Experiment
 from trainables.errors import ExperimentError
 from trainables.methods import read_source, use_copies
 from trainables.rundir import RunDir, write_atomic, write_json

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainables.errors import ExperimentError
 from trainables.failures import Kind
@@ -47,6 +47,15 @@ class Outcome(ResultPart):
     """Unix time."""
     measurements: list[Outcome] = Field(default_factory=list)
     """Of a point that was measured several times: the outcome of each, in order; see `service.runs.measurements`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_kind(cls, fields: Any) -> Any:
+        """Results without a `failure` are older; they have the kind of this one in words of ours alone."""
+        older = isinstance(fields, dict) and "failure" not in fields
+        if older and fields.get("reason") == "the node ran out of memory: Ray killed a worker to save it":
+            return fields | {"failure": "node_out_of_memory"}
+        return fields
 
     @property
     def each_measurement(self) -> list[Outcome]:

@@ -1,7 +1,5 @@
 """`distill pack`: plan, spread the shards over cores or over a Ray cluster, verify, join. A killed one goes on where it was."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from service.cluster.resources import Cluster, Reservation, auto_loader_workers, is_local, local_capacity, use_gpu
 from service.config.dotted import put
-from service.config.experiment import Experiment
 from service.config.paths import absolute_paths
+from service.config.schema import Experiment
 from service.runs.assignment import Assignment, reservation_of
 from trainables.config import TrainConfig
 from trainables.errors import ClusterError

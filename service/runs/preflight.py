@@ -4,14 +4,13 @@ That takes seconds instead of a worker's start. Names, values and their combinat
 read. The cheapest check comes first; only the last ones import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Literal
 
 from service.cluster.connect import check_ray_address
 from service.cluster.resources import is_local, local_capacity
-from service.config.experiment import Experiment, Resolved, read_resolved
+from service.config.experiment import Resolved, read_resolved
+from service.config.schema import Experiment
 from service.runs.dry_run import check_fits
 from service.runs.plan import Plan
 from service.runs.result import Kind

@@ -1,7 +1,5 @@
 """What `result.json` of a run or sweep holds, typed: all that report, search, doctor and reproduce know of a run but its logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """A run's directory: chosen, created, locked by one driver at a time, and opened again."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The session of a run or sweep: its lock, display, records and `result.json`, from its beginning to its end, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time
@@ -15,7 +13,8 @@ from rich.console import RenderableType
 
 from service.cluster.local_ray import RayLostError
 from service.config.dotted import flatten
-from service.config.experiment import Experiment, Resolved
+from service.config.experiment import Resolved
+from service.config.schema import Experiment
 from service.runs.display import Display, wait_for
 from service.runs.outcome import VERSION
 from service.runs.result import MlflowTarget, RunResult, read_result, write_result

@@ -1,7 +1,5 @@
 """The stages of a run: each is carried out once, shown, and recorded with the times of all sessions that worked on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from service.config.method_rules import needs_teacher
@@ -10,7 +8,8 @@ from service.runs.outcome import Outcome
 from service.runs.plan import Plan
 from service.runs.result import StageRow
 from service.runs.session import Session, record_numbers, start_tracking
-from service.runs.trial import accounted_over_sessions, begin_session, run_to_end
+from service.runs.stage_times import accounted_over_sessions, stage_session
+from service.runs.trial import run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import TrainingError
 from trainables.rundir import StageDir
@@ -48,10 +47,10 @@ def run_stage(session: Session, assignment: Assignment) -> TrainConfig:
         if stage.metrics.exists():
             start_tracking(session)
 
-    begin_session(stage)
-    outcome = session.wait_for(lambda: run_to_end(assignment), tick)
+    with stage_session(stage):
+        outcome = accounted_over_sessions(session.wait_for(lambda: run_to_end(assignment), tick), stage)
     session.display.unfollow(config.stage)
-    record_stage(session, assignment, accounted_over_sessions(outcome, stage))
+    record_stage(session, assignment, outcome)
     if config.stage != "student":  # which has plain names, see `record_student`
         record_numbers(session, session.key, stage, outcome.metrics, f"{config.stage}/")
     if outcome.status != "ok":

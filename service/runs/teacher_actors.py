@@ -1,7 +1,5 @@
 """The actors of `teacher.service`: started before the students of a run or sweep, ended after them, however they end."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

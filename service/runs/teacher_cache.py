@@ -1,7 +1,5 @@
 """`distill cache`: compute a teacher's logits before the trainings that read them."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One run: the teacher (trained or loaded), its assistants, then the student."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from service.cluster.connect import connect

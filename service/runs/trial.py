@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from service.cluster.resources import living_nodes
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, read_outcome, read_summary, write_outcome
+from service.runs.stage_times import accounted_over_sessions, stage_session
 from trainables.errors import DistillError
 from trainables.failures import OUT_OF_MEMORY_KINDS, RETRYABLE, Failure, WorkersFailedError, first_cause, read_failure
 from trainables.redact import redact
-from trainables.rundir import RunDir, StageDir, append_line, read_lines
+from trainables.rundir import RunDir, StageDir
 from trainables.stage_result import StageResult
 
 if TYPE_CHECKING:
@@ -144,49 +143,6 @@ def complete(summary: StageResult, restarts: int = 0) -> Outcome:
     return Outcome(status="ok", metrics=summary.metrics, restarts=restarts, steps_s=summary.steps_s)
 
 
-def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
-    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start and end."""
-    now_s = time.time()
-    records = records_since(stage, began_s)
-    end_s = next((now_s - at_s for kind, at_s in reversed(records) if kind == "summary"), None)
-    start_s = 0.0 if shares_start else start_of(records, began_s)
-    times = {"seconds": now_s - began_s, "start_s": start_s, "end_s": end_s, "ended_s": now_s}
-    return outcome.model_copy(update=times)
-
-
-def begin_session(stage: StageDir) -> None:
-    """Note that this driver begins to work on a stage, for `accounted_over_sessions`."""
-    append_line(stage.sessions, {"began_s": time.time()})
-
-
-def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
-    """The outcome with the times of all drivers' sessions that worked on the stage.
-
-    A session that was interrupted counts from its beginning to its last record.
-    """
-    began_s = [session["began_s"] for session in read_lines(stage.sessions)]
-    outcome = accounted(outcome, stage, began_s[-1])
-    seconds, starts_s = outcome.seconds, [outcome.start_s]
-    for began, next_began in itertools.pairwise(began_s):
-        records = [(kind, at_s) for kind, at_s in records_since(stage, began) if at_s < next_began]
-        if records:
-            seconds += records[-1][1] - began
-            starts_s.append(start_of(records, began))
-    known_s = [start_s for start_s in starts_s if start_s is not None]
-    return outcome.model_copy(update={"seconds": seconds, "start_s": sum(known_s) if known_s else None})
-
-
-def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
-    """Kind and unix time of the stage's records that are not older."""
-    records = [(record["kind"], record["time_ms"] / 1e3) for record in read_lines(stage.metrics)]
-    return [(kind, at_s) for kind, at_s in records if at_s >= began_s]
-
-
-def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | None:
-    """Seconds until the workers' loop began; None where it never did."""
-    return next((at_s - began_s for kind, at_s in records if kind in ("start", "resume")), None)
-
-
 def cause_of(stage: StageDir, error: WorkersFailedError) -> Failure:
     """What a worker wrote to `error.json`; where none could, or where it only lost a peer, the first cause that Ray knows."""
     written = read_failure(stage.error)
@@ -218,9 +174,9 @@ def run_trial(settings: dict[str, Any], assignments: dict[str, Assignment], swee
     run_dir = RunDir(Path(sweep_dir)).trial(trial_id)
     if not run_dir.result.exists():
         assignment = assignments[trial_id]
-        begin_session(assignment.stage_dir)
-        outcome = run_to_end(assignment, [TuneReportCallback()])
-        write_outcome(run_dir.result, accounted_over_sessions(outcome, assignment.stage_dir))
+        with stage_session(assignment.stage_dir):
+            outcome = accounted_over_sessions(run_to_end(assignment, [TuneReportCallback()]), assignment.stage_dir)
+            write_outcome(run_dir.result, outcome)
     tune.report({"done": True, **read_outcome(run_dir.result).metrics})
 
 

@@ -113,7 +113,7 @@ class Race:
         row = int(np.argmax(chance_M))
         if chance_M[row] < MIN_FASTEST_PROBABILITY:
             self._why = (
-                f"no other point is believed to reach the target more than {self.tolerance:.0%} sooner; "
+                f"no other point is predicted to reach the target more than {self.tolerance:.0%} sooner; "
                 f"the likeliest with a probability of {chance_M[row]:.0%}"
             )
             return None

@@ -18,7 +18,8 @@ from service.runs.assignment import Assignment
 from service.runs.measurements import combined
 from service.runs.outcome import Outcome, write_outcome
 from service.runs.result import RunResult
-from service.runs.trial import accounted, complete
+from service.runs.stage_times import accounted
+from service.runs.trial import complete
 from service.search.points import identity
 from service.search.replay import observation, replay
 from service.search.rows import measurements, searched

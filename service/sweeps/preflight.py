@@ -1,7 +1,5 @@
 """What can be refused of a sweep before Ray starts, see `service.runs.preflight`; and its points that cannot run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from service.cluster.resources import Cluster, is_local, local_capacity

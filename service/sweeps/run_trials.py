@@ -1,8 +1,7 @@
 """Trials handed to Ray Tune, watched while it runs them, and recorded as each ends."""
 
-from __future__ import annotations
-
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from service.runs.outcome import Outcome, write_outcome
 from service.runs.plan import Plan
 from service.runs.result import TrialRow
 from service.runs.session import Session, start_tracking
+from service.runs.stage_times import end_session
 from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import Trial, load_outcomes
 from service.sweeps.tune import search_trials, tune_trials, with_shared_starts
@@ -45,7 +45,11 @@ def run_pending(
         search = partial(tune_trials, session.experiment.sweep)
     watch = TrialWatch(session, records, trials)
     max_concurrent = concurrency(session, assignments, cluster)
-    session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
+    try:
+        session.wait_for(lambda: search(assignments, session.run_dir, max_concurrent), watch.tick)
+    except BaseException:  # as of Ctrl-C: the processes of trials are killed, and cannot say that they end
+        watch.end_sessions(pending)
+        raise
     watch.tick()
     if not guided:  # which has written how each point ended that it began
         watch.end_unfinished(pending)
@@ -85,6 +89,7 @@ class TrialWatch:
 
     def __init__(self, session: Session, records: TrialRecords, trials: list[Trial]) -> None:
         self._session, self._records, self._trials = session, records, trials
+        self._began_s = time.time()
         self._begun: set[StageDir] = set()
         self._loaded_ns = {trial.id: changed_ns(self._result_of(trial)) for trial in trials}
 
@@ -104,6 +109,12 @@ class TrialWatch:
                 self._records.end(trial)
                 save_rows(self._session, self._trials)
         self._session.display.trials(sum(trial.outcome is not None for trial in self._trials), len(self._trials))
+
+    def end_sessions(self, pending: Sequence[Trial]) -> None:
+        """Note that the work on trials ends that this session has begun and that have not ended."""
+        for trial in pending:
+            if not self._result_of(trial).exists():
+                end_session(self._session.run_dir.trial(trial.id).measurement(0), self._began_s)
 
     def end_unfinished(self, pending: Sequence[Trial]) -> None:
         """Write and record the outcome of trials that left no result."""

@@ -1,7 +1,5 @@
 """A sweep: its teacher once, its trials by Ray Tune, one row each; resumable, nothing run twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from service.cluster.connect import connect

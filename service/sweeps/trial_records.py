@@ -1,7 +1,5 @@
 """How trials are shown and recorded in MLflow: a child run each, with its parameters, log lines and final numbers."""
 
-from __future__ import annotations
-
 from service.config.dotted import flatten
 from service.runs.outcome import Outcome
 from service.runs.session import Session, written_ms

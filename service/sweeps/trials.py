@@ -1,7 +1,5 @@
 """The trials of a sweep: every point of its space, those that cannot run, and the trainings that follow some; resumable."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

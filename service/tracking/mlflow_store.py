@@ -1,7 +1,5 @@
 """The store as MLflow's client shows it. Imported late, by the thread that delivers: MLflow takes seconds to import."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import hashlib

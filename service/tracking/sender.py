@@ -266,7 +266,7 @@ def rows(record: Mapping[str, Any], prefix: str = "") -> list[Row]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The innermost error: what a socket or SQLite said, under the layers that say which request it was."""
+    """The innermost error: of a socket or SQLite, under the layers that name the request."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return error

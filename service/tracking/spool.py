@@ -3,8 +3,6 @@
 Nothing here knows the store. `events.jsonl` and `target.json` are the truth; what else lies in the folder can be found out again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -37,7 +35,7 @@ class Delivery(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a spool's records belong. `spool_id` tells its runs from those of every other run directory in one store."""
+    """Where a spool's records belong. `spool_id` distinguishes its runs from those of every other run directory in one store."""
 
     spool_id: str
     uri: str

@@ -4,8 +4,6 @@ Beside it in the model lie a checkpoint of ours (safetensors) and the `trainable
 pixels, K classes.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

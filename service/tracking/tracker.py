@@ -1,7 +1,5 @@
 """The face of tracking: where the store is, the recorder that a driver holds, and the delivery of what is left."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -220,11 +218,11 @@ class Tracker:
         while not self._abandoned.is_set():
             with self._spool.sender_lock() as acquired:
                 if acquired:
-                    self._deliver_mine()
+                    self._deliver_locked()
                     return
             self._abandoned.wait(1.0)
 
-    def _deliver_mine(self) -> None:
+    def _deliver_locked(self) -> None:
         num_failures = 0
         while not self._abandoned.is_set():
             last = self._closing.is_set()

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from service.config.experiment import Experiment, load
+from service.config.experiment import load
+from service.config.schema import Experiment
 from service.doctor.read_run import Recording, evidence_of
 from trainables.metrics.allreduce_wait import standard_error
 from trainables.metrics.phases import PHASES

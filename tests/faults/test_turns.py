@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from typing import Any, cast
 
 import pytest
 
-from tests.faults.runs import Training
-from tests.faults.turns import ERROR_POINTS, FEWEST_ROUNDS, MOST_ROUNDS, Contender, Gain, take_turns
+from tests.faults.runs import Bench, Training
+from tests.faults.turns import ERROR_POINTS, FEWEST_ROUNDS, MOST_ROUNDS, Contender, Gain, compare, take_turns
+from trainables.distributed.rank_pool import RankDiedError
 
 
 class Machine:
@@ -54,3 +58,26 @@ def test_a_disturbed_round_changes_neither_a_gain_nor_its_error_much() -> None:
     calm, disturbed = Gain.of(rounds), Gain.of([*rounds[:-1], -40.0])
     assert (calm.pct, disturbed.pct) == (60, 60)
     assert calm.error_points == pytest.approx(disturbed.error_points) == pytest.approx(1.2533 * 1.4826 / 3)
+
+
+class DyingPool:
+    """A pool of ranks: of the first training they wait for their turn, of the second they die before they ask for one."""
+
+    def prepare(self, training: Training) -> tuple[None, None]:
+        return None, None
+
+    def pool(self, number: int) -> DyingPool:
+        return self
+
+    def run(self, num_ranks: int, function: Callable[..., Any], config: None, faults: Any, address: str, number: int) -> None:
+        if number:
+            raise RankDiedError("rank 0 ended without an answer")
+        with Client(address) as pipe:
+            pipe.send((number, 0))
+            pipe.recv()
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_dies_before_its_first_turn_ends_the_comparison() -> None:
+    with pytest.raises(RankDiedError):
+        compare(cast(Bench, DyingPool()), Training(1, 8), [Training(1, 8)])

@@ -10,8 +10,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from statistics import fmean, median
 from typing import Any
@@ -176,28 +177,52 @@ class Contender:
 def compare(bench: Bench, ill: Training, mended: Sequence[Training]) -> tuple[Recording, list[Gain]]:
     """The records of `ill`, and what an image takes less in each of the others, which take turns with it."""
     trainings = [ill, *mended]
+    ranks = [(number, rank) for number, t in enumerate(trainings) for rank in range(t.num_workers)]
     prepared = [bench.prepare(Training(t.num_workers, t.batch, t.faults, (MANY_IMAGES, *t.sets, *ENDLESS))) for t in trainings]
-    with Listener(None, "AF_UNIX") as listener, ThreadPoolExecutor(len(trainings)) as callers:
-        runs = [
-            callers.submit(
-                bench.pool(number).run, t.num_workers, train_in_turns, config, dict(t.faults), listener.address, number
-            )
-            for number, (t, (_, config)) in enumerate(zip(trainings, prepared, strict=True))
-        ]
-        pipes = {pipe.recv(): pipe for pipe in (listener.accept() for t in trainings for _ in range(t.num_workers))}
-        contenders = [Contender(t, [pipes[number, rank] for rank in range(t.num_workers)]) for number, t in enumerate(trainings)]
-        with contextlib.ExitStack() as stack:
-            for pipe in pipes.values():
-                stack.callback(pipe.close)  # a rank that waits for its turn reads the end of its pipe
+    gains = list[Gain]()
+    with ThreadPoolExecutor(len(trainings)) as callers, contextlib.ExitStack() as stack:
+        with Listener(None, "AF_UNIX") as listener:
+            runs = [
+                callers.submit(
+                    bench.pool(number).run, t.num_workers, train_in_turns, config, dict(t.faults), listener.address, number
+                )
+                for number, (t, (_, config)) in enumerate(zip(trainings, prepared, strict=True))
+            ]
+            for run in runs:
+                run.add_done_callback(partial(report_end, listener.address))
+            pipes = accept_ranks(listener, len(ranks))
+        for pipe in pipes.values():
+            stack.callback(pipe.close)  # a rank that waits for its turn reads the end of its pipe
+        if len(pipes) == len(ranks):
+            contenders = [Contender(t, [pipes[key] for key in ranks if key[0] == number]) for number, t in enumerate(trainings)]
             with contextlib.suppress(EOFError):  # a training has failed, see below
                 gains = take_turns(contenders)
                 for one, run in reversed(list(zip(contenders, runs, strict=True))):  # the ill one last: it times passes alone
                     one.end()
                     run.result()
-        errors = [error for run in runs if (error := run.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, EOFError)):
-            raise error
+    errors = [error for run in runs if (error := run.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, EOFError | ConnectionError | FileNotFoundError)):
+        raise error
     return bench.read(*prepared[0]), gains
+
+
+def accept_ranks(listener: Listener, num_ranks: int) -> dict[tuple[int, int], Connection]:
+    """The pipes of all ranks, by training and rank; not of all where a training ends before its ranks are there."""
+    pipes = dict[tuple[int, int], Connection]()
+    while len(pipes) < num_ranks:
+        pipe = listener.accept()
+        with contextlib.suppress(EOFError):  # of a rank that died just then, which ends its training
+            key = pipe.recv()
+            if key is None:
+                break
+            pipes[key] = pipe
+    return pipes
+
+
+def report_end(address: str, _run: Future[Any]) -> None:
+    """Wake `accept_ranks`, which would wait for the ranks of a training that has ended."""
+    with contextlib.suppress(OSError), Client(address) as pipe:  # all ranks were there: nobody listens any more
+        pipe.send(None)
 
 
 def take_turns(contenders: Sequence[Contender]) -> list[Gain]:

@@ -55,12 +55,12 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
     def run(*arguments: str | Path) -> str:
         assert exit_code(*arguments) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert said.err.startswith("error: ")
-        assert said.err.count("\n") == 1
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ")
+        assert shown.err.count("\n") == 1
         assert not runs.exists()  # nothing was begun
-        return said.err.removeprefix("error: ").rstrip("\n")
+        return shown.err.removeprefix("error: ").rstrip("\n")
 
     return run
 
@@ -107,12 +107,12 @@ print(*sorted({{name.split(".")[0] for name in sys.modules}} & {HEAVY}))
 
 
 def test_python_m_service_is_the_same_command() -> None:
-    said = [
+    shown = [
         subprocess.run([*start, "recipes"], capture_output=True, text=True, check=True).stdout
         for start in ([sys.executable, "-m", "service"], [*PYTHON, "from service.cli import main; main()"])
     ]
-    assert said[0] == said[1]
-    assert "imagenet_r34_r18" in said[0]
+    assert shown[0] == shown[1]
+    assert "imagenet_r34_r18" in shown[0]
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
@@ -201,10 +201,10 @@ def test_a_wrong_command_line_is_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], refuse: Refuse
 ) -> None:
     assert exit_code(*arguments) == 2
-    said = capsys.readouterr().err
-    assert words in said
+    shown = capsys.readouterr().err
+    assert words in shown
     if arguments:
-        assert len(said.splitlines()) <= 6
+        assert len(shown.splitlines()) <= 6
 
 
 @pytest.mark.parametrize("command", ["train", "sweep", "show"])
@@ -230,28 +230,28 @@ GOOD = encoded(photo(1), "JPEG")
 
 
 def test_missing_empty_and_non_image_data_are_refused(refuse: Refuse, tmp_path: Path) -> None:
-    def said(path: Path) -> str:
+    def shown(path: Path) -> str:
         return refuse("train", "digits", *sets(f"data.path={path}"))
 
-    assert "does not exist; write digits, synthetic, or a folder with train/CLASS/*" in said(tmp_path / "none")
+    assert "does not exist; write digits, synthetic, or a folder with train/CLASS/*" in shown(tmp_path / "none")
     (tmp_path / "file").write_text("x")
-    assert "is a file" in said(tmp_path / "file")
+    assert "is a file" in shown(tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "has no folder train" in said(tmp_path / "empty")
+    assert "has no folder train" in shown(tmp_path / "empty")
     (tmp_path / "classless" / "train").mkdir(parents=True)
-    assert "has no class folders" in said(tmp_path / "classless")
+    assert "has no class folders" in shown(tmp_path / "classless")
     write_photos(tmp_path / "imageless", train={"cat": []}, val={"cat": []})
     (tmp_path / "imageless/train/cat/notes.txt").write_text("no image")
-    assert "holds no images" in said(tmp_path / "imageless")
-    assert "has no validation folder" in said(write_photos(tmp_path / "valless", train={"cat": [GOOD]}))
+    assert "holds no images" in shown(tmp_path / "imageless")
+    assert "has no validation folder" in shown(write_photos(tmp_path / "valless", train={"cat": [GOOD]}))
     extra = write_photos(tmp_path / "extra", train={"cat": [GOOD]}, val={"dog": [GOOD]})
-    assert "has classes that train has not: dog" in said(extra)
+    assert "has classes that train has not: dog" in shown(extra)
 
 
 def test_a_folder_in_which_no_image_can_be_read_is_refused_before_ray_starts(refuse: Refuse, tmp_path: Path) -> None:
     bad = write_photos(tmp_path / "bad", train={"cat": [b"text", GOOD[:200]], "dog": [b""]}, val={"cat": [GOOD]})
-    said = refuse("train", "digits", *sets(f"data.path={bad}"))
-    assert "not one of 3 images looked at can be read, such as train/cat/0.jpg (not an image)" in said
+    shown = refuse("train", "digits", *sets(f"data.path={bad}"))
+    assert "not one of 3 images looked at can be read, such as train/cat/0.jpg (not an image)" in shown
 
 
 def test_a_batch_larger_than_the_data_is_refused(refuse: Refuse) -> None:
@@ -262,17 +262,17 @@ def test_a_batch_larger_than_the_data_is_refused(refuse: Refuse) -> None:
 
 
 def test_more_than_this_machine_could_ever_hold_is_refused_before_ray_starts(refuse: Refuse) -> None:
-    said = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
-    assert said.startswith("512 workers of 2 CPUs each do not fit")
-    assert said.endswith("lower scale.num_workers or data.loader_workers")
+    shown = refuse("train", "digits", *sets("data.global_batch_size=1024", "scale.num_workers=512"))
+    assert shown.startswith("512 workers of 2 CPUs each do not fit")
+    assert shown.endswith("lower scale.num_workers or data.loader_workers")
     assert "do not fit" in refuse("train", "digits", *sets("data.loader_workers=5000"))
 
 
 def test_a_gpu_where_there_is_none_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert refuse("train", "digits", *sets("scale.use_gpu=true")).endswith("set scale.use_gpu to false")
-    said = refuse("train", "digits", *sets("data.decoder=gpu", "data.augment=crop_flip"))
-    assert said == "data.decoder: gpu works on GPUs only, and there are none: write auto"
+    shown = refuse("train", "digits", *sets("data.decoder=gpu", "data.augment=crop_flip"))
+    assert shown == "data.decoder: gpu works on GPUs only, and there are none: write auto"
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,9 @@ def test_a_store_that_cannot_be_opened_is_refused(uri: str, words: str, refuse: 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "99999999"])
 def test_a_port_that_no_machine_has_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("ui", "--port", port) == 2
-    said = capsys.readouterr().err
-    assert f"{port} is not in the range 1<=x<=65535" in said
-    assert len(said.splitlines()) <= 6
+    shown = capsys.readouterr().err
+    assert f"{port} is not in the range 1<=x<=65535" in shown
+    assert len(shown.splitlines()) <= 6
 
 
 def test_a_folder_for_logits_that_cannot_be_written_is_refused_before_a_teacher_is_trained(
@@ -375,19 +375,19 @@ def test_what_a_command_line_quotes_is_bounded(capsys: pytest.CaptureFixture[str
     long = "k" * 100_000
     for arguments in (["train", "digits", f"--{long}"], [long], ["ui", "--port", long], ["train", long], ["report", long]):
         assert exit_code(*arguments) == 2
-        said = capsys.readouterr().err
-        assert len(said) < 1500, said[:100]
-        assert len(said.splitlines()) <= 6
+        shown = capsys.readouterr().err
+        assert len(shown) < 1500, shown[:100]
+        assert len(shown.splitlines()) <= 6
 
 
 # Models, weights and checkpoints
 
 
 def test_a_model_that_does_not_fit_the_images_is_refused(refuse: Refuse) -> None:
-    said = refuse("train", "digits", *sets("student.model=vgg11"))
-    assert said.startswith("model vgg11 does not take images of 8×8")
-    assert "set data.image_size to 32" in said
-    assert said.count("8×8") == 1
+    shown = refuse("train", "digits", *sets("student.model=vgg11"))
+    assert shown.startswith("model vgg11 does not take images of 8×8")
+    assert "set data.image_size to 32" in shown
+    assert shown.count("8×8") == 1
 
 
 def test_the_taps_of_a_model_that_is_none_or_does_not_fit_are_refused(refuse: Refuse) -> None:
@@ -409,9 +409,9 @@ def test_the_taps_of_a_model_are_a_table_of_names_and_shapes(capsys: pytest.Capt
     assert rows["head"] == ["", "7"]
 
 
-def table_rows(said: str) -> dict[str, list[str]]:
+def table_rows(shown: str) -> dict[str, list[str]]:
     """The cells of a printed table, by the first of each row."""
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if line.startswith("│")]
     return {first: rest for first, *rest in cells}
 
 
@@ -431,24 +431,24 @@ main(["train", "digits", "--set", "student.model=timm/resnet18"])
 
 
 def test_weights_that_are_missing_damaged_or_of_another_model_are_refused(refuse: Refuse, tmp_path: Path) -> None:
-    def said(weights: Path | str) -> str:
+    def shown(weights: Path | str) -> str:
         return refuse("train", "digits", *sets("teacher.model=mlp_large", f"teacher.weights={weights}"))
 
     whole = Path(write_teacher(tmp_path / "whole.safetensors"))
-    assert f"there is no file {tmp_path / 'none.pt'}" in said(tmp_path / "none.pt")
-    assert "no published weights" in said("IMAGENET1K_V1")
+    assert f"there is no file {tmp_path / 'none.pt'}" in shown(tmp_path / "none.pt")
+    assert "no published weights" in shown("IMAGENET1K_V1")
     other = write_teacher(tmp_path / "other.safetensors", model="convnet_large")
-    assert f"{other} is a convnet_large, not a mlp_large: write convnet_large as the model" in said(other)
+    assert f"{other} is a convnet_large, not a mlp_large: write convnet_large as the model" in shown(other)
     fewer = write_teacher(tmp_path / "fewer.safetensors", num_classes=7)
-    assert "was trained on 7 classes and the data has 10" in said(fewer)
+    assert "was trained on 7 classes and the data has 10" in shown(fewer)
     for length in (0, 5, 100, whole.stat().st_size - 1):
         cut = tmp_path / "cut.safetensors"
         cut.write_bytes(whole.read_bytes()[:length])
-        assert f"{cut} is not a whole safetensors file" in said(cut)
+        assert f"{cut} is not a whole safetensors file" in shown(cut)
     (tmp_path / "text.pt").write_text("no weights")
-    assert f"{tmp_path / 'text.pt'} is not loaded" in said(tmp_path / "text.pt")
+    assert f"{tmp_path / 'text.pt'} is not loaded" in shown(tmp_path / "text.pt")
     (tmp_path / "run").mkdir()
-    assert "give a finished run's or stage's directory" in said(tmp_path / "run")
+    assert "give a finished run's or stage's directory" in shown(tmp_path / "run")
 
 
 def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp_path: Path) -> None:
@@ -471,8 +471,8 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
         ("data.global_batch_size=[", "not YAML"),
         ("scale.num_workers=500", "500 workers of 2 CPUs each do not fit"),
     ):
-        said = refuse("evaluate", whole, "--data", "digits", *sets(override))
-        assert words in said
+        shown = refuse("evaluate", whole, "--data", "digits", *sets(override))
+        assert words in shown
 
 
 # Sweeps
@@ -480,12 +480,12 @@ def test_an_evaluation_that_cannot_be_carried_out_is_refused(refuse: Refuse, tmp
 
 def test_a_sweep_without_a_point_that_could_run_is_refused(refuse: Refuse) -> None:
     assert "nothing to search: give at least one key" in refuse("sweep", "digits", *sets("sweep.space={}"))
-    said = refuse("sweep", "digits", *sets("sweep.space={data.global_batch_size: [63, 65]}", "scale.num_workers=2"))
-    assert "none of its 2 points can run; the first: data.global_batch_size 63 is not divisible by scale.num_workers 2" in said
-    said = refuse("sweep", "digits", *sets("sweep.space={student.model: [nothing]}"))
-    assert "none of its 1 points can run; the first: student.model: there is no model 'nothing'" in said
-    said = refuse("sweep", "digits", *sets("sweep.space={scale.num_workers: [512]}", "data.global_batch_size=512"))
-    assert "512 workers of 2 CPUs each do not fit" in said
+    shown = refuse("sweep", "digits", *sets("sweep.space={data.global_batch_size: [63, 65]}", "scale.num_workers=2"))
+    assert "none of its 2 points can run; the first: data.global_batch_size 63 is not divisible by scale.num_workers 2" in shown
+    shown = refuse("sweep", "digits", *sets("sweep.space={student.model: [nothing]}"))
+    assert "none of its 1 points can run; the first: student.model: there is no model 'nothing'" in shown
+    shown = refuse("sweep", "digits", *sets("sweep.space={scale.num_workers: [512]}", "data.global_batch_size=512"))
+    assert "512 workers of 2 CPUs each do not fit" in shown
 
 
 def test_a_sweep_by_accuracies_that_has_none_is_refused(refuse: Refuse) -> None:
@@ -501,8 +501,8 @@ def test_a_place_that_cannot_be_written_is_refused(refuse: Refuse, tmp_path: Pat
     file.write_text("x")
     for option in ("--out", "--runs"):
         for path in (file, file / "below"):
-            said = refuse("train", "digits", option, path)
-            assert said.startswith(f"{option} {path} cannot be written: {file} is not a folder")
+            shown = refuse("train", "digits", option, path)
+            assert shown.startswith(f"{option} {path} cannot be written: {file} is not a folder")
     assert "is not a folder" in refuse("evaluate", write_teacher(tmp_path / "t.safetensors"), "--data", "digits", "--runs", file)
 
 
@@ -545,9 +545,9 @@ def test_a_run_is_not_resumed_from_a_checkpoint_that_was_cut_off(refuse: Refuse,
     last = run / "teacher" / "checkpoints" / "last.safetensors"
     write_teacher(last)
     last.write_bytes(last.read_bytes()[:-7])
-    said = refuse("resume", run)
-    assert f"{last} is not a whole safetensors file" in said
-    assert said.endswith(f": remove {run / 'teacher'} to begin that stage again")
+    shown = refuse("resume", run)
+    assert f"{last} is not a whole safetensors file" in shown
+    assert shown.endswith(f": remove {run / 'teacher'} to begin that stage again")
     write_teacher(last.with_name("best.safetensors"))
     assert "copy best.safetensors over it to go on from there, or remove" in refuse("resume", run)
 
@@ -574,29 +574,29 @@ class Lent:
         self.closed += 1
 
 
-def test_a_method_that_breaks_its_contract_is_told_point_by_point_with_exit_code_2(
+def test_a_method_that_breaks_its_contract_is_reported_point_by_point_with_exit_code_2(
     ranks: RankPool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent = Lent(ranks)
     monkeypatch.setattr("trainables.distributed.rank_pool.RankPool", lambda: lent)
     name = f"{own_methods.__file__}:LocalGram"
     assert exit_code("check-method", name, "--option", "weight=2") == 2
-    said = capsys.readouterr()
-    lines = said.out.splitlines()
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
     assert [line[8:].partition(": ")[0] for line in lines] == CONTRACT
     assert [line[:6] for line in lines] == ["    ok", "    ok", "failed", "    ok", "    ok", "    ok"]
     assert re.search(r": rank \d of 2 has another \S+, by \S+ of its largest value$", lines[2])
-    assert said.err == f"error: {name} does not keep the contract of a method in 1 of the points above\n"
+    assert shown.err == f"error: {name} does not keep the contract of a method in 1 of the points above\n"
     assert lent.closed == 1
 
 
 @pytest.mark.slow
-def test_a_method_that_keeps_its_contract_as_it_is_told_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_method_that_keeps_its_contract_as_documented_is_ok_in_every_point(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{own_methods.__file__}:EitherGram"
     assert exit_code("check-method", name, "--option", "over_all_workers=true", "--option", "weight=0.5") == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [f"    ok  {point}" for point in CONTRACT]
-    assert said.err == ""
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [f"    ok  {point}" for point in CONTRACT]
+    assert shown.err == ""
 
 
 @pytest.mark.parametrize(
@@ -614,13 +614,13 @@ def test_a_method_a_model_or_an_option_that_there_is_not_is_refused(refuse: Refu
     assert says in refuse("check-method", *arguments)
 
 
-def test_an_option_that_a_method_cannot_do_without_is_asked_for(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_required_option_that_is_missing_is_named(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from trainables.config import MethodOptions\nfrom trainables.methods.contract import Method\n\n\n"
         "class Own(Method):\n    class Options(MethodOptions):\n        margin: float\n\n    terms = ('apart',)\n"
     )
-    said = refuse("check-method", f"{tmp_path}/own.py:Own")
-    assert said == "--option: distill.options.Own.margin: missing: give --option margin=…"
+    shown = refuse("check-method", f"{tmp_path}/own.py:Own")
+    assert shown == "--option: distill.options.Own.margin: missing: give --option margin=…"
 
 
 # What no check foresaw
@@ -632,12 +632,12 @@ def test_an_operating_systems_error_is_one_line_too(capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr(cli.cli, "main", full)
     assert exit_code("train", "digits") == 2
-    said = capsys.readouterr().err
-    assert said == "error: /some/where: No space left on device; mend that, then `distill resume` goes on\n"
+    shown = capsys.readouterr().err
+    assert shown == "error: /some/where: No space left on device; mend that, then `distill resume` goes on\n"
     for command in ("data", "evaluate"):
         assert exit_code(command, "/some/where") == 2
-        said = capsys.readouterr().err
-        assert said == "error: /some/where: No space left on device; mend that, then give the command again\n"
+        shown = capsys.readouterr().err
+        assert shown == "error: /some/where: No space left on device; mend that, then give the command again\n"
 
 
 def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
@@ -645,10 +645,10 @@ def test_a_mistake_of_ours_leaves_its_stack_trace_in_a_file(
 ) -> None:
     monkeypatch.setattr("service.commands.experiments.recipes", lambda: 1 / 0)
     assert exit_code("recipes") == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")
-    assert said.count("\n") == 1
-    trace = Path(said.split()[-1])
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: unexpected ZeroDivisionError; its stack trace is in ")
+    assert shown.count("\n") == 1
+    trace = Path(shown.split()[-1])
     assert "ZeroDivisionError: division by zero" in trace.read_text()
     trace.unlink()
 
@@ -657,4 +657,28 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m service show digits"
     done = subprocess.run(["sh", "-c", f"{command} | head -1"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("name ")
+    assert done.stderr == ""
+
+
+FORKS = """
+import multiprocessing, time
+from service import cli
+
+def forks(*_, **__):
+    for _ in range(5):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join()
+        print(child.exitcode)
+
+cli.cli.main = forks
+cli.main([])
+"""
+
+
+@pytest.mark.processes
+def test_sigterm_ends_a_forked_child_from_its_first_moment_on() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(-signal.SIGTERM)] * 5
     assert done.stderr == ""

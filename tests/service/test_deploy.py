@@ -61,7 +61,7 @@ def test_the_cluster_files_commands_are_valid_shell_and_every_mounted_file_exist
     assert all((ROOT / path).is_file() for path in local)
 
 
-def test_the_cluster_asks_for_a_token_and_shows_its_dashboard_on_loopback_alone() -> None:
+def test_the_cluster_requires_a_token_and_shows_its_dashboard_on_loopback_alone() -> None:
     cluster = load(ROOT / "cluster.yaml")
     assert any("RAY_AUTH_MODE=token" in command for command in cluster["setup_commands"])
     starts = [command for command in commands(cluster) if "ray start" in command]
@@ -108,7 +108,7 @@ def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("key_path", "value"),
     [
         (("spec", "workerGroupSpecs", 0, "replica"), 2),
         (("spec", "workerGroupSpecs", 0, "replicas"), "2"),
@@ -118,12 +118,12 @@ def test_the_manifests_fit_kuberays_schema(path: Path) -> None:
         (("apiVersion",), "ray.io/v1alpha1"),
     ],
 )
-def test_the_schema_catches_a_slip(place: tuple[str | int, ...], value: object) -> None:
+def test_the_schema_catches_a_slip(key_path: tuple[str | int, ...], value: object) -> None:
     manifest = load(MANIFESTS[0])
     inner = manifest
-    for key in place[:-1]:
+    for key in key_path[:-1]:
         inner = inner[key]
-    inner[place[-1]] = value
+    inner[key_path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(load(SCHEMA)).validate(manifest)
 

@@ -90,20 +90,39 @@ def test_relative_paths_begin_in_the_users_directory_in_the_file_and_in_override
     there = tmp_path / "package"
     there.mkdir()
     words = ["sweep", "own.yaml", "--set", "data.path=others", "--set", "teacher.cache=new"]
-    path, cache = f'--set=data.path="{tmp_path}/others"', f'--set=teacher.cache="{tmp_path}/new"'
-    assert packaged(words, there) == [*words[:4], path, *words[4:], cache]
+    path, cache = ["--set", f'data.path="{tmp_path}/others"'], ["--set", f'teacher.cache="{tmp_path}/new"']
+    assert packaged(words, there) == [*words[:4], *path, *words[4:], *cache]
     last = packaged(["train", "digits", "--set", "data.path=images", "--set", "data.path=digits"], there)[-2:]
     assert last == ["--set", "data.path=digits"]  # the later one of two is the last one there too
     assert load(str(there / "own.yaml")).experiment.data.path == f"{tmp_path}/others"
     assert packaged(["train", "digits"], there) == ["train", "digits"]
-    assert packaged(["train", "digits", "--set", "data={path: images}"], there)[-1] == f'--set=data.path="{tmp_path}/images"'
+    assert packaged(["train", "digits", "--set", "data={path: images}"], there)[-1] == f'data.path="{tmp_path}/images"'
     others = 'teacher.others=[{"model": "convnet_large", "weights": "teacher.safetensors"}]'
     full = others.replace("teacher.safe", f"{tmp_path}/teacher.safe")
     weights = "teacher.weights=teacher.safetensors"
     assert packaged(["train", "digits", "--set", weights, "--set", others], there)[2:] == [
-        *("--set", weights, f'--set=teacher.weights="{tmp_path}/teacher.safetensors"'),
-        *("--set", others, f"--set={full}"),
+        *("--set", weights, "--set", f'teacher.weights="{tmp_path}/teacher.safetensors"'),
+        *("--set", others, "--set", full),
     ]
+
+
+def test_relative_paths_among_the_values_of_a_sweep_begin_in_the_users_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "package"):
+        Path(name).mkdir()
+    paths = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    Path("space.yaml").write_text("{base: digits, sweep: {space: {data.path: [a, b], optim.lr: [0.1]}}}")
+    assert packaged(["sweep", "space.yaml"], tmp_path / "package") == ["sweep", "space.yaml"]
+    assert load(str(tmp_path / "package" / "space.yaml")).experiment.sweep.space == {"data.path": paths, "optim.lr": [0.1]}
+    points = "{space: {}, policy: grid, points: [{data.path: a}, {data.path: b, optim.lr: 0.1}]}"
+    Path("points.yaml").write_text(f"{{base: digits, sweep: {points}}}")
+    packaged(["sweep", "points.yaml"], tmp_path / "package")
+    sent = load(str(tmp_path / "package" / "points.yaml")).experiment.sweep.points
+    assert sent == ({"data.path": paths[0]}, {"data.path": paths[1], "optim.lr": 0.1})
+    words = ["sweep", "digits", "--set", "sweep.space.data.path=[a, digits]"]
+    assert packaged(words, tmp_path / "package")[4:] == ["--set", f'sweep.space.data.path=["{paths[0]}", "digits"]']
 
 
 def test_a_wrong_override_is_refused_before_anything_is_submitted(tmp_path: Path) -> None:

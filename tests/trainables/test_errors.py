@@ -15,9 +15,9 @@ def test_a_path_that_a_system_may_have_is_whole(length: int) -> None:
 
 @pytest.mark.parametrize("word", ["k" * (MAX_WORD + 1), "/" + "k" * 100_000])
 def test_other_long_words_are_shortened(word: str) -> None:
-    said = str(DataError(f"{word} is not known"))
-    assert "…" in said
-    assert len(said) <= MAX_WORD + 20
+    message = str(DataError(f"{word} is not known"))
+    assert "…" in message
+    assert len(message) <= MAX_WORD + 20
 
 
 def test_a_name_that_commands_the_terminal_is_escaped() -> None:

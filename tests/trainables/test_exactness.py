@@ -26,25 +26,25 @@ def test_parameters_on_2_and_3_workers_equal_one_workers_to_1e_9(
     ranks: RankPool, tmp_path: Path, methods: list[str], data: dict[str, object]
 ) -> None:
     distill = {"method": methods, "options": {method: {"weight": 0.7, "warmup_epochs": 0} for method in methods}}
-    told = {
+    options = {
         "teacher": {"weights": write_teacher(tmp_path / "teacher.safetensors")},
         "data": {"global_batch_size": 32 if data else 100, **data},
         "distill": distill,
         "optim": {"epochs": 2},
     }
-    states = {n: ranks.run(n, train, config(tmp_path / str(n), **told))[0]["state"] for n in (1, 2, 3)}
+    states = {n: ranks.run(n, train, config(tmp_path / str(n), **options))[0]["state"] for n in (1, 2, 3)}
     assert relative_difference(states[1], states[2]) < 1e-9
     assert relative_difference(states[1], states[3]) < 1e-9
 
 
 def test_batch_norms_over_all_workers_see_no_blank_image_where_a_worker_has_none(ranks: RankPool, tmp_path: Path) -> None:
-    told = {
+    options = {
         "model": "resnet8",
         "teacher": None,
         "scale": {"sync_batch_norm": True},
         "data": {"path": "synthetic", "synthetic_images": 65, "image_size": 16, "global_batch_size": 32},
     }
-    states = {n: ranks.run(n, train, config(tmp_path / str(n), **told))[0]["state"] for n in (1, 3)}
+    states = {n: ranks.run(n, train, config(tmp_path / str(n), **options))[0]["state"] for n in (1, 3)}
     assert relative_difference(states[1], states[3]) < 1e-9
 
 

@@ -9,13 +9,13 @@ import pytest
 from trainables.rundir import append_line, read_lines, replacing, write_atomic
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_atomic(path, b"old")
 
     def die_half_way() -> None:
-        with replacing(path) as beside:
-            beside.write_bytes(b"half")
+        with replacing(path) as temporary:
+            temporary.write_bytes(b"half")
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk"):

@@ -22,13 +22,13 @@ TIMING = {"log_every": 4, "warmup_steps": 2, "max_steps": 30}
 def timed(group: Group, settings: TrainConfig, most: int | None, pause_s: float = 0.0) -> tuple[dict[str, float], list[float]]:
     """The summary and the times of the steps; with `most`, whoever asks says, after a pause, that so many steps are enough."""
 
-    def is_enough(steps_s: Sequence[float]) -> bool:
+    def is_done(steps_s: Sequence[float]) -> bool:
         assert group.is_main
         time.sleep(pause_s)
         return len(steps_s) >= (most or 0)
 
-    enough: Callable[[Sequence[float]], bool] | None = None if most is None else is_enough
-    with contextlib.closing(build(settings, group, Recorded(), no_telemetry, stop_early=enough)) as job:
+    stop: Callable[[Sequence[float]], bool] | None = None if most is None else is_done
+    with contextlib.closing(build(settings, group, Recorded(), no_telemetry, stop_early=stop)) as job:
         summary = loop.run(job)
         return summary, job.metrics.timer.steps_s()
 

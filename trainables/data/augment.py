@@ -4,8 +4,6 @@ Every random number is a hash of (seed, epoch, sample, which one), so no batch, 
 Shapes: B samples, U random numbers a sample.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The number of loader threads that a run needs: measured while training runs, for `data.loader_workers: auto`."""
 
-from __future__ import annotations
-
 import math
 
 _SPARE = 1.25  # times what the mean step takes: files differ in size, and other processes come and go

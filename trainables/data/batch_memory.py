@@ -3,8 +3,6 @@
 Shapes: B samples of one batch, at most `rows`; C=3 channels, H=W=`image_size` pixels.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 

@@ -1,7 +1,5 @@
 """How long threads wait for a free core, from Linux's scheduler statistics; 0 where a system has none."""
 
-from __future__ import annotations
-
 import os
 import threading
 from io import FileIO

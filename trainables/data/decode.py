@@ -3,8 +3,6 @@
 Shapes: H W pixels, of the image or of the part that is decoded.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

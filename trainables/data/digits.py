@@ -3,8 +3,6 @@
 Shapes: N samples, C=3 H=W=8 pixels.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

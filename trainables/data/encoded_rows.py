@@ -1,7 +1,5 @@
 """Rows of a batch that a loader leaves to the device: encoded, with the part of each image that is to be shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

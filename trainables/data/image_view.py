@@ -5,8 +5,6 @@ With `data.decoder: gpu` or `dali` the crop alone is chosen here, for training's
 Shapes: B samples, U random numbers a sample, H=W=data.image_size pixels, C=3 channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,7 +35,7 @@ class View:
         """The decoder in use, by its name in DECODERS or REGION_DECODERS."""
         self.num_uniforms = self._augment.num_uniforms
 
-    def keeps(self, size: int | None) -> bool:
+    def shows_unchanged(self, size: int | None) -> bool:
         """Whether `into` shows images of this height and width as they are stored. None: they differ."""
         val_resize = self._recipe.val_resize
         return self._augment.apply is AUGMENTS["none"].apply and val_resize is None and self._image_size == size

@@ -1,7 +1,5 @@
 """What a packed set says of itself: `index.json`, and the files that it names (docs/records.md describes the format)."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

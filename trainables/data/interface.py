@@ -1,7 +1,5 @@
 """The interface of a source of images. Shapes: N samples of the split, R samples of a read, H=W pixels, C=3 channels."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels, N samples of the split.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -181,7 +179,7 @@ class Loader:
                 wait_s = now_s - wait_began_s if waits else 0.0
                 ready = self._finish(pending[0], parts)
                 if self._auto_workers and last_ready_s is not None:
-                    decode_s = sum(part.times_s.image for part in parts)
+                    decode_s = sum(part.times.image_s for part in parts)
                     self._adapt(self._auto_workers, len(ready.labels_B), decode_s, wait_s, now_s - last_ready_s)
                 self.costs.add(len(ready.labels_B), parts, wait_s)
                 last_ready_s = now_s

@@ -3,8 +3,6 @@
 Shapes: N samples, M stored images, B samples of a read, H=W pixels, C=3 channels.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

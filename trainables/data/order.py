@@ -3,8 +3,6 @@
 Shapes: B positions, N samples of the split, S blocks (shards, or runs of neighbours) of N samples in all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -6,8 +6,6 @@ with labels and names, for any Arrow reader. A worker opens a split by reading t
 Shapes: N samples of the split, S shards, R samples of a read, H=W pixels where all images have one size, C=3 channels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from bisect import bisect_right
@@ -138,21 +136,20 @@ def _read_rows(path: Path, file: File) -> dict[str, NDArray[Any]]:
     """The columns of a split's rows, in memory: they are all that a worker keeps of the set."""
     import pyarrow as pa
 
+    from trainables.data.arrow import to_numpy
+
     try:
         content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from None
     if len(content) != file.bytes or hashlib.sha256(content).hexdigest() != file.sha256:
-        raise DataError(f"data.path: {path} is not the file that its index tells of; copy or pack it again")
+        raise DataError(f"data.path: {path} is not the file that its index describes; copy or pack it again")
     try:
         batch = pa.ipc.open_file(pa.py_buffer(content)).get_batch(0)
         batch.validate()
         if {column.name: str(column.type) for column in batch.schema} != ROW_COLUMNS or len(batch) != file.rows:
             raise pa.ArrowInvalid("other columns")
-        buffers = {name: batch.column(name).buffers()[1] for name in ROW_COLUMNS}  # `to_numpy` would import pandas
-        if any(batch.column(name).null_count or batch.column(name).offset for name in ROW_COLUMNS):
-            raise pa.ArrowInvalid("gaps")
-        return {name: np.frombuffer(buffers[name], dtype=ROW_COLUMNS[name], count=len(batch)) for name in ROW_COLUMNS}
+        return {name: to_numpy(batch.column(name), dtype) for name, dtype in ROW_COLUMNS.items()}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"data.path: {path} holds no rows ({str(error).splitlines()[0]}); pack it again") from None
 

@@ -1,7 +1,5 @@
 """The work of a loader thread: read samples of a batch into their rows. Shapes: R rows of a batch, C=3 channels, H W pixels."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import CancelledError, Future
 from threading import Event
@@ -22,11 +20,11 @@ from trainables.errors import DataError, DistillError
 class ThreadTimes(NamedTuple):
     """Seconds of a loader's thread."""
 
-    image: float = 0.0  # in all
-    read: float = 0.0  # of it inside the source
-    read_wait: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
-    cpu: float = 0.0  # of `image` computing
-    core_wait: float = 0.0  # of `image` ready to run, while other threads had the cores; 0 where the system does not tell
+    image_s: float = 0.0  # in all
+    read_s: float = 0.0  # of it inside the source
+    read_wait_s: float = 0.0  # of that not computing: waiting for a disk, a network, a lock or a free core
+    cpu_s: float = 0.0  # of `image_s` computing
+    core_wait_s: float = 0.0  # of `image_s` ready to run, while other threads had the cores; 0 where the system does not tell
 
 
 class ReadResult(NamedTuple):
@@ -34,7 +32,7 @@ class ReadResult(NamedTuple):
 
     bad: list[tuple[int, str]]  # row of the batch, why it cannot be read
     encoded_rows: list[Region]  # rows whose pixels are left to the device
-    times_s: ThreadTimes
+    times: ThreadTimes
 
 
 class Costs:
@@ -48,7 +46,7 @@ class Costs:
         """Begin again, as where a warm-up ends."""
         self._images = self._batches = self._copies = 0
         self._wait_s = self._copy_s = 0.0
-        self._times_s = ThreadTimes()
+        self._times = ThreadTimes()
 
     def add_copy(self, seconds: float) -> None:
         """Count a batch that was copied to the device."""
@@ -60,7 +58,7 @@ class Costs:
         self._images += images
         self._batches += 1
         self._wait_s += wait_s
-        self._times_s = ThreadTimes(*map(sum, zip(self._times_s, *(part.times_s for part in parts), strict=True)))
+        self._times = ThreadTimes(*map(sum, zip(self._times, *(part.times for part in parts), strict=True)))
 
     def summary(self) -> dict[str, float]:
         """What the threads do, {} before the first image.
@@ -72,8 +70,9 @@ class Costs:
         """
         if not self._images:
             return {}
-        named = {f"loader/{name}_ms": 1e3 * seconds / self._images for name, seconds in self._times_s._asdict().items()}
-        named["loader/batch_ms"] = 1e3 * self._times_s.image / self.threads / self._batches
+        times_s = self._times._asdict().items()
+        named = {f"loader/{name.removesuffix('_s')}_ms": 1e3 * seconds / self._images for name, seconds in times_s}
+        named["loader/batch_ms"] = 1e3 * self._times.image_s / self.threads / self._batches
         named["loader/wait_ms"] = 1e3 * self._wait_s / self._batches
         if self._copies:
             named["loader/copy_ms"] = 1e3 * self._copy_s / self._copies
@@ -85,7 +84,7 @@ class Reader:
 
     def __init__(self, source: Source, view: View, seed: int) -> None:
         self._source, self._view, self._seed = source, view, seed
-        self._as_stored = view.keeps(source.size)
+        self._as_stored = view.shows_unchanged(source.size)
         self._core_wait = CoreWait()
 
     def fill(

@@ -1,7 +1,5 @@
 """Where the shards of a packed set are read: one contract, and the one for files on this machine."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """Where images come from, by `data.path`: a name in SOURCES, a packed set, or else an image folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from trainables.config import DataConfig

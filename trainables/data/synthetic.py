@@ -3,8 +3,6 @@
 Shapes: N samples, M stored images, C=3 H=W pixels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from trainables.data.memory_source import MemorySource

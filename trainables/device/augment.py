@@ -3,8 +3,6 @@
 Shapes: B samples of this rank's part of a global batch, C=3 channels, H=W=data.image_size pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

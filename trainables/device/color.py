@@ -4,8 +4,6 @@ The same pixels as torchvision.transforms.v2 on uint8 tensors, one level apart w
 Shapes: B images, C=3 channels, H W pixels. `pixels_BCHW` are float32 of whole numbers 0 … 255, before and after each function.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

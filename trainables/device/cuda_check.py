@@ -1,7 +1,5 @@
 """Whether torch can use the GPU that a worker was given, and if not, which versions do not fit each other."""
 
-from __future__ import annotations
-
 import pynvml
 import torch
 

@@ -3,8 +3,6 @@
 Shapes: R regions, B rows of a batch, C=3 channels, H W pixels of the batch, h w those of a region.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io

@@ -3,8 +3,6 @@
 Shapes: B images, C=3 channels, H W pixels, T tries.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ its batch leaves out, shifts the pairs after it on its worker.
 Shapes: B images, C=3 channels, H W pixels.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

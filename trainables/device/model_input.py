@@ -1,7 +1,5 @@
 """How a batch of uint8 images becomes a model's input, and in which precision the model runs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -10,8 +10,6 @@ neighbouring pixel.
 Shapes: B images, C=3 channels, H W pixels, K drawn kinds (operation, sign), L=256 levels. `pixels_BCHW` as in `color`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

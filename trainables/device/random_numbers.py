@@ -3,8 +3,6 @@
 Shapes: B samples, U random numbers a sample. 64-bit words are int64, which adds and multiplies modulo 2^64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

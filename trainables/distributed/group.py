@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainables.errors import TrainingError
+from trainables.errors import DataError, DistillError, TrainingError
+
+T = TypeVar("T")
 
 # Per-dtype integer views of equal width: a checksum over bits, so that not even a sign of zero may differ.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,6 +72,24 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     gathered: list[Any] = [None] * group.world_size
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def from_main(compute: Callable[[], T], group: Group) -> T:
+    """What rank 0 computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
+    result = gather_objects(result_or_error(compute) if group.is_main else None, group)[0]
+    if isinstance(result, DistillError):
+        raise result
+    return cast(T, result)
+
+
+def result_or_error(compute: Callable[[], T]) -> T | DistillError:
+    """What a function returns or, for other ranks to learn of it, its DistillError, or a DataError for its OSError."""
+    try:
+        return compute()
+    except DistillError as error:
+        return error
+    except OSError as error:
+        return DataError(f"{error.filename or 'a file'}: {error.strerror or error}")
 
 
 def broadcast_buffers(model: nn.Module, group: Group) -> None:

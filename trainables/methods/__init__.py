@@ -111,10 +111,10 @@ def read_source(name: str) -> MethodSource | None:
         content = path.read_bytes()
         return MethodSource(path, content.decode(), hashlib.sha256(content).hexdigest())
     except UnicodeDecodeError:
-        raise ExperimentError(f"distill.method: {path} is not UTF-8: save the file in that encoding") from None
+        raise ExperimentError.of_key("distill.method", f"{path} is not UTF-8: save the file in that encoding") from None
     except OSError as error:
-        raise ExperimentError(
-            f"distill.method: {path} cannot be read ({error.strerror}): give the path of a Python file"
+        raise ExperimentError.of_key(
+            "distill.method", f"{path} cannot be read ({error.strerror}): give the path of a Python file"
         ) from error
 
 
@@ -127,7 +127,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
     file = file_of(name)
     if file is not None:
         if not file.is_file():
-            raise ExperimentError(f"{where}: there is no file {file}: give the path of a Python file, as FILE.py:CLASS")
+            raise ExperimentError.of_key(where, f"there is no file {file}: give the path of a Python file, as FILE.py:CLASS")
         return
     if name in METHODS:  # without reading the entry points of all installed packages
         return
@@ -135,7 +135,7 @@ def check_name(name: str, where: str = "distill.method") -> None:
     if name not in known:
         similar = near(name.lower(), known)
         instead = f"did you mean {similar[0]}?" if similar else f"write one of {', '.join(sorted(known))}, or FILE.py:CLASS"
-        raise ExperimentError(f"{where}: there is no method {name!r}; {instead}")
+        raise ExperimentError.of_key(where, f"there is no method {name!r}; {instead}")
 
 
 def load_method(name: str) -> type[Method]:
@@ -149,9 +149,9 @@ def load_method(name: str) -> type[Method]:
     targets = available_methods()[name] if file is None else {}
     if len(targets) > 1:
         packages = " and ".join(f"{package} ({target})" for package, target in targets.items())
-        raise ExperimentError(
-            f"distill.method: {name} is offered by {packages}: uninstall all but one,"
-            " or write the one that is meant as FILE.py:CLASS"
+        raise ExperimentError.of_key(
+            "distill.method",
+            f"{name} is offered by {packages}: uninstall all but one, or write the one that is meant as FILE.py:CLASS",
         )
     try:
         if file is None:
@@ -160,7 +160,7 @@ def load_method(name: str) -> type[Method]:
             method_class = getattr(_module(file.resolve()), option_key(name))
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ExperimentError(f"distill.method: {name} cannot be loaded ({reason})") from error
+        raise ExperimentError.of_key("distill.method", f"{name} cannot be loaded ({reason})") from error
     return _checked(name, method_class)
 
 
@@ -170,13 +170,17 @@ def _checked(name: str, method_class: Any) -> type[Method]:
     from trainables.methods.contract import Method
 
     if not (inspect.isclass(method_class) and issubclass(method_class, Method)):
-        raise ExperimentError(
-            f"distill.method: {name} is no method: write a class that inherits from trainables.methods.contract.Method"
+        raise ExperimentError.of_key(
+            "distill.method", f"{name} is no method: write a class that inherits from trainables.methods.contract.Method"
         )
     if not (inspect.isclass(method_class.Options) and issubclass(method_class.Options, MethodOptions)):
-        raise ExperimentError(f"distill.method: {name} has Options that do not inherit from trainables.config.MethodOptions")
+        raise ExperimentError.of_key(
+            "distill.method", f"{name} has Options that do not inherit from trainables.config.MethodOptions"
+        )
     if not isinstance(getattr(method_class, "terms", None), tuple):
-        raise ExperimentError(f"distill.method: {name} has no tuple `terms`: write one with the names of what forward returns")
+        raise ExperimentError.of_key(
+            "distill.method", f"{name} has no tuple `terms`: write one with the names of what forward returns"
+        )
     return method_class
 
 

@@ -13,8 +13,6 @@ maps is read: `init_frozen: [bn1]`. Of its other students it trains all that the
 Shapes: B batch, C channels, H W positions.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -7,8 +7,6 @@ norm of the difference of two such vectors; the authors' code, RepDistiller and 
 Shapes: B batch, C channels, H W positions, P = H·W.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import torch

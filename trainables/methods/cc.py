@@ -12,8 +12,6 @@ Published tables do not always say which one they show; RepDistiller's table is 
 Shapes: B samples of this rank, N of the global batch, D features, E embedded features.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

@@ -11,8 +11,6 @@ Shapes: B samples of this rank (maybe none), N samples of the global batch in th
 K classes, M training samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -17,8 +17,6 @@ drawn: each sample is as likely as in a draw without repeats. Of equal indices i
 Shapes: B samples of this rank, N of the global batch, M training samples, E embedded features, K negatives, X = 1 + K.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -11,8 +11,6 @@ norms: it matters where probabilities are small, as with many classes, or for a 
 Shapes: B samples of this rank, N of the global batch, K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast

@@ -7,8 +7,6 @@ others, NCKD. DKD weighs the two freely: α·TCKD + β·NCKD. Its warm-up raises
 Shapes: B batch, K classes, J = K - 1 classes other than the target.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -11,8 +11,6 @@ where the student's do. The method's `weight` weighs also what the peer learns.
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes: B batch, C channels, H W positions. The shape of a map is (C, H, W).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

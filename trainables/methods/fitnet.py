@@ -7,8 +7,6 @@ add it to the labels' loss from the start, and so does this, in either variant.
 Shapes: B batch, C channels, H W positions.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -11,8 +11,6 @@ RepDistiller and mdistiller by its mean. The paper sums the squares, the codes t
 Shapes: B batch, C channels (I of the earlier map, J of the later), H W positions, P = H·W.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Literal
 

@@ -11,8 +11,6 @@ WRN: `init_lr: 0.01`.
 Shapes: B batch, C channels, H W positions, E values of a normed factor.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Annotated, Literal
 

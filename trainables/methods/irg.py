@@ -15,8 +15,6 @@ map with twice the channels has pairs of them averaged. Distances that are all 0
 Shapes: B samples of this rank, N of the global batch, C channels, H W positions, D features.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

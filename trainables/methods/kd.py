@@ -4,8 +4,6 @@ and section 2.
 Shapes: B batch, K classes.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from trainables.config import NonNegative

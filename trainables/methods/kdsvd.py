@@ -17,8 +17,6 @@ singular values, which are bounded away from 0. mdistiller decomposes another ma
 Shapes: B batch, C channels, H W positions, P = H·W, k singular vectors.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

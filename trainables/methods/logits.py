@@ -3,8 +3,6 @@
 Shapes: B batch, K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -14,8 +14,6 @@ effect by about ½: left out. `standardize` is for the instances' level only, as
 Shapes: B samples of this rank, N of the global batch, K classes.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -11,8 +11,6 @@ corrected one is followed.
 Shapes: B batch, K classes, J = K − 1 classes other than the target.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor
 

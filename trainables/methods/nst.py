@@ -12,8 +12,6 @@ The paper writes λ/2 before it, the codes no half; this has none.
 Shapes: B batch, C channels (S of the student, T of the teacher), H W positions, P = H·W.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative

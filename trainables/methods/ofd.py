@@ -17,8 +17,6 @@ averaged to the student's size. The authors' code never puts the teacher into ev
 Shapes: B batch, C channels, H W positions.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ probabilities in the logarithm, i is among its own neighbours, and the mean is t
 Shapes: B samples of this rank, N of the global batch, D features.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -11,8 +11,6 @@ leaves out (`data.last_batch: drop`) has that of an earlier one.
 Shapes: B samples of this rank, N of all ranks, K classes, M training samples.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field

@@ -3,8 +3,6 @@
 Shapes: N samples of the global batch, D features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

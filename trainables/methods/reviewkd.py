@@ -21,8 +21,6 @@ teacher into eval mode either, so it normalises by each batch (`teacher_norm: ba
 Shapes: B batch, C channels, H W positions, M channels of the residual.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

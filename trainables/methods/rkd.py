@@ -12,8 +12,6 @@ The N³ angles are computed in parts, by the samples at their vertices, each par
 Shapes: B samples of this rank, N of the global batch, D features, A samples at which angles lie.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

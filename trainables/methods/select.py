@@ -1,7 +1,5 @@
 """The methods that an experiment selects, with their options, and whether its teacher gives what they require."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,8 +52,8 @@ class SelectedMethod(NamedTuple):
                 raise
             except (Exception, SystemExit) as error:  # a user's method may fail in any way
                 reason = next(iter(str(error).strip().splitlines()), "")
-                raise ExperimentError(
-                    f"distill.method: {self.key} cannot be built for these models ({type(error).__name__}: {reason})"
+                raise ExperimentError.of_key(
+                    "distill.method", f"{self.key} cannot be built for these models ({type(error).__name__}: {reason})"
                 ) from error
 
 
@@ -83,14 +81,14 @@ def _check_weight_schedule(method: SelectedMethod) -> None:
         defaults = {"warmup_epochs": 0, "warmup_by": "step", "decay": "none"}
         for name, default in defaults.items():
             if getattr(options, name) != default:
-                raise ExperimentError(
-                    f"distill.options.{key}.{name}: {key} works in its init stage only, in which its weight is constant:"
-                    f" leave {name} out"
+                raise ExperimentError.of_key(
+                    f"distill.options.{key}.{name}",
+                    f"{key} works in its init stage only, in which its weight is constant: leave {name} out",
                 )
     if options.warmup_by != "step" and not options.warmup_epochs:
-        raise ExperimentError(
-            f"distill.options.{key}.warmup_by: without warmup_epochs the weight does not rise: set warmup_epochs too, "
-            "or leave warmup_by out"
+        raise ExperimentError.of_key(
+            f"distill.options.{key}.warmup_by",
+            "without warmup_epochs the weight does not rise: set warmup_epochs too, or leave warmup_by out",
         )
 
 
@@ -105,9 +103,10 @@ def check_logits_only(selected: Sequence[SelectedMethod], teacher: TeacherConfig
         return
     for method in selected:
         if method.beyond_logits is not None:
-            raise ExperimentError(
-                f"{option}: it gives a teacher's logits, and {method.key} needs its {method.beyond_logits}: set {option} to null,"
-                " or distill.method to methods on logits, such as kd"
+            raise ExperimentError.of_key(
+                option,
+                f"it gives a teacher's logits, and {method.key} needs its {method.beyond_logits}: set {option} to null,"
+                " or distill.method to methods on logits, such as kd",
             )
 
 
@@ -120,10 +119,11 @@ def check_ensemble(selected: Sequence[SelectedMethod], teacher: TeacherConfig) -
     for method in selected if teacher.others else ():
         if method.beyond_logits is not None:
             taps = f" ({', '.join(method.teacher_taps)})" if method.teacher_taps else ""
-            raise ExperimentError(
-                f"distill.method: {method.key} reads the {method.beyond_logits}{taps} of a teacher, and of"
+            raise ExperimentError.of_key(
+                "distill.method",
+                f"{method.key} reads the {method.beyond_logits}{taps} of a teacher, and of"
                 f" {1 + len(teacher.others)} teachers there is only a mean of probabilities: leave out teacher.others, or take a"
-                " method on logits, such as kd"
+                " method on logits, such as kd",
             )
 
 
@@ -140,9 +140,10 @@ def check_cache_top_k(selected: Sequence[SelectedMethod], teacher: TeacherConfig
         standardizes = getattr(method.options, "standardize", False)
         if requires.teacher and (standardizes or requires.all_logits):
             reader = f"distill.options.{method.key}.standardize" if standardizes else method.key
-            raise ExperimentError(
-                f"teacher.cache_top_k: it keeps {teacher.cache_top_k} of {num_classes} classes apart, and {reader} looks at each:"
-                " leave it out, or set distill.method to kd, without standardize"
+            raise ExperimentError.of_key(
+                "teacher.cache_top_k",
+                f"it keeps {teacher.cache_top_k} of {num_classes} classes apart, and {reader} looks at each:"
+                " leave it out, or set distill.method to kd, without standardize",
             )
 
 

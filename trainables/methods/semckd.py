@@ -16,8 +16,6 @@ Shapes: B batch of this rank, N global batch, G the most that N can be, S and T 
 H W positions, D features, E features of a query or key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

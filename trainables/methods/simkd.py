@@ -14,8 +14,6 @@ a student with hidden layers after its pooling (VGG, MobileNetV3) is read after 
 Shapes: B batch, C channels, H W positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

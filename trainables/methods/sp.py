@@ -6,8 +6,6 @@ norm, Q (N, C·H·W) the flattened maps; L = ‖G_t − G_s‖_F²/N². RepDisti
 Shapes: B samples of this rank, N of the global batch, D features.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from trainables.config import MethodOptions, NonNegative

@@ -14,8 +14,6 @@ the convolution's first weights are drawn as there. SimKD's repository has the c
 Shapes: B batch, C channels, H W positions, D features of the teacher, K classes.
 """
 
-from __future__ import annotations
-
 import math
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank, K classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@ L = KL(softmax(z_t/T) ‖ softmax(z_s)). WTTM weighs each sample by U = Σ_k p_t
 Shapes: B batch, K classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, model_validator

@@ -10,8 +10,6 @@ In mdistiller the variances are in a plain list, which the optimizer never sees;
 Shapes: B batch, C channels, H W positions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

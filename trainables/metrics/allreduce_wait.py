@@ -1,7 +1,5 @@
 """How long a rank waits in its backward pass once its own gradients are ready: for the network, and for slower ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """What a step takes of its node's cores: how much of them its process computes on, and how long the step waits for one."""
 
-from __future__ import annotations
-
 import time
 
 from trainables.data.core_wait import CoreWait

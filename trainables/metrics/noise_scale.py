@@ -16,8 +16,6 @@ what is measured is then the noise between parts. Each estimate is averaged over
 Shapes: S steps.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The most GPU memory that training takes once it is warm."""
 
-from __future__ import annotations
-
 import torch
 
 from trainables.distributed.group import Group, gather_objects

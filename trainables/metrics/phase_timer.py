@@ -7,8 +7,6 @@ wait for the copy that follows, and `augment` is augmentation and normalisation 
 Shapes: S steps, T timed columns (the phases, then the whole step).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Run one per node. A number that the hardware, its driver or a container does not
 into the training.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Images per second as a user counts them: real images over wall time, waits for the loader included, the warm-up left out."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

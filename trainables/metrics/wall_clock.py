@@ -1,7 +1,5 @@
 """The wall time of a job by part: every second counts to exactly one part, so that the parts add up to the whole."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The description of its model in the header of a checkpoint of ours, read without loading a tensor or importing torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ norm, if an activation follows that (WRN, DenseNet), and otherwise the stage's o
 Shapes: B batch, C channels, H W pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The names of all models, without importing torch: a wrong name is refused before anything heavy is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Models with the weights that torchvision and timm publish."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ again, without the teacher's weights: the classifier's are in it.
 Shapes: B batch, C channels, H W positions or pixels, D features of the teacher, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

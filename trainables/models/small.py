@@ -3,8 +3,6 @@
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import pairwise
@@ -12,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions
+from trainables.models.layers import init_convolutions
 
 
 class ConvNet(nn.Module):

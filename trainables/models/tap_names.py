@@ -8,8 +8,6 @@ module (torchvision's ShuffleNetV2 has a module `stage2`).
 Shapes: B batch, D features.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

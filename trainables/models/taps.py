@@ -7,8 +7,6 @@ says which names there are.
 Shapes: B batch, C channels, H W pixels, D features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

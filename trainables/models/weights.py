@@ -1,7 +1,5 @@
 """Teachers with weights: from a checkpoint of ours, published by torchvision or timm, or from a state-dict file."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections.abc import Mapping, Sequence

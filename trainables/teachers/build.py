@@ -1,7 +1,5 @@
 """The teacher of a job, from its configuration: a network on this rank, cached logits, or a client of the service."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 
@@ -10,12 +8,12 @@ from torch import nn
 from trainables.config import TeacherConfig, TrainConfig
 from trainables.data.loader import Loader
 from trainables.device.model_input import tensor_format
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, from_main
 from trainables.methods.select import SelectedMethod, check_ensemble
 from trainables.methods.tap_reader import TapReader
 from trainables.models.weights import load_teacher
 from trainables.teachers.cache.cached_teacher import CachedTeacher
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, from_main, key_parts
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
 from trainables.teachers.cache.open_store import open_store, writes_cache
 from trainables.teachers.ensemble import EnsembleReader, TeacherEnsemble
 from trainables.teachers.network import TeacherNetwork

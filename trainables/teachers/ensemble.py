@@ -8,8 +8,6 @@ one it is 1. Standardised logits are those of the mean.
 Shapes: B samples of this rank, C channels, H W pixels, E teachers, K classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

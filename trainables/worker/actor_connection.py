@@ -1,7 +1,5 @@
 """The worker's connection to an actor of `teacher.service`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache, evaluate."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -1,7 +1,5 @@
 """torch's process group among Ray Train's workers: where its store listens, and which device and variables a rank has."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Failures of workers: written by the worker that fails, and read from Ray Train's exceptions on the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

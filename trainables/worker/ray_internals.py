@@ -3,8 +3,6 @@
 `tests/trainables/worker/test_ray_internals.py` checks each name with the installed Ray.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ray.train.v2._internal.exceptions import (

@@ -1,7 +1,5 @@
 """The driver's call into this package: `fit` runs one of the entry points on a Ray Train worker group."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

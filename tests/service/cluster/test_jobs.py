@@ -122,7 +122,7 @@ def test_the_clusters_own_runs_root_counts_unless_another_is_given(
     assert dashboard.variables == [{}, {"RAYDISTILL_RUNS": "/shared/runs"}]
 
 
-def test_a_dashboard_that_is_busy_is_asked_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:
+def test_a_dashboard_that_is_busy_is_requested_again_and_runs_the_job_once(dashboard: Dashboard, tmp_path: Path) -> None:
     dashboard.failures = 3
     (first, _) = submitted(tmp_path)
     assert len(dashboard.jobs) == 1
@@ -149,7 +149,7 @@ def test_a_dashboard_that_stays_busy_is_given_up_in_one_line(
     assert not dashboard.jobs
 
 
-def test_the_clusters_token_is_sent_where_it_is_asked_for_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
+def test_the_clusters_token_is_sent_where_it_is_required_and_only_there(dashboard: Dashboard, tmp_path: Path) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("secret\n")
     submitted(tmp_path)
@@ -174,7 +174,7 @@ def test_the_clusters_token_is_sent_where_it_is_asked_for_and_only_there(dashboa
         ({"RAY_AUTH_MODE": "disabled"}, "asks for a token, and with RAY_AUTH_MODE=disabled none is sent: unset it"),
     ],
 )
-def test_a_token_that_was_not_sent_is_not_said_to_be_refused(
+def test_a_token_that_was_not_sent_is_not_reported_as_refused(
     environment: dict[str, str], words: str, dashboard: Dashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard.token = "secret"

@@ -46,7 +46,7 @@ def test_the_actors_of_a_service_are_reserved_once_for_all_jobs() -> None:
     refusal = cluster((64, 3)).refusal(two)
     assert refusal is not None
     assert refusal.startswith("2 workers of 3 CPUs and 1 GPU each and teacher.service's 2 actors of 1 CPU and 1 GPU do not fit: ")
-    assert refusal.endswith("holds 1 workers beside them")
+    assert refusal.endswith("holds 1 workers in addition")
     assert cluster((64, 1)).max_workers(two) == 0
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from service.config import strict_yaml
-from service.config.experiment import Experiment, Resolved, load, read_resolved
+from service.config.experiment import Resolved, load, read_resolved
 from service.config.files import recipes
 from service.config.messages import known_keys, nearest
 from service.config.method_rules import needs_teacher
+from service.config.schema import Experiment
+from service.config.sweep import SweepConfig
 from trainables.config import DistillConfig, MethodOptions, Section
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS
@@ -75,25 +77,27 @@ def test_each_stage_of_a_chain_learns_from_the_one_before_it() -> None:
     others = "teacher.others=[{model: mlp_large, weights: other.pt, share: 3}]"
     experiment = load("digits", [others, "assistants=[{model: resnet14, epochs: 7}, {model: resnet8}]"]).experiment
     assert list(experiment.preparation) == ["teacher", "assistant1", "assistant2"]
-    told = [experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")]
-    assert [(stage.model, stage.optim.epochs) for stage in told] == [
+    stage_config = [
+        experiment.stage(name, Path("/run"), {}, "before.safetensors") for name in (*experiment.preparation, "student")
+    ]
+    assert [(stage.model, stage.optim.epochs) for stage in stage_config] == [
         ("convnet_large", 12),
         ("resnet14", 7),
         ("resnet8", 12),
         ("convnet_small", 12),
     ]
-    assert told[0].teacher is None
-    assert told[0].distill is None
-    teachers = [stage.teacher for stage in told[1:] if stage.teacher is not None]
+    assert stage_config[0].teacher is None
+    assert stage_config[0].distill is None
+    teachers = [stage.teacher for stage in stage_config[1:] if stage.teacher is not None]
     assert [(teacher.model, teacher.weights, len(teacher.others)) for teacher in teachers] == [
         ("convnet_large", "before.safetensors", 1),
         ("resnet14", "before.safetensors", 0),
         ("resnet8", "before.safetensors", 0),
     ]
-    assert all(stage.distill == experiment.distill for stage in told[1:])
+    assert all(stage.distill == experiment.distill for stage in stage_config[1:])
 
 
-def test_method_none_is_the_labels_alone_beside_methods_in_one_sweep() -> None:
+def test_method_none_among_methods_of_a_sweep_is_the_labels_alone() -> None:
     experiment = load("digits", ["distill.method=none"]).experiment
     student = experiment.stage("student", Path("/s"), {}, "weights")
     assert student.distill is None
@@ -106,27 +110,27 @@ def test_a_sweep_over_a_methods_weight_may_hold_0_where_its_loss_has_an_optimize
     own = "optim.losses={task: {lr: 0.2}, at: {lr: 0.01}}"
     resolved = load("digits", ["distill.method=[kd, at]", own, "sweep.space={distill.options.at.weight: [0, 0.5]}"])
     trial = resolved.override({"distill.options.at.weight": weight}, "trial").experiment
-    told = trial.stage("student", Path("/s"), {}, "weights")
-    assert told.distill is not None
-    assert set(told.optim.losses) == losses
-    assert losses <= {"task", *(method.key for method in select_methods(told.distill))}
+    stage_config = trial.stage("student", Path("/s"), {}, "weights")
+    assert stage_config.distill is not None
+    assert set(stage_config.optim.losses) == losses
+    assert losses <= {"task", *(method.key for method in select_methods(stage_config.distill))}
 
 
 def test_a_teachers_optimizer_is_that_of_its_labels_alone() -> None:
-    told = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
-    assert set(told.optim.losses) == {"task"}
+    stage_config = load("digits", ["optim.losses={task: {lr: 0.2}, kd: {lr: 0.01}}"]).experiment.stage("teacher", Path("/s"), {})
+    assert set(stage_config.optim.losses) == {"task"}
 
 
-def test_a_teacher_is_asked_only_by_methods_that_read_one() -> None:
-    def asked(*sets: str) -> bool:
+def test_a_teacher_is_needed_only_by_methods_that_read_one() -> None:
+    def needs_teacher_of(*sets: str) -> bool:
         experiment = load("digits", sets).experiment
         return needs_teacher(experiment.distill, experiment.sweep.axes)
 
-    assert asked()
-    assert asked("distill.method=[dml, sp]")
-    assert not asked("distill.method=dml")
-    assert not asked("distill.method=[pskd, dml]")
-    assert asked("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
+    assert needs_teacher_of()
+    assert needs_teacher_of("distill.method=[dml, sp]")
+    assert not needs_teacher_of("distill.method=dml")
+    assert not needs_teacher_of("distill.method=[pskd, dml]")
+    assert needs_teacher_of("distill.method=dml", "sweep.space={distill.method: [dml, kd]}")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_no_number_of_a_section_takes_a_boolean_also_not_in_a_method_of_the_user
         Own(margin=float("nan"))
 
 
-def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path) -> None:
+def test_a_base_is_found_in_the_folder_of_the_file_that_names_it(tmp_path: Path) -> None:
     written(tmp_path, "base: digits\nseed: 5\n", "below.yaml")
     (tmp_path / "sub").mkdir()
     above = written(tmp_path / "sub", "base: ../below.yaml\nname: above\n", "above.yaml")
@@ -240,6 +244,14 @@ def test_known_keys_are_what_the_user_was_promised() -> None:
     assert set(promised.split()) <= set(KEYS)
 
 
+@pytest.mark.parametrize(
+    ("sweep", "steps"),
+    [({}, None), ({"steps": 5}, 5), ({"policy": "guided"}, 60), ({"policy": "guided", "steps": 5}, 5)],
+)
+def test_a_timing_sweep_has_its_steps_or_those_of_a_guided_one(sweep: dict[str, Any], steps: int | None) -> None:
+    assert SweepConfig(**sweep).timing_steps == steps
+
+
 # Near names
 
 
@@ -257,6 +269,8 @@ def test_known_keys_are_what_the_user_was_promised() -> None:
         ("scale.num_worker", "scale.num_workers"),
         ("teacher.weight", "teacher.weights"),
         ("sed", "seed"),
+        ("size", "data.global_batch_size"),
+        ("the_precision_of_numbers", "precision"),
         ("zzz", None),
     ],
 )
@@ -482,25 +496,27 @@ def test_a_method_that_a_sweep_chooses_may_be_given_options(space: str, points: 
 
 
 @pytest.mark.parametrize("options", [[], ["distill.options.Margin.weight=2"]])
-def test_an_option_that_a_method_cannot_do_without_is_asked_for(options: list[str], tmp_path: Path) -> None:
+def test_a_required_option_that_is_missing_is_named(options: list[str], tmp_path: Path) -> None:
     name = written(tmp_path, MARGIN.replace(" = 1.0", ""), "own.py") + ":Margin"
-    said = refusal(f"distill.method={name}", *options)
-    assert said.endswith("distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…")
+    problem = refusal(f"distill.method={name}", *options)
+    assert problem.endswith(
+        "distill.options.Margin.margin: missing: write it in the file or --set distill.options.Margin.margin=…"
+    )
     assert load("digits", [f"distill.method={name}", *options, "distill.options.Margin.margin=2"])
 
 
 def test_a_searched_method_whose_file_is_not_there_is_named_where_it_is_searched() -> None:
     text = refusal("sweep.space={distill.method: [kd, no.py:Margin]}", "distill.options={Margin: {weight: 2}}")
-    assert text.startswith("--set: sweep.space: distill.method: there is no file no.py")
+    assert text.startswith("--set: sweep.space.distill.method: there is no file no.py")
 
 
 @pytest.mark.parametrize("space", ["[3, [4]]", "{range: [1, 2]}", "5"])
-def test_options_beside_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
+def test_options_with_a_space_that_names_no_methods_are_checked_all_the_same(space: str) -> None:
     assert "there is no method 'Margin'" in refusal(f"sweep.space={{distill.method: {space}}}", "distill.options={Margin: {}}")
 
 
 @pytest.mark.parametrize("text", ["", "optim.lr", "optim.lr=", "=3", ".=3", "optim..lr=3"])
-def test_an_override_without_key_or_value_is_told_how_to_write_one(text: str) -> None:
+def test_an_override_without_key_or_value_is_refused_with_an_example(text: str) -> None:
     assert refusal(text) == f"--set {text}: write --set key=value, such as --set data.global_batch_size=256"
 
 
@@ -510,7 +526,7 @@ def test_many_mistakes_take_six_lines_at_most() -> None:
     assert lines[-1] == "… and 4 more"
 
 
-def test_a_mistake_in_a_file_is_told_by_the_files_name(tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_reported_with_the_files_name(tmp_path: Path) -> None:
     path = written(tmp_path, "base: digits\noptim: {lr: -1}\n")
     assert refusal(recipe=path) == f"{path}: optim.lr: must be above 0, not -1"
 
@@ -702,36 +718,44 @@ def test_a_metric_is_maximised_unless_less_is_better() -> None:
         assert load("digits", [f"sweep.metric={metric}"]).experiment.sweep.mode == mode
 
 
-# A teacher's kept logits
+def test_a_run_that_is_only_read_may_break_a_rule_between_keys(tmp_path: Path) -> None:
+    file = tmp_path / "experiment.yaml"
+    file.write_text("{base: digits, data: {val_resize: 7}}")
+    assert read_resolved(file, reading=True).experiment.data.val_resize == 7
+    with pytest.raises(ExperimentError, match=r"data\.val_resize 7 is below data\.image_size 8"):
+        read_resolved(file)
 
 
-KEPT = "teacher.cache=/logits"
+# A teacher's cached logits
+
+
+CACHE = "teacher.cache=/logits"
 
 
 def test_what_a_cache_cannot_hold_is_refused_in_one_line() -> None:
-    mixed = refusal(KEPT, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
+    mixed = refusal(CACHE, "data.device_augment.mixup=0.2", "data.global_batch_size=64")
     assert "teacher.cache: it gives the logits of each image" in mixed
-    features = refusal(KEPT, "distill.method=fitnet")
+    features = refusal(CACHE, "distill.method=fitnet")
     assert "teacher.cache: it gives a teacher's logits, and fitnet needs its features: set teacher.cache to null" in features
-    assert "cache_top_k is for a teacher whose logits are kept: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
+    assert "cache_top_k is for a teacher whose logits are cached: write cache: FOLDER" in refusal("teacher.cache_top_k=5")
     assert all("\n" not in text for text in (mixed, features))
 
 
 def test_what_a_service_cannot_answer_is_refused_in_one_line() -> None:
     served = "teacher.service=1"
-    said = {
+    problem = {
         refusal(served, "data.device_augment.mixup=0.2", "data.global_batch_size=64"): "which mixup and cutmix mix with another",
         refusal(served, "distill.method=fitnet"): "it gives a teacher's logits, and fitnet needs its features: set",
-        refusal(served, KEPT): "cache keeps what service would compute: leave out one of the two",
+        refusal(served, CACHE): "cache stores what service would compute: leave out one of the two",
         refusal(served, "teacher.others=[{model: convnet_small, weights: x}]"): "leave out service, or others",
         refusal(served, "data.decoder=gpu", "data.augment=crop_flip"): "and data.decoder gpu decodes on each worker's GPU",
         refusal("teacher.service=0"): "teacher.service",
     }
-    assert all(part in line and "teacher" in line and "\n" not in line for line, part in said.items()), said
+    assert all(part in line and "teacher" in line and "\n" not in line for line, part in problem.items()), problem
     assert load("digits", [served]).experiment.stage("student", Path("/"), {}).num_augmentation_epochs == 1
 
 
 def test_methods_on_logits_may_read_a_cache() -> None:
-    experiment = load("digits", [KEPT, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
+    experiment = load("digits", [CACHE, "distill.method=[kd, dkd]", "teacher.cache_epochs=2"]).experiment
     assert experiment.teacher is not None
     assert experiment.teacher.cache_epochs == 2

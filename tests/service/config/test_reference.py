@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from service.config.experiment import Experiment
 from service.config.messages import known_keys
 from service.config.reference import all_keys, keys_below, markdown
+from service.config.schema import Experiment
 from tests.service.commands import run
 from trainables.errors import ExperimentError
 

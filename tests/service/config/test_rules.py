@@ -97,6 +97,8 @@ def test_a_rule_is_checked_on_the_driver_and_again_by_the_worker(
         ("sweep.policy=asha", "sweep.metric=top1_pct", "sweep.steps=null", "sweep.grace_epochs=4", "train.evaluate_every=2"),
         ("sweep.grace_epochs=3", "train.evaluate_every=2"),
         ("assistants=[{model: resnet8, epochs: 3}]", "optim.warmup_epochs=2", "teacher.epochs=3"),
+        ("optim.name=dot", "optim.nesterov=false"),
+        ("optim.name=dot", "optim.nesterov=false", "distill.method=none", "sweep.space.distill.method=[kd]"),
     ],
 )
 def test_what_is_just_within_a_rule_is_taken(overrides: tuple[str, ...]) -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from service.config.experiment import load
 from service.doctor.causes import findings
+from service.doctor.clocks import thermal
 from service.doctor.compute import launches, other_programs, teacher
 from service.doctor.evidence import Evidence
+from service.doctor.growth import slowdown
 from service.doctor.input_path import copy, decoding, late_batches, no_prefetch, storage, swapping, unknown
-from service.doctor.over_time import between_epochs, checkpoints, evaluation, slowdown, thermal
+from service.doctor.outside_steps import between_epochs, checkpoints, evaluation
 from service.doctor.ranks import all_reduce, straggler
 from service.doctor.read_run import loader_costs
 from service.doctor.recorded import Clock, EpochUse, GpuUse, NodeUse, RankTimes
@@ -102,7 +104,7 @@ def test_threads_that_wait_elsewhere_while_cores_are_free_wait_for_pythons_lock(
     assert "decode-bound" not in [other.cause for other in rest if other.gain_pct > found.gain_pct]
 
 
-def test_a_node_that_swaps_is_told_so_and_neither_its_storage_nor_pythons_lock_is_blamed() -> None:
+def test_a_node_that_swaps_is_named_and_neither_its_storage_nor_pythons_lock_is_blamed() -> None:
     e = run_of(SLOW, loader=loader(200 / 64, read_wait=100 / 64, cpu=5 / 64), nodes=(NodeUse(30.0, 20.0),))
     assert names(e) == ["swapping"]
     assert "20 MiB/s back from swap space" in the(swapping, e).sentence
@@ -110,7 +112,7 @@ def test_a_node_that_swaps_is_told_so_and_neither_its_storage_nor_pythons_lock_i
     assert swapping(replace(e, nodes=(NodeUse(30.0, 0.0),))) is None
 
 
-def test_single_batches_that_are_late_though_the_loader_has_time_to_spare_are_told_as_such() -> None:
+def test_single_batches_that_are_late_though_the_loader_has_time_to_spare_are_a_finding_of_their_own() -> None:
     late = replace(longer(RANK, data=30), loader_batch_ms=40.0)
     e = run_of(late, loader=loader(40 / 64, read_wait=30 / 64, cpu=10 / 64))
     assert names(e) == ["late batches"]
@@ -184,7 +186,7 @@ def test_what_a_step_computes_gains_nothing_while_it_waits_for_images() -> None:
     assert then.gain_pct == pytest.approx(100 * (101 + 125) / 300)
 
 
-def test_two_causes_of_which_neither_gains_alone_are_told_as_one() -> None:
+def test_two_causes_of_which_neither_gains_alone_are_one_finding() -> None:
     e = run_of(replace(longer(RANK, teacher=100), loader_batch_ms=199.0), loader=loader(199 / 64, read_wait=190 / 64, cpu=9 / 64))
     (both,) = findings(e)
     assert both.cause == "storage-bound and teacher-bound"
@@ -198,7 +200,7 @@ def test_a_loader_that_is_nearly_as_slow_as_the_step_bounds_what_less_work_gains
     assert [(found.cause, found.after) for found in findings(near)][1] == ("decode-bound", "teacher-bound")
 
 
-def test_without_loader_workers_loading_beside_the_work_is_the_gain() -> None:
+def test_without_loader_workers_loading_during_the_work_is_the_gain() -> None:
     found = the(no_prefetch, run_of(longer(RANK, data=49), loader_workers=0))
     assert (found.cause, found.change) == ("no prefetch", "--set data.loader_workers=1")
     assert found.gain_pct == pytest.approx(100 * 50 / 149)
@@ -297,6 +299,16 @@ def test_a_late_loaders_wait_is_gained_once_where_the_other_ranks_wait_for_image
     found = the(straggler, run_of(rank, rank, rank, slow, exposed_ms=0.0, loader=loader(55 / 64, cpu=55 / 64)))
     assert found.sentence.startswith("rank 3 (node0) is slow")
     assert found.gain_pct == pytest.approx(45)
+
+
+def test_without_its_loaders_times_a_rank_is_as_slow_as_it_waits_longer_than_the_others() -> None:
+    def older(rank: RankTimes) -> RankTimes:
+        return replace(rank, loader_batch_ms=None, loader_wait_ms=None)
+
+    alike = run_of(older(waits(longer(RANK, data=3, backward=4), 4.0)), older(waits(longer(RANK, data=6, backward=1), 1.0)))
+    assert straggler(alike) is None  # one waits for more than 5% of its step, the other for less
+    slow = run_of(older(waiting(RANK, 60, 1)), older(waits(longer(RANK, data=60, backward=1), 1.0)))
+    assert the(straggler, slow).gain_pct == pytest.approx(100 * 60 / 161, rel=0.03)
 
 
 def test_all_ranks_of_a_slow_node_are_one_slow_node() -> None:
@@ -402,7 +414,7 @@ def test_a_batch_that_is_too_large_for_a_gpu_is_not_proposed() -> None:
 IDLE = replace(HEALTHY, one_image_ms=70.0, passes_ms={}, gpus=(GpuUse("node0/gpu0", util_pct=40.0),))
 
 
-def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
+def test_a_gpu_that_waits_for_launches_is_recognised_by_its_idle_time() -> None:
     found = the(launches, IDLE)
     assert found.cause == "launch-bound"
     assert found.gain_pct == pytest.approx(60 - 1.0)
@@ -410,10 +422,10 @@ def test_a_gpu_that_waits_for_launches_is_told_by_its_idle_time() -> None:
     assert the(launches, replace(IDLE, one_image_ms=None)).gain_pct == found.gain_pct
 
 
-def test_an_idle_gpu_whose_host_could_launch_faster_is_held_up_by_something_else() -> None:
-    held_up = replace(IDLE, one_image_ms=20.0)
-    assert the(launches, held_up).cause == "host-bound"
-    assert the(launches, held_up).gain_pct == pytest.approx(60 - 1.0)
+def test_an_idle_gpu_whose_host_could_launch_faster_waits_for_something_else() -> None:
+    waiting_gpu = replace(IDLE, one_image_ms=20.0)
+    assert the(launches, waiting_gpu).cause == "host-bound"
+    assert the(launches, waiting_gpu).gain_pct == pytest.approx(60 - 1.0)
     assert launches(replace(IDLE, gpus=(GpuUse("node0/gpu0"),))) is None
 
 
@@ -426,7 +438,7 @@ def test_a_larger_batch_must_fit_into_the_gpus_memory() -> None:
     assert the(launches, full).change.startswith("--set data.global_batch_size=128")
 
 
-def test_an_idle_gpu_whose_memory_is_full_is_not_told_that_nothing_is_to_be_gained() -> None:
+def test_an_idle_gpu_whose_memory_is_full_is_not_reported_as_having_nothing_to_gain() -> None:
     full = replace(IDLE, peak_memory_mib=20_000.0, gpu_memory_mib=24_000.0)
     found = the(launches, full)
     assert found.gain_pct == pytest.approx(60 - 1.0)
@@ -503,7 +515,7 @@ def test_epochs_that_grow_at_full_clocks_or_on_a_cool_gpu_have_no_thermal_cause(
         assert thermal(over(*epochs)) is None
 
 
-def test_a_gpu_that_is_throttled_from_the_start_is_told() -> None:
+def test_a_gpu_that_is_throttled_from_the_start_is_a_finding() -> None:
     e = over(*(epoch(100, 1188, 88, 0x40) for _ in range(3)))
     found = the(thermal, e)
     assert found.cause == "thermal throttling"
@@ -513,13 +525,13 @@ def test_a_gpu_that_is_throttled_from_the_start_is_told() -> None:
     assert names(timing_run) == ["thermal throttling"]
 
 
-def test_gpus_beside_it_that_are_not_throttled_show_what_a_throttled_one_could_have() -> None:
+def test_other_gpus_that_are_not_throttled_show_what_a_throttled_one_could_have() -> None:
     gpus = tuple(GpuUse(f"node0/gpu{n}", 99.0, 60 + 20 * n, (1700, 1190)[n], 1980, 0x20 * n, 100.0 * n) for n in (0, 1))
     found = the(thermal, replace(HEALTHY, gpus=gpus))
     assert "1,190 of 1,700 MHz" in found.sentence
 
 
-def test_a_power_cap_and_a_throttled_moment_are_nothing_to_tell_of() -> None:
+def test_a_power_cap_and_a_throttled_moment_are_no_finding() -> None:
     capped = GpuUse("node0/gpu0", 99.0, 60.0, 1500.0, 1980.0, 0x4, 0.0)
     momentary = GpuUse("node0/gpu0", 99.0, 70.0, 1960.0, 1980.0, 0x24, 2.0)
     assert names(replace(HEALTHY, gpus=(capped,))) == names(replace(HEALTHY, gpus=(momentary,))) == []

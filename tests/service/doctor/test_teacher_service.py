@@ -14,8 +14,8 @@ GRID = [(t, s, n) for t in (1.0, 10.0, 40.0, 125.0, 300.0) for s in (10.0, 75.0,
 
 def spread_ms(teacher_ms: float, rest_ms: float, workers: int, students: int, more: int) -> float:
     """A = (s + t)·k·n/(k·n + m): a step where the actors' GPUs are workers instead, which work without loss."""
-    mine = students * workers
-    return (rest_ms + teacher_ms) * mine / (mine + more)
+    num_requests = students * workers
+    return (rest_ms + teacher_ms) * num_requests / (num_requests + more)
 
 
 def pays(teacher_ms: float, rest_ms: float, workers: int, students: int, actors: int) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.config.experiment import Experiment, load
+from service.config.experiment import load
+from service.config.schema import Experiment
 from service.doctor.read_run import Recording, evidence_of
 from service.doctor.recorded import Clock, GpuUse, NodeUse
 from service.doctor.terminal_lines import case_lines
@@ -30,7 +31,7 @@ def experiment(*overrides: str) -> Experiment:
     return load("digits", overrides).experiment
 
 
-def test_a_healthy_run_is_told_that_nothing_is_to_be_gained() -> None:
+def test_of_a_healthy_run_the_doctor_says_that_nothing_is_to_be_gained() -> None:
     shown = case_lines([Recording("the student", HEALTHY)])
     assert shown[0] == "nothing to gain over 5%: compute-bound, the models' own work is 95% of a step"
     assert "the student: a step of 100.0 ms is backward 45%, teacher 25%, student 25%, optimizer 2%, data 1%" in shown[1]
@@ -110,12 +111,12 @@ def test_epochs_are_read_from_log_lines_weighted_by_their_steps() -> None:
     assert [(epoch.step_ms, epoch.eval_s) for epoch in e.epochs] == [(160.0, 2.0)]
 
 
-def test_a_run_on_a_gpu_that_gets_hot_is_told_so_first() -> None:
+def test_of_a_run_on_a_gpu_that_gets_hot_that_is_the_first_finding() -> None:
     assert case_lines([hot_gpu(throttled=True)])[0].startswith("thermal drift, 11% to gain: an epoch's steps grew from 17")
     assert case_lines([hot_gpu(throttled=False)])[0].startswith("nothing to gain over 5%")
 
 
-def test_what_gains_only_after_another_cause_and_what_gains_only_with_another_are_told_as_such() -> None:
+def test_what_gains_only_after_another_cause_and_what_gains_only_with_another_are_marked_as_such() -> None:
     reads = loader(300 / 64, read_wait=290 / 64, cpu=10 / 64)
     shown = case_lines([Recording("the student", run_of(longer(RANK, data=100, teacher=100), loader=reads))])
     assert shown[0].startswith("1. storage-bound, 34% to gain: ")
@@ -175,7 +176,7 @@ def test_the_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1 other trial, most of the difference in data: up to 50% more time an image (trial 000" in out
 
 
-def test_a_sweep_that_has_ended_without_a_timed_step_is_told_what_became_of_it(
+def test_a_sweep_that_has_ended_without_a_timed_step_shows_what_became_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = RunDir(tmp_path / "sweep")
@@ -194,7 +195,7 @@ def test_a_sweep_that_has_ended_without_a_timed_step_is_told_what_became_of_it(
     assert "no step was timed in its trials (1 failed, 1 oom); the first reason: loss is not finite; see distill report" in err
 
 
-def test_set_beside_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_with_a_directory_and_what_is_neither_are_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "doctor", run_dir.root, "--set", "seed=1")
     assert code == 2
     assert "--set: changes a recipe" in err

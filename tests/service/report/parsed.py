@@ -20,7 +20,7 @@ class Parsed(HTMLParser):
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: dict[str, str] = {}
-        self.said: list[str] = []
+        self.words: list[str] = []
         self._script = ""
         self.tables: dict[str, list[list[str]]] = {}
         """Rows of cells, headings first, by the name of the table's region."""
@@ -30,7 +30,7 @@ class Parsed(HTMLParser):
         self.feed(text)
         self.close()
         assert self.open == []
-        ids = [held["id"] for _, held in self.elements if "id" in held]
+        ids = [attributes["id"] for _, attributes in self.elements if "id" in attributes]
         assert len(ids) == len(set(ids))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -58,14 +58,14 @@ class Parsed(HTMLParser):
         if self.open and self.open[-1] == "script":
             self.scripts[self._script] = data
         elif not self.open or self.open[-1] not in RAW:
-            self.said.append(data)
+            self.words.append(data)
             if self.open and self.open[-1] in ("th", "td"):
                 self.tables[self._table][-1][-1] += data
 
     @property
     def text(self) -> str:
         """What a reader sees, without figures."""
-        return " ".join(" ".join(self.said).split())
+        return " ".join(" ".join(self.words).split())
 
     @property
     def figures(self) -> list[dict[str, Any]]:
@@ -76,9 +76,9 @@ class Parsed(HTMLParser):
         return found
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [held for name, held in self.elements if name == tag]
+        return [attributes for name, attributes in self.elements if name == tag]
 
     def fetched(self) -> list[str]:
         """Addresses that the page would load something from."""
         names = ("src", "href", "data", "action", "poster", "srcset")
-        return [held[name] or "" for _, held in self.elements for name in names if name in held]
+        return [attributes[name] or "" for _, attributes in self.elements for name in names if name in attributes]

@@ -41,8 +41,8 @@ def sweep_dir(
     resolved = load("digits", [*sets, f"name={top.pop('name', 'demo')}"])
     run_dir.experiment.write_text(resolved.to_yaml())
     rows = []
-    for number, held in enumerate(itertools.product(*space.values())):
-        params = dict(zip(space, held, strict=True))
+    for number, setting in enumerate(itertools.product(*space.values())):
+        params = dict(zip(space, setting, strict=True))
         row = timed(f"{number:03d}", params, gpu, slow, rng) | dict((ends or {}).get(f"{number:03d}", {}))
         rows.append(row)
         if row["status"] == "ok":
@@ -130,16 +130,16 @@ def timed(name: str, params: Mapping[str, Any], gpu: bool, slow: float, rng: np.
 
 def hardware(gpu: bool, workers: int, rise: float) -> dict[str, float]:
     """Telemetry of one node."""
-    told = {"node0/gpus": float(workers if gpu else 0), "node0/cpu_pct": 55.0, "node0/cpu_max_pct": 70.0}
-    for place in range(workers if gpu else 0):
+    telemetry = {"node0/gpus": float(workers if gpu else 0), "node0/cpu_pct": 55.0, "node0/cpu_max_pct": 70.0}
+    for gpu_index in range(workers if gpu else 0):
         gpu_now = {
-            "util_pct": 80.0 + place,
+            "util_pct": 80.0 + gpu_index,
             "util_max_pct": 99.0,
-            "temperature_c": 60 + rise + place,
+            "temperature_c": 60 + rise + gpu_index,
             "sm_clock_mhz": 1900 - 5 * rise,
         }
-        told |= {f"node0/gpu{place}/{name}": held for name, held in gpu_now.items()}
-    return told
+        telemetry |= {f"node0/gpu{gpu_index}/{name}": setting for name, setting in gpu_now.items()}
+    return telemetry
 
 
 def write_history(trial: RunDir, row: dict[str, Any], number: int, gpu: bool, epochs: int, rng: np.random.Generator) -> None:

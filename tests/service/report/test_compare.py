@@ -121,7 +121,7 @@ def test_the_command_says_it_and_writes_a_page(tmp_path: Path, capsys: pytest.Ca
     assert parsed.fetched() == []
 
 
-def test_nothing_in_common_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_in_common_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = sweep_dir(tmp_path / "a", {GLOBAL_BATCH: [64]}).root
     b = sweep_dir(tmp_path / "b", {GLOBAL_BATCH: [128]}).root
     code, out, _ = run(capsys, "compare", a, b)

@@ -33,7 +33,7 @@ def cells(text: str, first: str) -> list[str]:
     return next(row for line in text.splitlines() if (row := line.replace("│", " ").split())[:1] == [first])
 
 
-def test_counts_sizes_and_shapes_are_told(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_sizes_and_shapes_are_shown(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "data", packed)
     assert (code, err) == (0, "")
     assert "image folder images, --max-side 90 --quality 90, by raydistill 0" in out

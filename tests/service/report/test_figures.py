@@ -31,7 +31,7 @@ def test_waits_reach_from_the_least_to_the_most(records: Records) -> None:
     assert first["y"][0] - first["error_y"]["arrayminus"][0] == pytest.approx(m["phase/data_min_ms"])
 
 
-def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> None:
+def test_efficiency_is_speed_a_gpu_compared_with_the_fewest_gpus(records: Records) -> None:
     assert records.best is not None
     figure = shown(efficiency(records.rows, records.best, "GPU"))
     assert figure.traces[0]["name"] == "ideal"
@@ -42,7 +42,7 @@ def test_efficiency_is_speed_a_gpu_beside_the_fewest_gpus(records: Records) -> N
 
 
 def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: Records) -> None:
-    kept = pareto_rows(records.rows)
+    front = pareto_rows(records.rows)
 
     def beaten(row: Any) -> bool:
         speed, cost = row.metrics["images_per_s"], row.metrics["gpu_s_per_epoch"]
@@ -51,8 +51,8 @@ def test_nothing_on_the_front_is_beaten_in_both_and_everything_else_is(records: 
             for other in records.rows
         )
 
-    assert [beaten(row) for row in records.rows] == [row not in kept for row in records.rows]
-    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == kept[0].id
+    assert [beaten(row) for row in records.rows] == [row not in front for row in records.rows]
+    assert shown(pareto(records.rows, "GPU")).numbers[0][0] == front[0].id
 
 
 def test_the_front_that_a_search_has_named_is_the_one_that_is_marked(records: Records) -> None:

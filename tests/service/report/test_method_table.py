@@ -14,7 +14,7 @@ from tests.trainables.methods.offering import installed
 from trainables.errors import ExperimentError
 from trainables.methods import METHODS, load_method
 
-MINE = """
+OWN_METHOD = """
 from trainables.config import MethodOptions
 from trainables.methods.contract import Method
 
@@ -61,7 +61,10 @@ def test_every_method_has_a_row_with_its_weights_and_taps() -> None:
     [
         ("import no_such_package", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
         ("Mine = 3", "cannot be loaded: mine is no method"),
-        (MINE.replace("Options = MineOptions", "Options = dict"), "cannot be loaded: mine has Options that do not inherit from"),
+        (
+            OWN_METHOD.replace("Options = MineOptions", "Options = dict"),
+            "cannot be loaded: mine has Options that do not inherit from",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_loaded_is_a_row_that_says_so(tmp_path: Path, code: str, says: str) -> None:
@@ -72,14 +75,14 @@ def test_a_method_that_cannot_be_loaded_is_a_row_that_says_so(tmp_path: Path, co
 
 
 def test_a_method_whose_weight_has_no_default_is_a_row_like_any_other(tmp_path: Path) -> None:
-    with installed(tmp_path, "other", "mine", MINE):
+    with installed(tmp_path, "other", "mine", OWN_METHOD):
         assert rows(text_of(method_table()))["mine"] == ["", "A loss of [mine].", "required", "1", "pooled"]
 
 
 def test_a_name_that_two_packages_offer_is_shown_with_both(tmp_path: Path) -> None:
-    with installed(tmp_path, "other", "kd", MINE):
-        (said, *_) = rows(text_of(method_table(), width=600))["kd"]
-    assert said.startswith("cannot be loaded: kd is offered by raydistill (trainables.methods.kd:KD) and other (_other:Mine)")
+    with installed(tmp_path, "other", "kd", OWN_METHOD):
+        (output, *_) = rows(text_of(method_table(), width=600))["kd"]
+    assert output.startswith("cannot be loaded: kd is offered by raydistill (trainables.methods.kd:KD) and other (_other:Mine)")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -103,7 +106,7 @@ def test_a_method_is_shown_with_its_paper_its_task_weight_and_its_taps() -> None
 
 def test_an_option_of_ones_own_may_lack_a_default_and_a_description(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    file.write_text(MINE)
+    file.write_text(OWN_METHOD)
     found = rows(text_of(*method_parts(f"{file}:Mine")))
     assert found["weight"] == ["required", "of the method's loss"]
     assert found["rate"] == ["0.001", ""]
@@ -116,6 +119,6 @@ def test_the_command_prints_one_method(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as left:
         cli.main(["methods", "ft"])
     assert left.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith("ft: ‖unit(F_t)")
-    assert "distill.options.ft" in said
+    output = capsys.readouterr().out
+    assert output.startswith("ft: ‖unit(F_t)")
+    assert "distill.options.ft" in output

@@ -96,7 +96,7 @@ def test_the_first_two_lines_say_what_won_and_why(tmp_path: Path) -> None:
     parsed = page(run_dir)
     text = parsed.text[parsed.text.index("demo complete") if "demo complete" in parsed.text else 0 :]
     first = text.index(f"4 GPUs × batch 512 × {best['scale'][L]} loader workers")
-    second = text.index("Beside the next best value of each axis, the others left alone: 4 GPUs:")
+    second = text.index("Compared with the next best value of each axis, the others unchanged: 4 GPUs:")
     assert first < second < text.index("distill train")
 
 
@@ -164,7 +164,9 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
     assert parsed.all("img") == []
     assert "<script>alert" not in text
     assert len(parsed.all("script")) == 3
-    assert all(held.get("nonce") or held.get("type") == "application/octet-stream" for held in parsed.all("script"))
+    assert all(
+        attributes.get("nonce") or attributes.get("type") == "application/octet-stream" for attributes in parsed.all("script")
+    )
     shown = str(parsed.figures)  # plotly.js reads tags in labels: none may be left
     assert "&lt;script&gt;" in shown
     assert "<script" not in shown
@@ -174,20 +176,24 @@ def test_text_from_outside_is_shown_and_not_run(tmp_path: Path) -> None:
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {W: [1, 2], B: [64, 128]}, epochs=3))
     assert parsed.fetched() == []
-    policy = [held["content"] or "" for held in parsed.all("meta") if held.get("http-equiv") == "Content-Security-Policy"]
+    policy = [
+        attributes["content"] or ""
+        for attributes in parsed.all("meta")
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy[0].startswith("default-src 'none'; script-src 'nonce-")
     assert policy[0].endswith("; base-uri 'none'; form-action 'none'")
-    styles = [held.get("style") or "" for _, held in parsed.elements]
+    styles = [attributes.get("style") or "" for _, attributes in parsed.elements]
     assert not any("url(" in style for style in styles)
 
 
 def test_every_figure_has_words_and_numbers_in_its_place(tmp_path: Path) -> None:
     run_dir = sweep_dir(tmp_path / "s", {W: [1, 2, 4], B: [64, 128, 256]}, epochs=4)
     parsed = page(run_dir)
-    drawn = [held for held in parsed.all("div") if held.get("role") == "img"]
-    assert [held["id"] for held in drawn] == titles(parsed)
-    assert all(len(held["aria-label"] or "") > 40 for held in drawn)
-    regions = [held["aria-label"] or "" for held in parsed.all("div") if held.get("role") == "region"]
+    drawn = [attributes for attributes in parsed.all("div") if attributes.get("role") == "img"]
+    assert [attributes["id"] for attributes in drawn] == titles(parsed)
+    assert all(len(attributes["aria-label"] or "") > 40 for attributes in drawn)
+    regions = [attributes["aria-label"] or "" for attributes in parsed.all("div") if attributes.get("role") == "region"]
     assert len([label for label in regions if label.startswith("Numbers of: ")]) == len(drawn)
     assert len(parsed.all("figcaption")) == len(drawn)
 
@@ -195,15 +201,18 @@ def test_every_figure_has_words_and_numbers_in_its_place(tmp_path: Path) -> None
 @pytest.mark.parametrize(("status", "reloads"), [("running", True), ("complete", False), ("interrupted", False)])
 def test_the_page_loads_itself_again_only_while_the_run_goes_on(tmp_path: Path, status: str, reloads: bool) -> None:
     parsed = page(sweep_dir(tmp_path / "s", {B: [64, 128]}, status=status))
-    assert any(held.get("http-equiv") == "refresh" for held in parsed.all("meta")) is reloads
+    assert any(attributes.get("http-equiv") == "refresh" for attributes in parsed.all("meta")) is reloads
 
 
-def test_what_a_guided_search_believes_of_the_rest_is_said(tmp_path: Path) -> None:
+def test_what_a_guided_search_predicts_for_the_rest_is_shown(tmp_path: Path) -> None:
     untested = {"status": "untested", "metrics": {}, "steps_s": []}
     search = {"why": "no untested point …", "spent_gpu_s": 812.3, "bound_pct": 1.8}
     run_dir = sweep_dir(tmp_path / "s", {B: [32, 64, 128, 256]}, ends={"001": untested}, policy="guided", search=search)
     parsed = page(run_dir)
-    assert "No untested point is believed to be more than 1.8% better (95% sure of each); 3 of 4 points were tried" in parsed.text
+    assert (
+        "No untested point is predicted to be more than 1.8% better (95% confidence for each); 3 of 4 points were tried"
+        in parsed.text
+    )
     assert ", for 812 GPU-seconds." in parsed.text
     assert "untested" not in parsed.text[parsed.text.index("GPUs × batch × loader workers") :].lower()
 
@@ -231,7 +240,7 @@ def test_a_trial_that_a_resumed_sweep_has_recalled_may_say_auto(tmp_path: Path) 
     assert "auto loader workers" in parsed.text
 
 
-def test_a_run_of_before_the_hardware_was_kept_has_no_model_curve(tmp_path: Path) -> None:
+def test_a_run_of_before_the_hardware_was_recorded_has_no_model_curve(tmp_path: Path) -> None:
     def lines(run_dir: RunDir) -> int:
         return sum(trace["mode"] == "lines" for trace in page(run_dir).figures[0]["traces"])
 
@@ -251,11 +260,11 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
 
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     result = RunResult(kind="sweep", name="digits", status="complete", runs_root=str(tmp_path))
-    end_of_run.write_page_at_end(RunDir(tmp_path), result, said.append)
-    assert len(said) == 1
-    assert said[0].endswith(f"distill report {tmp_path}")
+    end_of_run.write_page_at_end(RunDir(tmp_path), result, printed.append)
+    assert len(printed) == 1
+    assert printed[0].endswith(f"distill report {tmp_path}")
 
 
 @pytest.mark.parametrize("status", ["complete", "interrupted", "failed"])

@@ -38,10 +38,10 @@ def mixed(tmp_path: Path) -> RunDir:
 
 def test_the_top_of_the_page_counts_the_trials_without_a_result(mixed: RunDir) -> None:
     text = page(mixed).text
-    told = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
-    assert told in text
-    assert text.index(told) < text.index("Train at that point")
-    assert told in lines(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
+    words = "16 of 36 trials have no result: 1 failed, 3 oom (out of memory), 12 infeasible (cannot run on this cluster)."
+    assert words in text
+    assert text.index(words) < text.index("Train at that point")
+    assert words in lines(reopen(mixed.root)[2], rows_of(reopen(mixed.root)[2]))
 
 
 def test_the_top_of_a_page_without_a_winner_counts_them_too(tmp_path: Path) -> None:
@@ -72,22 +72,22 @@ def test_a_cell_without_a_trial_is_not_called_a_failure(tmp_path: Path) -> None:
     assert [rows[0][2], rows[1][1]] == ["–", "oom"]
 
 
-@pytest.mark.parametrize(("status", "said"), [("pending", "– has no result so far."), ("untested", "– was not tried.")])
-def test_what_a_dash_is_depends_on_whether_trials_are_still_to_come(tmp_path: Path, status: str, said: str) -> None:
+@pytest.mark.parametrize(("status", "sentence"), [("pending", "– has no result so far."), ("untested", "– was not tried.")])
+def test_what_a_dash_is_depends_on_whether_trials_are_still_to_come(tmp_path: Path, status: str, sentence: str) -> None:
     ends = {"001": {"status": status, "metrics": {}, "steps_s": []}}
     text = page(sweep_dir(tmp_path / "s", {NUM_WORKERS: [1, 2], LOADER_WORKERS: [1, 2]}, ends=ends)).text
-    assert [one in text for one in ("– has no result so far.", "– was not tried.", said)].count(True) == 2
+    assert [one in text for one in ("– has no result so far.", "– was not tried.", sentence)].count(True) == 2
 
 
 def test_a_grid_that_is_too_large_to_show_says_what_is_missing(tmp_path: Path) -> None:
     tall, wide = {NUM_WORKERS: [1, 2], GLOBAL_BATCH: [64 * n for n in range(1, 32)]}, {LOADER_WORKERS: list(range(25))}
-    for space, said in (
+    for space, sentence in (
         (tall | {LOADER_WORKERS: [1, 2]}, "55 more rows are in the list of all trials below."),
         ({NUM_WORKERS: [1, 2]} | wide, "18 more columns are in the list of all trials below."),
         ({NUM_WORKERS: [1, 2, 3, 4, 5, 6, 7, 8]} | wide, "1 more row and 18 more columns are in the list of all trials below."),
     ):
-        parsed = page(sweep_dir(tmp_path / said.replace(" ", "-"), space))
-        assert said in parsed.text
+        parsed = page(sweep_dir(tmp_path / sentence.replace(" ", "-"), space))
+        assert sentence in parsed.text
         assert not any(title.startswith("All ") and "rows" in title for title in parsed.tables)
     assert "in the list of all trials below" not in page(sweep_dir(tmp_path / "small", BIG)).text
 
@@ -138,7 +138,7 @@ def test_a_small_table_is_not_cut_in_two(tmp_path: Path) -> None:
     assert TABLE not in parsed.folded
 
 
-def test_the_status_of_a_trial_stands_beside_its_name(mixed: RunDir) -> None:
+def test_the_status_of_a_trial_stands_next_to_its_name(mixed: RunDir) -> None:
     heads, *rows = page(mixed).tables["All 36 trials"]
     assert heads[:2] == ["trial", "status"]
     assert [row[1] for row in rows if row[0] in ("000", "004", "009", "024")] == ["ok", "failed", "oom", "infeasible"]

@@ -66,10 +66,10 @@ def test_differences_are_those_of_a_paired_t_test() -> None:
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
-    held = sweep()
-    assert held.trials is not None
-    held.trials[5] = typed_row(trial("kd", 1, None))  # failed
-    (_, kd, _) = groups(held)
+    swept = sweep()
+    assert swept.trials is not None
+    swept.trials[5] = typed_row(trial("kd", 1, None))  # failed
+    (_, kd, _) = groups(swept)
     assert kd.difference is not None
     assert kd.difference.num == 3
     assert kd.difference.mean == pytest.approx(sum(KD[seed] - ALONE[seed] for seed in (0, 2, 3)) / 3)
@@ -77,20 +77,20 @@ def test_only_seeds_that_both_have_are_compared() -> None:
 
 @pytest.mark.parametrize("apart", [0.0, 0.28])
 def test_differences_that_are_all_the_same_say_nothing_of_the_next(apart: float) -> None:
-    held = result(
+    swept = result(
         [trial(method, seed, 97.49 + 0.28 * seed + apart * (method == "kd")) for method in ("none", "kd") for seed in range(3)]
     )
-    difference = groups(held)[1].difference
+    difference = groups(swept)[1].difference
     assert difference is not None
     assert difference.mean == pytest.approx(apart)
     assert difference.half == pytest.approx(0.0, abs=1e-12)
     assert difference.p is None
     assert not difference.significant
-    assert "not significant" in seeds_sentence(held)[0] or not apart
-    table = page_table(held)
+    assert "not significant" in seeds_sentence(swept)[0] or not apart
+    table = page_table(swept)
     assert table is not None
     assert table.rows[1][-2:] == ["–", "no"]
-    assert seeds_figure(held) is not None
+    assert seeds_figure(swept) is not None
 
 
 def test_what_asha_left_over_is_not_compared() -> None:
@@ -117,7 +117,8 @@ def test_the_table_and_the_sentence_say_what_is_sure() -> None:
     assert "better" in lines["kd"]
     assert " no " in lines["sp"]
     assert seeds_sentence(sweep()) == [
-        "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 beside none (95% interval of 4 pairs; significant)."
+        "Over seeds kd is best: 52.65% top-1, the mean of 4, +2.03 ± 0.24 compared with none (95% interval of 4 pairs; "
+        "significant)."
     ]
 
 
@@ -137,9 +138,9 @@ def test_points_are_named_by_what_they_set() -> None:
     assert [group.label for group in groups(result(rows))] == ["method crd + kd, optim.lr 0.1", "method kd, options.kd.weight 0"]
 
 
-@pytest.mark.parametrize("held", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
-def test_without_two_seeds_of_a_point_nothing_is_said(held: RunResult) -> None:
-    assert seed_table(held) is None
-    assert page_table(held) is None
-    assert seeds_figure(held) is None
-    assert seeds_sentence(held) == []
+@pytest.mark.parametrize("swept", [result([]), result([trial("kd", 0, 50.0), trial("sp", 0, 51.0)])])
+def test_without_two_seeds_of_a_point_nothing_is_shown(swept: RunResult) -> None:
+    assert seed_table(swept) is None
+    assert page_table(swept) is None
+    assert seeds_figure(swept) is None
+    assert seeds_sentence(swept) == []

@@ -19,7 +19,7 @@ def marks(figure: Figure) -> list[dict[str, Any]]:
     return [trace for trace in figure.traces if "markers" in trace.get("mode", "")]
 
 
-def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_beside_the_winner(records: Records) -> None:
+def test_speed_over_an_axis_has_a_series_for_each_number_of_gpus_near_the_winners(records: Records) -> None:
     best = records.best
     assert best is not None
     figure = shown(over_axis(records.rows, best, GLOBAL_BATCH, None, "GPU"))
@@ -50,9 +50,9 @@ def test_the_models_curve_passes_near_the_marks(records: Records) -> None:
     assert (drawn.at[0], drawn.at[-1]) == (64, 512)
     same = [row for row in records.rows if all(row.scale.by_key[key] == point[key] for key in (NUM_WORKERS, LOADER_WORKERS))]
     for row in same:
-        place = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row.scale.global_batch_size))
-        assert drawn.images_per_s[place] == pytest.approx(row.metrics["images_per_s"], rel=0.25)
-        assert drawn.low[place] < drawn.images_per_s[place] < drawn.high[place]
+        nearest = min(range(len(drawn.at)), key=lambda n: abs(drawn.at[n] - row.scale.global_batch_size))
+        assert drawn.images_per_s[nearest] == pytest.approx(row.metrics["images_per_s"], rel=0.25)
+        assert drawn.low[nearest] < drawn.images_per_s[nearest] < drawn.high[nearest]
 
 
 def test_an_axis_of_names_is_shown_as_names(tmp_path: Path) -> None:

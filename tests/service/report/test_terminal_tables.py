@@ -59,10 +59,10 @@ def test_a_sweeps_row_has_what_one_compares() -> None:
 
 
 def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
-    held = result()
+    swept = result()
     further = [trial("003", "untested"), trial("000-trained", "ok", metrics=METRICS, probe="000")]
-    held = held.model_copy(update={"trials": [*held.rows, *map(typed_row, further)]})
-    table = sweep_table(held)
+    swept = swept.model_copy(update={"trials": [*swept.rows, *map(typed_row, further)]})
+    table = sweep_table(swept)
     assert str(table.title).startswith("demo: 3 of 4 points")
     assert table.row_count == 4
 
@@ -70,9 +70,9 @@ def test_a_training_to_the_target_is_a_row_and_no_point() -> None:
 def test_reasons_and_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     failed = trial("003", "failed", reason="no key [/data] in x[0] :cat:")
     output().print(sweep_table(typed({"name": "[demo]", "trials": [failed]})))
-    said = capsys.readouterr().out
-    assert "failed: no key [/data] in x[0] :cat:" in said
-    assert said.startswith("[demo]: 1 trials")
+    printed = capsys.readouterr().out
+    assert "failed: no key [/data] in x[0] :cat:" in printed
+    assert printed.startswith("[demo]: 1 trials")
 
 
 def test_the_verdict_names_the_winner_and_where_its_time_goes() -> None:

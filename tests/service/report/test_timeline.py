@@ -32,7 +32,7 @@ def test_an_epochs_time_is_that_of_its_steps_whatever_came_between() -> None:
     assert epoch_times(History("student", resumed))[-1] == (4.0, 98.0)
 
 
-def test_drift_is_told_in_words() -> None:
+def test_drift_is_described_in_words() -> None:
     figure = drift([trained("student", [200.0, 175.0, 180.0, 199.0])], [])
     assert figure is not None
     assert "student 175 → 199 s (+14%)" in figure.caption
@@ -72,8 +72,8 @@ def test_trials_that_a_figure_over_time_leaves_out_are_counted() -> None:
     histories = [trained(f"trial {number:03d}", [10.0] * (2 if number == 3 else 4)) for number in range(100)]
     rows = [typed_row({"id": f"{number:03d}", "status": "ok", "metrics": {"images_per_s": 1.0}}) for number in range(100)]
     rows += [typed_row({"id": "100", "status": "oom"}), typed_row({"id": "101", "status": "untested"})]
-    told = shown(accuracy(histories, ["trial 000"], rows)).caption
-    assert told.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
+    sentence = shown(accuracy(histories, ["trial 000"], rows)).caption
+    assert sentence.endswith("the most accurate; 60 others faint, 39 more in the numbers alone. Not shown: 1 oom of 101 trials.")
     assert shown(drift(histories, ["trial 000"], rows)).caption.endswith(
         "Not shown: 1 oom, 1 without 3 whole epochs of 101 trials."
     )
@@ -100,8 +100,8 @@ def test_a_loss_that_is_not_finite_is_left_out() -> None:
     assert figure.traces[0]["y"] == [1.0] * 4
 
 
-def test_many_points_are_thinned_and_the_last_is_kept() -> None:
-    kept = thin(list(range(10_001)))
-    assert len(kept) <= 400
-    assert kept[-1] == 10_000
-    assert kept == sorted(kept)
+def test_many_points_are_thinned_but_for_the_last() -> None:
+    thinned = thin(list(range(10_001)))
+    assert len(thinned) <= 400
+    assert thinned[-1] == 10_000
+    assert thinned == sorted(thinned)

@@ -31,13 +31,13 @@ def running(root: Path) -> RunDir:
 def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = running(tmp_path / "s")
     ended = sweep_dir(tmp_path / "later", SPACE)
-    seen = []
+    shown_results = []
 
     def end() -> None:
         until = time.monotonic() + 60
         while not run_dir.report.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        seen.append(run_dir.report.read_text() if run_dir.report.exists() else "no page")
+        shown_results.append(run_dir.report.read_text() if run_dir.report.exists() else "no page")
         write_json(run_dir.result, json.loads(ended.result.read_text()))
 
     thread = threading.Thread(target=end)
@@ -49,9 +49,9 @@ def test_it_renews_the_page_until_the_run_ends(tmp_path: Path, capsys: pytest.Ca
     assert "best: trial " in out
     assert "Nothing is left untried: 4 points decided, the whole space." in out
     assert out.endswith(f"page: {run_dir.report}\n")
-    assert 'http-equiv="refresh"' in seen[0]
+    assert 'http-equiv="refresh"' in shown_results[0]
     parsed = Parsed(run_dir.report.read_text())
-    assert not any(held.get("http-equiv") == "refresh" for held in parsed.all("meta"))
+    assert not any(attributes.get("http-equiv") == "refresh" for attributes in parsed.all("meta"))
     assert "complete" in parsed.text
 
 
@@ -90,7 +90,7 @@ def test_a_run_whose_driver_was_killed_is_not_followed_for_ever(tmp_path: Path, 
     code, out, _ = run(capsys, "report", run_dir.root, "--watch")
     assert code == 0
     assert f"interrupted nobody carries this out any more; continue with: distill resume {run_dir.root}\n" in out
-    assert not any(held.get("http-equiv") == "refresh" for held in Parsed(run_dir.report.read_text()).all("meta"))
+    assert not any(attributes.get("http-equiv") == "refresh" for attributes in Parsed(run_dir.report.read_text()).all("meta"))
 
 
 def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
@@ -99,7 +99,7 @@ def test_a_screen_shows_the_best_trial_and_those_that_ended_last() -> None:
     assert rows_on_screen(typed({"trials": rows[:2], "best": rows[0]}), 40) == {"000", "001"}
 
 
-def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() -> None:
+def test_a_sweeps_progress_is_that_of_its_points_and_not_by_the_trainings_that_follow() -> None:
     rows = [
         typed_row({"id": "000", "status": "ok"}),
         typed_row({"id": "001", "status": "untested"}),
@@ -111,6 +111,6 @@ def test_a_sweep_is_told_by_its_points_and_not_by_the_trainings_that_follow() ->
 TEACHER = {"stage": "teacher", "model": "resnet8", "status": "ok"}
 
 
-def test_a_run_is_told_by_its_stages() -> None:
+def test_a_runs_progress_is_that_of_its_stages() -> None:
     assert progress(typed({"name": "x", "status": "running", "stages": [TEACHER]})) == "x: running, teacher ended"
     assert progress(typed({"name": "x", "status": "running"})) == "x: running"

@@ -35,7 +35,7 @@ def test_each_value_of_the_winner_is_weighed_against_the_next_best_one() -> None
     best = row("3", 2, 256, 300.0)
     rows = [row("0", 1, 128, 90.0), row("1", 1, 256, 100.0), row("2", 2, 128, 250.0), best]
     assert why(rows, best, "images_per_s", "max", "GPU") == (
-        "Beside the next best value of each axis, the others left alone: "
+        "Compared with the next best value of each axis, the others unchanged: "
         "2 GPUs: 3.0 times as fast as 1; batch 256: +20.0% over 128."
     )
 
@@ -78,7 +78,7 @@ def test_how_sure_the_winner_is_depends_on_what_was_left_untried() -> None:
         "search": {"bound_pct": 2.04, "spent_gpu_s": 99.0, "why": "so"},
     }
     assert bound(typed(guided)) == [
-        "No untested point is believed to be more than 2.0% better (95% sure of each); "
+        "No untested point is predicted to be more than 2.0% better (95% confidence for each); "
         "1 of 2 points were tried, for 99 worker-seconds.",
         "Why the search ended: so.",
     ]
@@ -95,7 +95,7 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
     rows = [row("0", 1, 128, 10.0), row("1", 2, 128, 15.0)]
     for one, cost in zip(rows, (1000.0, 1333.4), strict=True):
         one.metrics["gpu_s_per_epoch"] = cost
-    told = lines(
+    sentences = lines(
         typed(
             {
                 "trials": rows,
@@ -107,9 +107,9 @@ def test_a_search_for_speed_and_cost_names_its_front() -> None:
         ),
         rows,
     )
-    assert told[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
-    front = told.index("the front of speed and cost:")
-    assert told[front + 1 : front + 3] == [
+    assert sentences[0].startswith("best: trial 1 with 2 workers × batch 128 × 2 loader workers: 15.0 images/s")
+    front = sentences.index("the front of speed and cost:")
+    assert sentences[front + 1 : front + 3] == [
         "  0: 1 worker × batch 128 × 2 loader workers: 10.0 images/s for 1,000 worker-seconds an epoch",
         "  1: 2 workers × batch 128 × 2 loader workers: 15.0 images/s for 1,333 worker-seconds an epoch",
     ]
@@ -162,7 +162,7 @@ def test_the_command_takes_the_last_assistant_that_a_sweep_has_trained(tmp_path:
 
 
 def test_every_value_is_read_back_as_it_was() -> None:
-    for held in (
+    for swept in (
         1,
         0.1,
         1e-5,
@@ -181,5 +181,5 @@ def test_every_value_is_read_back_as_it_was() -> None:
         [1, "2"],
         {"a": 0.5},
     ):
-        assert parse(written(held), "") == held
-        assert type(parse(written(held), "")) is type(held)
+        assert parse(written(swept), "") == swept
+        assert type(parse(written(swept), "")) is type(swept)

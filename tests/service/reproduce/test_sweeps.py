@@ -73,7 +73,7 @@ def test_what_is_set_counts_more_than_the_table(cifar100: Table) -> None:
     assert (trial.resolved.experiment.optim.lr, trial.resolved.experiment.optim.epochs) == (0.2, 2)
 
 
-def test_what_makes_another_training_is_told_from_what_only_runs_faster() -> None:
+def test_what_makes_another_training_is_distinguished_from_what_only_runs_faster() -> None:
     assert changes(["data.loader_workers=4", "tracking.enabled=false", "sweep.max_concurrent=8", "train.compile=true"]) == ()
     assert changes(["optim.epochs=2", "precision=bf16", "scale.num_workers=2"]) == (
         "optim.epochs",
@@ -89,7 +89,7 @@ def test_what_the_table_decides_cannot_be_set(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "methods", "seeds", "said"),
+    ("pairs", "methods", "seeds", "message"),
     [
         ("resnet56-resnet2", None, "0", "did you mean resnet56-resnet20?"),
         (None, "ddk", "0", "did you mean dkd?"),
@@ -99,11 +99,11 @@ def test_what_the_table_decides_cannot_be_set(key: str) -> None:
     ],
 )
 def test_what_the_table_does_not_have_is_refused(
-    cifar100: Table, pairs: str | None, methods: str | None, seeds: str, said: str
+    cifar100: Table, pairs: str | None, methods: str | None, seeds: str, message: str
 ) -> None:
     with pytest.raises(ExperimentError) as caught:
         Request.of(cifar100, pairs, methods, seeds)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_published_checkpoints_are_found_by_their_folders(cifar100: Table, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_published_checkpoints_are_found_by_their_folders(cifar100: Table, tmp_p
     assert part.num_runs == 1
 
 
-def test_listed_points_are_a_sweeps_trials_and_a_space_beside_them_is_refused() -> None:
+def test_listed_points_are_a_sweeps_trials_and_a_space_in_addition_is_refused() -> None:
     points = "sweep.points=[{seed: 1, optim.lr: 0.1}, {seed: 2}]"
     resolved = load("digits", ["sweep.space={}", points])
     assert [trial.params for trial in plan_trials(resolved)] == [{"seed": 1, "optim.lr": 0.1}, {"seed": 2}]
@@ -132,7 +132,7 @@ def test_listed_points_are_a_sweeps_trials_and_a_space_beside_them_is_refused() 
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         (
             "{method: kd}",
@@ -153,18 +153,18 @@ def test_listed_points_are_a_sweeps_trials_and_a_space_beside_them_is_refused() 
     ],
 )
 def test_a_cells_wrong_setting_is_one_line_before_a_plan_is_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, before: str, after: str, said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, before: str, after: str, message: str
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(SMALL.replace(before, after))
     code, out, err = run(capsys, "reproduce", path, "--dry-run")
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, said, _ = run(
+    code, message, _ = run(
         capsys,
         "reproduce",
         "cifar100",
@@ -179,6 +179,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys: pytest.CaptureFixt
         "10000",
     )
     assert code == 0
-    assert "resnet56: trained first" in said
-    assert "7 runs, 1,680 epochs of 50,000 images; 2.3 hours left" in said
+    assert "resnet56: trained first" in message
+    assert "7 runs, 1,680 epochs of 50,000 images; 2.3 hours left" in message
     assert not (tmp_path / "runs").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config.experiment import Experiment
+from service.config.schema import Experiment
 from service.reproduce.sweeps import Request, compose
 from service.reproduce.table import ALONE, read_table, shipped_tables
 from service.sweeps.trials import plan_trials
@@ -19,7 +19,7 @@ title: Digits
 recipe: digits
 data: {train_images: 1442, val_images: 355, num_classes: 10}
 tolerance_pct: 2
-sources: {us: {paper: none, place: here, epoch: last, num_runs: 2}}
+sources: {us: {paper: none, location: here, epoch: last, num_runs: 2}}
 teachers: {source: us, models: {convnet_large: {top1_pct: 98, checkpoint: large.pth}}}
 students: {source: us, models: {convnet_small: {top1_pct: 97}}}
 columns: {kd: {source: us, settings: {distill: {method: kd}}}}
@@ -49,7 +49,7 @@ def test_every_number_has_a_source_and_lies_between_chance_and_its_teacher(name:
         # Attention transfer and FT harm MobileNetV2, by 6 points at most; the best student is 1.5 points above its teacher.
         assert all(alone - 7 < top1_pct < teacher + 2 for top1_pct in pair.top1_pct.values())
     for column in (ALONE, *table.columns):
-        assert "http" in table.source_of(column).place
+        assert "http" in table.source_of(column).location
         assert table.source_of(column).paper
 
 
@@ -289,7 +289,7 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ("columns: {kd: {source: us", "columns: {kd: {source: them", "columns.kd.source: there is no 'them'"),
         ("teacher: convnet_large,", "teacher: convnet_largest,", "pairs.large-small.teacher: there is no 'convnet_largest'"),
@@ -298,16 +298,16 @@ def test_a_mean_over_fewer_runs_is_known_as_one(pair: str, column: str, num_runs
         ("top1_pct: {kd: 98}", "top1_pct: {kd: 980}", "at most 100"),
         ("epoch: last", "epoch: lats", "epoch"),
         ("tolerance_pct: 2", "tolerance: 2", "tolerance"),
-        ("place: here, ", "", "sources.us.place: missing: write it in the file\n"),
+        ("location: here, ", "", "sources.us.location: missing: write it in the file\n"),
     ],
 )
-def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_a_table_that_does_not_hold_together_is_refused_in_a_line(tmp_path: Path, before: str, after: str, message: str) -> None:
     text = refused(tmp_path, before, after)
-    assert said in text + "\n"
+    assert message in text + "\n"
     assert "mine.yaml" in text
 
 
-def test_a_tables_recipe_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tables_recipe_lies_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flowers.yaml").write_text("base: digits\noptim: {epochs: 7}\n")
     path = tmp_path / "mine.yaml"
     path.write_text(SMALL.replace("recipe: digits", "recipe: flowers.yaml"))

@@ -73,9 +73,9 @@ def test_what_does_not_fit_is_refused_before_a_teacher_is_trained(overrides: lis
     assert "\n" not in str(refused.value)
 
 
-def test_as_many_logits_kept_as_there_are_classes_are_enough_for_every_method() -> None:
-    kept = ["teacher.cache=kept", "teacher.cache_top_k=10"]
-    check_train(small(*kept, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"))
+def test_as_many_logits_cached_as_there_are_classes_are_enough_for_every_method() -> None:
+    cached = ["teacher.cache=kept", "teacher.cache_top_k=10"]
+    check_train(small(*cached, "distill.method=[kd, dkd]", "distill.options={kd: {standardize: true}}"))
 
 
 def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_method_of_ones_own_that_cannot_be_built_is_one_line_too(tmp_path: Pat
     )
     with pytest.raises(ExperimentError) as refused:
         check_train(small(f"distill.method={tmp_path}/own.py:Own"))
-    said = "distill.method: Own cannot be built for these models (IndexError: tuple index out of range)"
-    assert str(refused.value) == said
+    message = "distill.method: Own cannot be built for these models (IndexError: tuple index out of range)"
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize("kind", ["train", "sweep"])

@@ -186,7 +186,7 @@ def test_one_pack_at_a_time_works_on_a_folder(images: Path, tmp_path: Path) -> N
     pack(images, dest)
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -268,7 +268,9 @@ def test_the_command_says_what_it_made(images: Path, tmp_path: Path, capsys: pyt
     assert run(capsys, "pack", images, dest)[0] == 0
 
 
-def test_mistakes_in_the_command_are_told_in_one_line(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_the_command_are_reported_in_one_line(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = run(capsys, "pack", images, tmp_path / "packed", "--raw", "9", "--max-side", "9")
     assert code == 2
     assert "--max-side and --raw: give one of them" in err
@@ -277,7 +279,7 @@ def test_mistakes_in_the_command_are_told_in_one_line(images: Path, tmp_path: Pa
     assert err.startswith(f"error: {tmp_path / 'none'} does not exist; give CIFAR binary files, image folder")
 
 
-def test_an_index_tells_how_it_was_made(images: Path, tmp_path: Path) -> None:
+def test_an_index_records_how_it_was_made(images: Path, tmp_path: Path) -> None:
     pack(images, tmp_path / "packed", Mode(max_side=20, quality=80))
     index = json.loads((tmp_path / "packed" / INDEX).read_bytes())
     assert index["mode"] == {"max_side": 20, "quality": 80}

@@ -15,15 +15,15 @@ def cluster(*nodes: tuple[float, float], cores: int | None = None) -> Cluster:
 
 
 def test_only_students_have_a_service_and_an_experiment_says_what_it_takes(tmp_path: Path) -> None:
-    asked = ["teacher.service=2", "scale.cpus_per_worker=2", "data.loader_workers=1"]
-    plan = Plan.on(load("digits", asked).experiment, cluster((16, 0)))
+    overrides = ["teacher.service=2", "scale.cpus_per_worker=2", "data.loader_workers=1"]
+    plan = Plan.on(load("digits", overrides).experiment, cluster((16, 0)))
     assert plan.reservation() == Reservation(1, 3, service=Reservation(2, 2))
     assert plan.describe(cluster((16, 0))).endswith("on 1 node, and 2 for the teacher")
     student = plan.assign("student", RunDir(tmp_path), {}, "/teacher", ("first", "second"))
     assert (student.config.teachers, student.config.teacher and student.config.teacher.service) == (("first", "second"), 2)
     assert student.reservation == plan.reservation()
     assert plan.assign("teacher", RunDir(tmp_path), {}).config.teacher is None
-    refusal = Plan.on(load("digits", asked).experiment, cluster((6, 0))).refusal(cluster((6, 0)))
+    refusal = Plan.on(load("digits", overrides).experiment, cluster((6, 0))).refusal(cluster((6, 0)))
     assert refusal is not None
     assert refusal.endswith(": lower scale.num_workers or data.loader_workers, or teacher.service")
 

@@ -201,7 +201,7 @@ def test_a_run_of_another_version_can_be_read(
     assert run(capsys, "compare", sweep.root, sweep_dir(tmp_path / "new", SPACE).root)[0] == 0
 
 
-def test_what_is_left_out_is_said_and_a_resume_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_and_a_resume_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = rewritten(train_dir(tmp_path / "t", status="interrupted"), lambda t: t["data"].update(prefetch_factor=2))
     code, out, err = run(capsys, "report", run_dir.root)
     assert (code, err) == (0, "")
@@ -220,3 +220,14 @@ def test_a_value_that_cannot_be_read_any_more_is_one_line_that_says_what_to_do(
     assert code == 2
     assert err.startswith(f"error: {run_dir.experiment}: data.augment: must be ")
     assert err.endswith(', not "mosaic"; if another version wrote it, change or remove it there to read this run\n')
+
+
+def test_a_trial_that_ray_ended_for_memory_before_kinds_were_recorded_is_no_batch_that_does_not_fit(tmp_path: Path) -> None:
+    reason = "the node ran out of memory: Ray killed a worker to save it"
+    write_json(
+        tmp_path / "result.json", {"status": "oom", "reason": reason, "measurements": [{"status": "oom", "reason": reason}]}
+    )
+    outcome = read_outcome(tmp_path / "result.json")
+    assert [outcome.failure, *(one.failure for one in outcome.measurements)] == ["node_out_of_memory"] * 2
+    write_json(tmp_path / "result.json", {"status": "oom", "reason": "CUDA out of memory"})
+    assert read_outcome(tmp_path / "result.json").failure is None

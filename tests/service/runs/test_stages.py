@@ -45,9 +45,11 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
         clock_s[0] += 500.0
 
         def run_to_end(assignment: Assignment) -> Outcome:
-            append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * (clock_s[0] + start_s), "metrics": {}})
-            clock_s[0] += start_s + seconds
-            append_line(stage.metrics, {"kind": "step", "time_ms": 1e3 * clock_s[0], "metrics": {}})
+            clock_s[0] += start_s
+            if seconds:
+                append_line(stage.metrics, {"kind": "start", "time_ms": 1e3 * clock_s[0], "metrics": {}})
+                clock_s[0] += seconds
+                append_line(stage.metrics, {"kind": "step", "time_ms": 1e3 * clock_s[0], "metrics": {}})
             if isinstance(end, Outcome):
                 return end
             raise end
@@ -58,11 +60,13 @@ def test_the_times_of_a_stage_are_those_of_all_its_sessions(run_dir: RunDir, mon
 
     with pytest.raises(KeyboardInterrupt):
         work(2.0, 8.0, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work(3.0, 0.0, KeyboardInterrupt)  # while the workers start
     with pytest.raises(TrainingError):
         work(10.0, 40.0, Outcome(status="failed", reason="a worker died"))
     work(5.0, 25.0, Outcome(status="ok"))
     work(0.1, 0.0, Outcome(status="ok"))  # complete: it is not carried out again
     (row,) = json.loads(run_dir.result.read_text())["stages"]
     assert (row["status"], row["reason"]) == ("ok", "")
-    assert row["seconds"] == pytest.approx(10.0 + 50.0 + 30.0)
+    assert row["seconds"] == pytest.approx(10.0 + 3.0 + 50.0 + 30.0)
     assert row["start_s"] == pytest.approx(2.0 + 10.0 + 5.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from service.runs import trial
 from service.runs.assignment import Assignment
 from service.runs.outcome import Outcome, read_summary
-from service.runs.trial import accounted_over_sessions, cause_of, finished, run_to_end
+from service.runs.trial import cause_of, finished, run_to_end
 from trainables.config import TrainConfig
 from trainables.errors import CheckpointError, ExperimentError
 from trainables.failures import Failure, Kind, WorkersFailedError, write_failure
-from trainables.rundir import StageDir, append_line, write_json
+from trainables.rundir import StageDir, write_json
 from trainables.stage_result import StageResult, write_stage_result
 from trainables.worker import trainer
 from trainables.worker.ray_failures import failures_in
@@ -61,7 +60,7 @@ def test_only_what_beginning_again_may_mend_is_begun_again(
     assert (outcome.status, outcome.failure, len(begun), outcome.restarts) == (status, kind, tries, tries - 1)
 
 
-def test_what_a_worker_noted_is_told_unless_it_only_lost_another(tmp_path: Path) -> None:
+def test_the_cause_is_what_a_worker_wrote_unless_it_only_lost_another(tmp_path: Path) -> None:
     stage = StageDir(tmp_path)
     died = WorkersFailedError([ended("lost_peer", rank=0), ended("worker_died", rank=1)])
     assert cause_of(stage, died).rank == 1
@@ -107,20 +106,3 @@ def test_a_stages_result_has_the_version_of_its_format_and_a_newer_one_is_refuse
     write_json(stage.result, {**written, "version": 2})
     with pytest.raises(ExperimentError, match=r"stage\.json has format 2 of a newer version, and this one reads up to 1: use"):
         read_summary(stage)
-
-
-def test_a_trials_times_are_those_of_all_its_sessions(tmp_path: Path) -> None:
-    stage, now_s = StageDir(tmp_path), time.time()
-    killed_s, resumed_s = now_s - 100.0, now_s - 20.0
-    records = [("start", killed_s + 8.0), ("step", killed_s + 30.0), ("resume", resumed_s + 5.0), ("summary", now_s - 1.0)]
-    for kind, at_s in records:
-        append_line(stage.metrics, {"kind": kind, "time_ms": 1e3 * at_s, "metrics": {}})
-    append_line(stage.sessions, {"began_s": killed_s})
-    append_line(stage.sessions, {"began_s": resumed_s})
-    outcome = accounted_over_sessions(Outcome(status="ok"), stage)
-    assert outcome.seconds == pytest.approx(30.0 + 20.0, abs=1.0)
-    assert outcome.start_s == pytest.approx(8.0 + 5.0, abs=0.1)
-    assert outcome.end_s == pytest.approx(1.0, abs=1.0)
-    stage.sessions.unlink()
-    append_line(stage.sessions, {"began_s": resumed_s})
-    assert accounted_over_sessions(Outcome(status="ok"), stage).seconds == pytest.approx(20.0, abs=1.0)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.cluster.resources import local_capacity
 from service.config.experiment import load
 from service.report import end_of_run
 from service.runs.display import Display
 from service.runs.result import RunResult, TrialRow
 from service.runs.session import Session
-from service.sweeps.run_trials import best_trial, unfinished
+from service.sweeps import run_trials
+from service.sweeps.run_trials import TeacherSource, best_trial, run_pending, unfinished
+from service.sweeps.trial_records import TrialRecords
 from service.sweeps.trials import plan_trials
-from trainables.rundir import RunDir, append_line
+from trainables.rundir import RunDir, append_line, read_lines
 
 EPOCH = {
     "epoch/train_s": 2.0,
@@ -87,3 +91,25 @@ def test_the_best_is_the_most_or_the_least_of_what_is_complete() -> None:
         assert best is not None
         assert best.id == winner
     assert best_trial(rows, "top1_pct", "max") is None
+
+
+def test_an_interrupted_sweep_notes_when_its_work_on_running_trials_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved, run_dir = load("digits", [*ASHA, "teacher=null"]), RunDir(tmp_path)
+    trials = plan_trials(resolved)
+    running, killed_before, *_ = (run_dir.trial(trial.id).stage("student") for trial in trials)
+    append_line(killed_before.sessions, {"began_s": 1000.0})
+
+    def tune_trials(*_: object) -> None:
+        append_line(running.sessions, {"began_s": time.time()})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_trials, "tune_trials", tune_trials)
+    with Display() as display:
+        result = RunResult(kind="sweep", name="digits", status="running", runs_root=str(tmp_path))
+        session = Session(resolved, run_dir, display, end_of_run, None, result)
+        with pytest.raises(KeyboardInterrupt):
+            run_pending(session, TrialRecords(session), trials, trials, local_capacity(), TeacherSource(None, ()))
+    assert ["ended_s" in line for line in read_lines(running.sessions)] == [False, True]
+    assert read_lines(killed_before.sessions) == [{"began_s": 1000.0}]

@@ -287,8 +287,8 @@ def test_two_sweeps_that_start_at_once_on_a_store_that_does_not_exist_lose_nothi
 
 def test_only_one_process_sends_a_spool(run_dir: RunDir, tracker: Tracker) -> None:
     tracker.start_run("train", "run")
-    with Spool(run_dir).sender_lock() as mine:
-        assert mine
+    with Spool(run_dir).sender_lock() as acquired:
+        assert acquired
         delivery = sync(run_dir)
         assert (delivery.num_sent, delivery.num_pending) == (0, 1)
         assert "another process" in delivery.message

@@ -78,9 +78,9 @@ def test_crop_boxes_are_distributed_as_torchvisions() -> None:
     theirs = np.array([RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(draws)], dtype=float)
     boxes = np.array([random_resized_crop_box(row, width, height) for row in uniforms(0, 0, np.arange(draws), 22)], dtype=float)
     ours = np.stack([boxes[:, 1], boxes[:, 0], boxes[:, 3] - boxes[:, 1], boxes[:, 2] - boxes[:, 0]], axis=1)
-    for mine, other in zip(ours.T, theirs.T, strict=True):
+    for column, other in zip(ours.T, theirs.T, strict=True):
         for level in (5, 25, 50, 75, 95):
-            assert np.percentile(mine, level) == pytest.approx(np.percentile(other, level), abs=14)
+            assert np.percentile(column, level) == pytest.approx(np.percentile(other, level), abs=14)
     area = ours[:, 2] * ours[:, 3] / (width * height)
     ratio = ours[:, 3] / ours[:, 2]
     assert area.min() > 0.079
@@ -141,7 +141,7 @@ def test_the_usual_resizes_are_those_of_the_published_recipes() -> None:
     assert [default_val_resize(size) for size in (224, 299, 8, 1)] == [256, 342, 9, 1]
 
 
-def test_an_image_of_the_models_size_is_left_untouched_unless_a_resize_is_asked_for() -> None:
+def test_an_image_of_the_models_size_is_left_untouched_unless_a_resize_is_set() -> None:
     image = photo(5, 32, 32)
     assert validation_view(image, 32, None) is image
     assert np.asarray(validation_view(image, 32, 36)).tobytes() != image.tobytes()

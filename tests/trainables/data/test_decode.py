@@ -86,8 +86,8 @@ def test_random_damage_gives_an_image_or_a_reason_and_nothing_else() -> None:
     for kind, whole in FILES.items():
         for _ in range(40):
             damaged = bytearray(whole)
-            for place in noise.integers(0, min(len(whole), 400), 3):
-                damaged[place] = noise.integers(0, 256)
+            for position in noise.integers(0, min(len(whole), 400), 3):
+                damaged[position] = noise.integers(0, 256)
             try:
                 image = decode_image(bytes(damaged))
             except UnreadableImageError:

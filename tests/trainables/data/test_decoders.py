@@ -89,8 +89,8 @@ def test_a_shrunk_part_shows_what_the_part_shows(decoder: Decoder, kind: str, sh
         assert (left + width) * shrunk >= box[2]
         assert (top + height) * shrunk >= box[3]
         covered = (left * shrunk, top * shrunk, (left + width) * shrunk, (top + height) * shrunk)
-        seen = np.asarray(whole.resize((width, height), Image.Resampling.BOX, box=covered), dtype=float)
-        assert abs(rgb_HWC - seen).mean() < 5, box
+        averaged = np.asarray(whole.resize((width, height), Image.Resampling.BOX, box=covered), dtype=float)
+        assert abs(rgb_HWC - averaged).mean() < 5, box
 
 
 @pytest.mark.parametrize("kind", ["4:4:4", "4:2:0", "progressive", "gray"])
@@ -115,8 +115,8 @@ def _damaged(count: int) -> Iterator[bytes]:
     for whole in JPEGS.values():
         for _ in range(count):
             damaged = bytearray(whole)
-            for place in noise.integers(2, len(whole) - 2, 2):
-                damaged[place] = noise.integers(0, 256)
+            for position in noise.integers(2, len(whole) - 2, 2):
+                damaged[position] = noise.integers(0, 256)
             yield bytes(damaged)
 
 
@@ -228,7 +228,7 @@ def test_threads_share_a_decoder(decoder: Decoder) -> None:
     for _ in range(3):
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda box: StoredImage(memoryview(JPEGS["4:2:0"]), decoder).part(box), boxes))
-        assert all((mine == other).all() for mine, other in zip(alone, together, strict=True))
+        assert all((one == other).all() for one, other in zip(alone, together, strict=True))
 
 
 def test_the_configuration_offers_auto_and_every_decoder_of_a_device() -> None:

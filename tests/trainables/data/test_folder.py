@@ -125,8 +125,8 @@ def test_a_link_to_a_folder_that_it_lies_in_is_refused_by_name(make_folder: Make
     real = os.path.realpath(root / link)
     with pytest.raises(DataError) as caught:
         FolderSource(str(root), "train")
-    said = f"data.path: {root / link} is a link to {real}, in which it lies: its images would count again and again; "
-    assert str(caught.value) == f"{said}remove the link"
+    text = f"data.path: {root / link} is a link to {real}, in which it lies: its images would count again and again; "
+    assert str(caught.value) == f"{text}remove the link"
 
 
 def test_links_that_lead_to_each_other_or_to_themselves_end(make_folder: MakeFolder, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_threads_show_what_one_thread_shows(augment: str) -> None:
     alone = [_shown(view, data, row) for row in rows]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda row: _shown(view, data, row), rows))
-    assert all((mine == other).all() for mine, other in zip(alone, together, strict=True))
+    assert all((one == other).all() for one, other in zip(alone, together, strict=True))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

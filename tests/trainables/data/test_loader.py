@@ -327,7 +327,7 @@ class FailingSource(SlowSource):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "message"),
     [
         (
             OSError(errno.EIO, os.strerror(errno.EIO)),
@@ -340,11 +340,11 @@ class FailingSource(SlowSource):
     ],
 )
 def test_what_a_thread_dies_of_reaches_the_consumer_at_once(
-    workers: int, error: Exception, kind: type[Exception], said: str
+    workers: int, error: Exception, kind: type[Exception], message: str
 ) -> None:
     source = FailingSource(error)
     loader = _loader(source, _data(8), "val", workers=workers)
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=message) as caught:
         list(loader.epoch(0))
     assert "\n" not in str(caught.value)
     assert source.num_reads < 60
@@ -388,15 +388,17 @@ class NumberedSource(SlowSource):
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 3), (2, 0), (2, 3)])
-def test_a_batch_holds_until_the_one_after_the_next_is_asked_for(workers: int, prefetch: int) -> None:
+def test_a_batch_holds_until_the_one_after_the_next_is_requested(workers: int, prefetch: int) -> None:
     loader = _loader(NumberedSource(600), _data(10, prefetch_batches=prefetch), workers=workers)
     before = None
     for step, batch in enumerate(loader.epoch(0)):
         time.sleep(0.01 if step < 10 else 0)  # the threads read on meanwhile, as far as they may
-        for held, number in ((before, step - 1), (batch, step)):
-            if held is not None:
-                assert held.indices_B.tolist() == held.labels_B.tolist() == _order(0, 600)[10 * number : 10 * number + 10]
-                assert (held.images_BCHW == (held.indices_B % 251)[:, None, None, None]).all()
+        for one_batch, number in ((before, step - 1), (batch, step)):
+            if one_batch is not None:
+                assert (
+                    one_batch.indices_B.tolist() == one_batch.labels_B.tolist() == _order(0, 600)[10 * number : 10 * number + 10]
+                )
+                assert (one_batch.images_BCHW == (one_batch.indices_B % 251)[:, None, None, None]).all()
         before = batch
     loader.close()
 
@@ -465,12 +467,12 @@ def test_all_epochs_read_into_the_same_memory() -> None:
 
 def test_changing_the_number_of_threads_changes_no_batch_and_leaves_no_thread_behind() -> None:
     loader = _loader(NumberedSource(600), _data(10, prefetch_batches=3), workers=4)
-    seen = []
+    visited = []
     for step, batch in enumerate(loader.epoch(0)):
-        seen += batch.indices_B.tolist()
+        visited += batch.indices_B.tolist()
         assert (batch.images_BCHW == (batch.indices_B % 251)[:, None, None, None]).all()
         loader.resize(1 + step % 4)
-    assert seen == _order(0, 600)
+    assert visited == _order(0, 600)
     loader.close()
     assert not _loader_threads()
 
@@ -480,15 +482,15 @@ def test_a_loader_on_auto_does_with_the_threads_that_a_slow_step_needs(caplog: p
     loader = Loader(
         source, data, split="train", seed=11, rank=0, world_size=1, loader_workers=4, auto=AutoWorkers(4, window_s=0.3)
     )
-    seen = []
+    visited = []
     with caplog.at_level(logging.INFO, "raydistill"):
         for batch in loader.epoch(0):
-            seen += batch.indices_B.tolist()
+            visited += batch.indices_B.tolist()
             if caplog.records:
                 break
             time.sleep(0.1)  # a step takes 5 images in 100 ms, a thread reads them in 10, on a busy machine in 20
     assert re.match(r"loader workers: 1 of 4 \(auto\): a thread decodes \d+ images/s, a step takes \d+$", caplog.messages[0])
-    assert seen == _order(0, 4000)[: len(seen)]
+    assert visited == _order(0, 4000)[: len(visited)]
     loader.close()
 
 
@@ -506,7 +508,7 @@ def test_an_iterator_that_is_closed_early_leaves_no_thread_working() -> None:
     assert not _loader_threads()
 
 
-def test_threads_work_no_further_ahead_than_asked() -> None:
+def test_threads_work_no_further_ahead_than_configured() -> None:
     source = SlowSource(200)
     loader = _loader(source, _data(10, prefetch_batches=2), workers=2)
     batches = loader.epoch(0)
@@ -628,7 +630,7 @@ def test_a_batch_is_not_written_over_while_a_gpu_fetches_it(workers: int, prefet
     loader.close()
 
 
-def test_the_loader_tells_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source() -> None:
+def test_the_loader_reports_what_an_image_costs_a_thread_and_how_much_of_it_is_waiting_for_the_source() -> None:
     loader = _loader(SlowSource(32), _data(8), workers=2)
     assert loader.costs.summary() == {}
     list(loader.epoch(0))

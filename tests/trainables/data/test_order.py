@@ -160,9 +160,9 @@ def test_a_shard_is_read_in_two_neighbouring_windows_at_most() -> None:
     shard_N = np.repeat(np.arange(50), 100)
     windows_N = np.arange(5000) // 130
     for shard in range(50):
-        seen = np.unique(windows_N[shard_N[_windows(5000, 130, [100] * 50)] == shard])
-        assert len(seen) <= 2
-        assert np.ptp(seen) <= 1
+        present = np.unique(windows_N[shard_N[_windows(5000, 130, [100] * 50)] == shard])
+        assert len(present) <= 2
+        assert np.ptp(present) <= 1
 
 
 def mixing(groups_N: Ints, order_N: Ints, batch: int) -> float:

@@ -111,8 +111,8 @@ def test_larger_images_become_jpegs_close_to_pils_resize(every_kind: Path, tmp_p
 
 def test_a_jpeg_that_is_no_larger_keeps_its_bytes_unless_it_is_cmyk(every_kind: Path, tmp_path: Path) -> None:
     source = packed(every_kind, tmp_path / "packed", Mode(max_side=500))
-    kept = {kind for index, kind in enumerate(KINDS) if source.read(index) == KINDS[kind]}
-    assert kept == {kind for kind in KINDS if "jpeg" in kind and "cmyk" not in kind}
+    unchanged = {kind for index, kind in enumerate(KINDS) if source.read(index) == KINDS[kind]}
+    assert unchanged == {kind for kind in KINDS if "jpeg" in kind and "cmyk" not in kind}
     assert decode_image(source.read(list(KINDS).index("jpeg cmyk"))).mode == "RGB"
 
 
@@ -158,8 +158,8 @@ def test_the_quick_look_accepts_nothing_that_is_cut_off(kind: str) -> None:
 def test_what_the_quick_look_accepts_after_a_changed_byte_can_nearly_always_be_decoded(kind: str) -> None:
     noise, whole = np.random.default_rng(0), KINDS[kind]
     accepted = undecodable = 0
-    for place in noise.integers(0, len(whole), 300):
-        damaged = whole[:place] + bytes([whole[place] ^ int(noise.integers(1, 256))]) + whole[place + 1 :]
+    for position in noise.integers(0, len(whole), 300):
+        damaged = whole[:position] + bytes([whole[position] ^ int(noise.integers(1, 256))]) + whole[position + 1 :]
         if (look := check_header(damaged)) is None:
             continue
         accepted += 1
@@ -231,8 +231,8 @@ def test_a_split_without_one_readable_image_is_an_error(make_folder: MakeFolder,
 def test_check_finds_damage_that_lies_behind_a_good_header(make_folder: MakeFolder, tmp_path: Path) -> None:
     root = make_folder(train={"a": 2}, val={"a": 1})
     jpeg = LARGE["jpeg"]
-    place = jpeg.index(b"\xff\xc4") + 5  # the first Huffman table: more codes than there can be
-    (root / "train" / "a" / "z.jpg").write_bytes(jpeg[:place] + b"\xff" * 12 + jpeg[place + 12 :])
+    position = jpeg.index(b"\xff\xc4") + 5  # the first Huffman table: more codes than there can be
+    (root / "train" / "a" / "z.jpg").write_bytes(jpeg[:position] + b"\xff" * 12 + jpeg[position + 12 :])
     assert len(pack_and_open(root, tmp_path / "quick", check=False)) == 3
     assert len(pack_and_open(root, tmp_path / "checked", check=True)) == 2
 

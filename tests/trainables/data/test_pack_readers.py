@@ -357,8 +357,8 @@ def test_mutated_messages_give_features_or_an_error_and_nothing_else() -> None:
     assert example_features(memoryview(example({"n": -1})))["n"] == [-1]
     for _ in range(3000):
         mutated = bytearray(whole[: noise.integers(1, len(whole) + 1)])
-        for place in noise.integers(0, len(mutated), 3):
-            mutated[place] = noise.integers(0, 256)
+        for position in noise.integers(0, len(mutated), 3):
+            mutated[position] = noise.integers(0, 256)
         for parse in (example_features, parse_datum):
             try:
                 parse(memoryview(mutated))
@@ -477,18 +477,18 @@ def test_caffes_planes_of_blue_green_red_become_pixels(tmp_path: Path) -> None:
     assert "4 × 10 × 20 pixels are no image" in (tmp_path / "caffe-packed" / "unreadable.jsonl").read_text()
 
 
-def test_image_files_under_their_class_or_beside_their_label(tmp_path: Path) -> None:
+def test_image_files_under_their_class_or_with_their_label(tmp_path: Path) -> None:
     by_class = {b"zebra/1.jpg": JPEGS[0], b"ant/2.jpg": JPEGS[1], b"__len__": b"2"}
     train, _ = packed(write_lmdb(tmp_path / "classes", by_class, by_class))
     assert (train.classes, train.labels_N.tolist(), contents(train)) == (("ant", "zebra"), [0, 1], [JPEGS[1], JPEGS[0]])
-    beside = {
+    two_columns = {
         b"image-000000001": JPEGS[0],
         b"label-000000001": b"5",
         b"image-000000002": JPEGS[1],
         b"label-000000002": b"3",
         b"num-samples": b"2",
     }
-    train, _ = packed(write_lmdb(tmp_path / "beside", beside, beside))
+    train, _ = packed(write_lmdb(tmp_path / "two_columns", two_columns, two_columns))
     assert (train.classes, train.labels_N.tolist()) == (("3", "5"), [1, 0])
 
 
@@ -515,8 +515,8 @@ def test_pickled_values_are_refused_because_a_pickle_runs_code(tmp_path: Path) -
     import pickle
 
     items = {b"0": pickle.dumps((JPEGS[0], 3))}
-    said = refusal(write_lmdb(tmp_path / "pickles", items, items))
-    assert "its values are Python pickles, and reading a pickle runs whatever code it names" in said
+    text = refusal(write_lmdb(tmp_path / "pickles", items, items))
+    assert "its values are Python pickles, and reading a pickle runs whatever code it names" in text
 
 
 def test_an_lmdb_of_no_known_layout_or_damaged_is_refused(tmp_path: Path) -> None:

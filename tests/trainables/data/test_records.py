@@ -74,7 +74,7 @@ def test_a_packed_folder_is_read_as_the_folder_is(images: Path, packed: Path, sp
     assert len(ours) == len(folder)
 
 
-def test_samples_lie_in_several_shards_of_about_the_size_that_was_asked_for(packed: Path) -> None:
+def test_samples_lie_in_several_shards_of_about_the_size_that_was_given(packed: Path) -> None:
     shards = read_index(packed).splits["train"].shards
     assert len(shards) > 2
     assert max(shard.bytes for shard in shards) < 2 * SMALL_SHARDS
@@ -155,7 +155,7 @@ def test_a_source_goes_on_in_another_process(packed: Path, method: str) -> None:
     assert source.read(0) == first
 
 
-def test_a_source_that_travels_is_small_beside_what_it_reads(packed: Path) -> None:
+def test_a_source_that_travels_is_small_compared_with_what_it_reads(packed: Path) -> None:
     source = open_records(str(packed), "train")
     source.read(0)
     content = pickle.dumps(source)
@@ -191,19 +191,19 @@ def test_an_index_that_is_not_one_is_refused(packed: Path) -> None:
     index = packed / INDEX
     whole = json.loads(index.read_bytes())
 
-    def said(**changes: object) -> str:
+    def problem(**changes: object) -> str:
         index.write_text(json.dumps({**whole, **changes}))
         return message(packed)
 
-    assert "is of version 2, and this raydistill reads 1: update it" in said(version=2)
-    assert "not the index of a packed set (format: " in said(format="other")
-    assert "(classes: " in said(classes=7)
-    assert "(version: " in said(version="2\n")
-    assert "(a b: " in said(**{"a\nb": 1})
-    assert "has no split val" in said(splits={"train": whole["splits"]["train"]})
+    assert "is of version 2, and this raydistill reads 1: update it" in problem(version=2)
+    assert "not the index of a packed set (format: " in problem(format="other")
+    assert "(classes: " in problem(classes=7)
+    assert "(version: " in problem(version="2\n")
+    assert "(a b: " in problem(**{"a\nb": 1})
+    assert "has no split val" in problem(splits={"train": whole["splits"]["train"]})
     outside = {**whole["splits"]["train"], "rows": {**whole["splits"]["train"]["rows"], "file": "../rows.arrow"}}
-    assert "splits.train.rows.file" in said(splits={"train": outside, "val": whole["splits"]["val"]})
-    assert "does not agree with its index" in said(classes=["cat"])
+    assert "splits.train.rows.file" in problem(splits={"train": outside, "val": whole["splits"]["val"]})
+    assert "does not agree with its index" in problem(classes=["cat"])
     for content in (b"", b"{", b"[]", b"\xff\xfe", b"null"):
         index.write_bytes(content)
         assert "is not the index of a packed set" in message(packed)
@@ -235,9 +235,9 @@ def test_rows_that_are_not_those_of_the_index_are_refused(packed: Path) -> None:
     rows = packed / "train.rows.arrow"
     whole = rows.read_bytes()
     rows.write_bytes(whole[:-1])
-    assert f"{rows} is not the file that its index tells of" in message(packed)
+    assert f"{rows} is not the file that its index describes" in message(packed)
     rows.write_bytes(whole.replace(b"label", b"lebal"))
-    assert f"{rows} is not the file that its index tells of" in message(packed)
+    assert f"{rows} is not the file that its index describes" in message(packed)
     rows.unlink()
     assert f"{rows} cannot be read" in message(packed)
 
@@ -262,10 +262,10 @@ def test_rows_that_point_outside_their_shard_are_refused(packed: Path) -> None:
         for value in values:
             changed = batch.column(column).to_numpy().copy()
             changed[4] = value
-            place = batch.schema.get_field_index(column)
+            column_index = batch.schema.get_field_index(column)
             sink = pa.BufferOutputStream()
             with pa.ipc.new_file(sink, batch.schema) as writer:
-                writer.write_batch(batch.set_column(place, batch.schema.field(place), pa.array(changed)))
+                writer.write_batch(batch.set_column(column_index, batch.schema.field(column_index), pa.array(changed)))
             _with_rows(packed, sink.getvalue().to_pybytes())
             assert "does not agree with its index" in message(packed), (column, value)
 

@@ -39,11 +39,11 @@ def inputs(rows: list[int], epoch: int = 0, seed: int = 0, **sections: Any) -> D
 
 def test_without_augmentation_the_input_is_the_normalised_image() -> None:
     data = DataConfig()
-    seen = inputs([3, 1])
+    inputs_3 = inputs([3, 1])
     expected = (IMAGES[[3, 1]].double() / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
-    assert torch.allclose(seen.images_BCHW, expected.double(), atol=1e-6)
-    assert seen.labels_B.tolist() == [3, 1]
-    assert seen.mix is None
+    assert torch.allclose(inputs_3.images_BCHW, expected.double(), atol=1e-6)
+    assert inputs_3.labels_B.tolist() == [3, 1]
+    assert inputs_3.mix is None
 
 
 def test_what_a_pair_becomes_does_not_depend_on_the_rest_of_the_batch() -> None:

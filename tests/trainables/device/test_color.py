@@ -47,11 +47,11 @@ def test_each_image_has_its_own_order_and_factors(hue: bool) -> None:
     factors = 0.6 + 0.8 * torch.rand((len(orders), 4), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     factors[:, 3] = factors[:, 3] / 2 - 0.5
     ours = jitter(images.float(), factors, orders.argsort(dim=1).double(), hue=hue)
-    for image, order, row, mine in zip(images, orders, factors, ours, strict=True):
-        for place in order.tolist():
-            if hue or place != 3:
-                image = THEIRS[place](image, float(row[place]))
-        most, part = levels_apart(mine, image)
+    for image, order, row, image_of_ours in zip(images, orders, factors, ours, strict=True):
+        for number in order.tolist():
+            if hue or number != 3:
+                image = THEIRS[number](image, float(row[number]))
+        most, part = levels_apart(image_of_ours, image)
         assert most <= 4  # a level apart before a hue may be several after it
         assert part < 0.01
 

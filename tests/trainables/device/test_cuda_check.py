@@ -12,7 +12,7 @@ from trainables.failures import kind_of
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use this machine's GPU")
-def test_a_gpu_that_torch_cannot_use_is_told_with_node_and_versions() -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported_with_node_and_versions() -> None:
     with pytest.raises(DeviceError) as refused:
         check_usable(torch.device("cpu"), "node7 (10.0.0.7)")
     assert str(refused.value).startswith("node node7 (10.0.0.7): Ray has a GPU there that torch cannot use: ")
@@ -20,7 +20,7 @@ def test_a_gpu_that_torch_cannot_use_is_told_with_node_and_versions() -> None:
     assert kind_of(refused.value) == "device"
 
 
-def test_whatever_cuda_puts_off_until_its_first_use_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_cuda_puts_off_until_its_first_use_is_reported_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_off(*_: object, **__: object) -> None:
         raise torch.cuda.DeferredCudaCallError("CUDA call failed lazily at initialization with error: no such arch\n\nstack")
 
@@ -29,7 +29,7 @@ def test_whatever_cuda_puts_off_until_its_first_use_is_told_too(monkeypatch: pyt
         check_usable(torch.device("cpu"), "node7")
 
 
-def test_the_driver_is_told_with_the_cuda_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_reported_with_the_cuda_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("nvmlInit", None),
         ("nvmlSystemGetCudaDriverVersion", 12080),

@@ -189,12 +189,12 @@ def test_batches_of_any_size_are_decoded(decoder: RegionDecoder) -> None:
     boxes = _boxes(149, 115, 300)
     regions = [_region(row, JPEGS["4:4:4"], box) for row, box in enumerate(boxes)]
     expected = [StoredImage(region.data, DECODERS["pil"]()).part(region.box) for region in regions]
-    held = list[tuple[torch.Tensor | None, np.ndarray]]()
+    pairs = list[tuple[torch.Tensor | None, np.ndarray]]()
     for count in (300, 0, 1, 129, 128, 3):
         decoded = decoder.decode(regions[:count])
         assert len(decoded) == count
-        held += zip(decoded, expected[:count], strict=True)
-    for pixels, expected_HWC in held:  # also those of the first run, after the last
+        pairs += zip(decoded, expected[:count], strict=True)
+    for pixels, expected_HWC in pairs:  # also those of the first run, after the last
         assert pixels is not None
         assert (pixels.numpy() == expected_HWC).all()
     assert decode_regions(decoder, [], _room(0)) == {}
@@ -206,13 +206,13 @@ def test_a_file_that_stops_the_decoder_costs_no_other_file_its_place(decoder: Re
     bad_code = bytearray(whole)
     table = whole.index(b"\xff\xc4") + 5
     bad_code[table : table + 16] = b"\xff" * 16
-    for place in (0, 2, 4):
+    for number in (0, 2, 4):
         files = [whole] * 5
-        files[place] = bytes(bad_code)
+        files[number] = bytes(bad_code)
         images_BCHW = _room(5)
         bad = decode_regions(decoder, [_region(row, data, box) for row, data in enumerate(files)], images_BCHW)
-        assert bad.keys() == {place}
-        assert "damaged" in bad[place]
+        assert bad.keys() == {number}
+        assert "damaged" in bad[number]
         for row in set(range(5)) - bad.keys():
             assert abs(_shown(images_BCHW)[row].astype(int) - _exact(whole, box)).max() <= 1
     assert all(pixels is not None for pixels in decoder.decode([_region(0, whole, box)] * 3))
@@ -224,13 +224,13 @@ def test_a_loaders_batches_are_those_of_exact_decoding_on_the_cpu(make_folder: M
     _mixed(root)
     exact, ours = (_loader(data, workers=workers) for data in (_config(root, "auto", fidelity="exact"), _config(root, name)))
     assert (ours.decoder, exact.decoder in DECODERS) == (name, True)
-    for mine, other in zip(_epoch(ours), _epoch(exact), strict=True):
-        assert torch.equal(mine.indices_B, other.indices_B)
-        assert torch.equal(mine.labels_B, other.labels_B)
-        assert (mine.position, mine.epoch) == (other.position, other.epoch)
-        assert (mine.images_BCHW.dtype, mine.images_BCHW.shape) == (torch.uint8, (len(mine.labels_B), 3, SIZE, SIZE))
-        assert mine.images_BCHW.is_contiguous(memory_format=torch.channels_last)
-        assert abs(_shown(mine.images_BCHW).astype(int) - _shown(other.images_BCHW)).max() <= 1
+    for one, other in zip(_epoch(ours), _epoch(exact), strict=True):
+        assert torch.equal(one.indices_B, other.indices_B)
+        assert torch.equal(one.labels_B, other.labels_B)
+        assert (one.position, one.epoch) == (other.position, other.epoch)
+        assert (one.images_BCHW.dtype, one.images_BCHW.shape) == (torch.uint8, (len(one.labels_B), 3, SIZE, SIZE))
+        assert one.images_BCHW.is_contiguous(memory_format=torch.channels_last)
+        assert abs(_shown(one.images_BCHW).astype(int) - _shown(other.images_BCHW)).max() <= 1
     assert ours.skipped == exact.skipped == {13: "train/b/004.jpg (not an image)"}
 
 
@@ -267,9 +267,9 @@ def test_an_epoch_goes_on_where_it_was_left(make_folder: MakeFolder, name: str) 
     assert [len(batch.labels_B) for batch in whole] == [6, 6, 5]
     rest = list(_epoch(_loader(data), start=whole[0].position))
     assert [batch.position for batch in rest] == [12, 17]
-    for mine, other in zip(rest, whole[1:], strict=True):
-        assert torch.equal(mine.indices_B, other.indices_B)
-        assert torch.equal(mine.images_BCHW, other.images_BCHW)
+    for one, other in zip(rest, whole[1:], strict=True):
+        assert torch.equal(one.indices_B, other.indices_B)
+        assert torch.equal(one.images_BCHW, other.images_BCHW)
 
 
 def test_an_image_that_turns_out_to_be_none_is_left_out_named_and_counted(make_folder: MakeFolder, name: str) -> None:
@@ -320,8 +320,8 @@ def test_a_devices_decoder_without_a_gpu_or_without_crops_is_refused_in_one_line
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this node could")
 @pytest.mark.parametrize("name", REGION_DECODERS)
 def test_a_node_that_cannot_decode_is_refused_in_one_line(name: str) -> None:
-    said = rf"^data\.decoder: {name} cannot be used on this node \(.*\); pip install nvidia-.*, or write data\.decoder=auto$"
-    with pytest.raises(DataError, match=said) as caught:
+    message = rf"^data\.decoder: {name} cannot be used on this node \(.*\); pip install nvidia-.*, or write data\.decoder=auto$"
+    with pytest.raises(DataError, match=message) as caught:
         check_decoder(DataConfig(decoder=name, augment="crop_flip"), torch.device("cuda", 0), 1)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
@@ -336,7 +336,7 @@ def test_a_gpu_without_room_for_a_decoder_is_out_of_memory_and_no_missing_librar
     assert kind_of(caught.value) == "out_of_memory"
 
 
-def test_a_decoder_that_decodes_is_told_from_one_that_does_not(decoder: RegionDecoder) -> None:
+def test_a_decoder_that_decodes_is_distinguished_from_one_that_does_not(decoder: RegionDecoder) -> None:
     class Nothing:
         def decode(self, regions: list[Region]) -> list[torch.Tensor | None]:
             return [None] * len(regions)

@@ -67,19 +67,19 @@ def test_an_error_of_the_loader_comes_through() -> None:
 def test_every_step_sees_its_own_batch_however_far_the_thread_is_ahead(pin_memory: bool) -> None:
     device = torch.device("cuda")
     loader = ThriftyLoader((256, 128, 128, 3), pin_memory)
-    seen, taken, positions = [], [], []
+    visited, taken, positions = [], [], []
     for batch in on_device(loader.batches(), device):
         batch.wait()
         torch.cuda._sleep(3_000_000)  # a slow step: the thread runs ahead of it
-        seen.append(torch.stack([f(batch.images_BCHW.flatten()) for f in (torch.amin, torch.amax)]))
-        seen.append(torch.stack([batch.labels_B[0], batch.indices_B[-1] - 1]))
+        visited.append(torch.stack([f(batch.images_BCHW.flatten()) for f in (torch.amin, torch.amax)]))
+        visited.append(torch.stack([batch.labels_B[0], batch.indices_B[-1] - 1]))
         assert batch.images_BCHW.is_contiguous(memory_format=torch.channels_last)
         taken.append(loader.given)
         positions.append(batch.position)
         scratch = [torch.randint(255, batch.images_BCHW.shape, dtype=torch.uint8, device=device) for _ in range(3)]
         del scratch  # memory that the next copies may be given
     expected = [[number] * 2 for number in range(NUM_BATCHES) for _ in range(2)]
-    assert torch.stack([pair.long() for pair in seen]).tolist() == expected
+    assert torch.stack([pair.long() for pair in visited]).tolist() == expected
     assert positions == [64 * (number + 1) for number in range(NUM_BATCHES)]
     assert taken == [min(number + 2, NUM_BATCHES) for number in range(NUM_BATCHES)]  # one batch ahead
     assert loader.closed
@@ -87,7 +87,7 @@ def test_every_step_sees_its_own_batch_however_far_the_thread_is_ahead(pin_memor
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_seconds_of_each_copy_are_told_without_the_wait_for_the_step_before() -> None:
+def test_the_seconds_of_each_copy_are_reported_without_the_wait_for_the_step_before() -> None:
     seconds: list[float] = []
     for batch in on_device(ThriftyLoader((256, 128, 128, 3), True).batches(), torch.device("cuda"), copied=seconds.append):
         batch.wait()

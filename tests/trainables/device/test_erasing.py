@@ -42,7 +42,7 @@ def test_what_is_inside_becomes_0_and_the_rest_stays() -> None:
     erasing = RandomErasing(0.5)
     erased = erasing(images, draws, 4)
     boxes = erasing.boxes(draws.columns(4, erasing.num_uniforms), 24, 24).long().tolist()
-    for image, mine, (top, left, bottom, right) in zip(images, erased, boxes, strict=True):
-        assert torch.equal(mine, TF.erase(image, top, left, bottom - top, right - left, torch.zeros(3, 1, 1)))
+    for image, image_erased, (top, left, bottom, right) in zip(images, erased, boxes, strict=True):
+        assert torch.equal(image_erased, TF.erase(image, top, left, bottom - top, right - left, torch.zeros(3, 1, 1)))
     changed = int((erased != images).flatten(1).any(1).sum())
     assert 20 < changed < 44

@@ -41,7 +41,7 @@ def test_each_image_gets_its_own_operation_as_torchvision_does_it(size: int, mag
         for image in images:
             batch = image.expand(len(KINDS), -1, -1, -1).float().contiguous()
             expected = torch.stack([torchvisions(image, kind, magnitude) for kind in KINDS.tolist()])
-            apart = [levels_apart(mine, theirs) for mine, theirs in zip(ours.apply(batch, KINDS), expected, strict=True)]
+            apart = [levels_apart(left, theirs) for left, theirs in zip(ours.apply(batch, KINDS), expected, strict=True)]
             names = [OPERATIONS[kind // 2] for kind in KINDS.tolist()]
             # The same arithmetic: where a machine fuses a multiplication with an addition, a tie may fall to the other side.
             assert [
@@ -52,7 +52,7 @@ def test_each_image_gets_its_own_operation_as_torchvision_does_it(size: int, mag
             assert max(part for _, part in apart) < 2e-3
 
 
-def test_as_many_operations_follow_each_other_as_asked() -> None:
+def test_as_many_operations_follow_each_other_as_configured() -> None:
     images = pictures(6, 16).float()
     draws = Draws(1, 2, torch.arange(6))
     three = RandAugment(RandAugmentConfig(num_ops=3), 16, CPU)
@@ -63,9 +63,9 @@ def test_as_many_operations_follow_each_other_as_asked() -> None:
 
 def test_operations_and_signs_are_equally_likely() -> None:
     one = RandAugment(RandAugmentConfig(num_ops=1), 1, CPU)
-    seen: list[Tensor] = []
-    one.apply = lambda pixels, kinds: seen.append(kinds) or pixels  # type: ignore[method-assign, func-returns-value]
+    batches: list[Tensor] = []
+    one.apply = lambda pixels, kinds: batches.append(kinds) or pixels  # type: ignore[method-assign, func-returns-value]
     one(torch.zeros((14_000, 3, 1, 1)), Draws(0, 0, torch.arange(14_000)), 0)
-    counts = torch.bincount(seen[0], minlength=28)
+    counts = torch.bincount(batches[0], minlength=28)
     assert len(counts) == 28
     assert int((counts - 500).abs().max()) < 90  # 4 standard deviations

@@ -140,11 +140,11 @@ def all_terms(
 ) -> dict[str, Tensor]:
     """All its terms, those of the init stage too."""
     batch = case.batch(teacher)
-    seen = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
+    outputs = [ModelOutputs(side[0], tuple(side[1:])) for side in (student, teacher)]
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.init_loss(*seen, samples(labels_B, **{**batch, "epoch": -1.0}))
-    found |= method(*seen, samples(labels_B, **batch))
+        found |= method.init_loss(*outputs, samples(labels_B, **{**batch, "epoch": -1.0}))
+    found |= method(*outputs, samples(labels_B, **batch))
     assert tuple(found) == method.init_terms + method.terms
     assert all(term.shape in ((len(labels_B),), ()) for term in found.values())
     return found
@@ -200,11 +200,11 @@ def assert_gradients_are_the_references(case: Comparison, directions: int = 3) -
         loss = torch.stack([found[name].mean() for name in names]).sum()
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         arrays = [leaf.detach().numpy().copy() for leaf in leaves]
-        for place, (array, gradient) in enumerate(zip(arrays, gradients, strict=True)):
+        for number, (array, gradient) in enumerate(zip(arrays, gradients, strict=True)):
             ways = numbers.normal(size=(directions, *array.shape)) / np.sqrt(array.size)
 
-            def moved(steps: Array, place: int = place, ways: Array = ways) -> float:
-                now = [x + np.tensordot(steps, ways, 1) if at == place else x for at, x in enumerate(arrays)]  # noqa: B023
+            def moved(steps: Array, number: int = number, ways: Array = ways) -> float:
+                now = [x + np.tensordot(steps, ways, 1) if at == number else x for at, x in enumerate(arrays)]  # noqa: B023
                 own = dict(zip(trained, now[len(student) :], strict=True))  # noqa: B023
                 shifted = dataclasses.replace(
                     inputs,
@@ -219,7 +219,7 @@ def assert_gradients_are_the_references(case: Comparison, directions: int = 3) -
             numeric = derivative(moved, np.zeros(directions))
             analytic = [0.0] * directions if gradient is None else [float((gradient.numpy() * way).sum()) for way in ways]
             size = max(1.0, abs(float(loss.detach())))
-            np.testing.assert_allclose(analytic, numeric, rtol=1e-5, atol=1e-8 * size, err_msg=f"{names} by leaf {place}")
+            np.testing.assert_allclose(analytic, numeric, rtol=1e-5, atol=1e-8 * size, err_msg=f"{names} by leaf {number}")
 
 
 def assert_half_precision_is_near(case: Comparison) -> None:

@@ -44,8 +44,8 @@ def answers(case: Case, rows: int, seed: int = 0, num_classes: int = 5) -> tuple
     return ModelOutputs(student[0], tuple(student[1:])), ModelOutputs(teacher[0], tuple(teacher[1:]))
 
 
-def leaves(seen: ModelOutputs) -> list[Tensor]:
-    return [seen.logits_BK, *seen.features]
+def leaves(outputs: ModelOutputs) -> list[Tensor]:
+    return [outputs.logits_BK, *outputs.features]
 
 
 def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
@@ -57,21 +57,23 @@ def steps(group: Group, case: Case, split: tuple[int, ...]) -> list[Tensor]:
     method, found = case.make(group=group), []
     for step in range(case.steps):
         student, teacher = answers(case, total, seed=step)
-        mine = [
-            ModelOutputs(seen.logits_BK[own].detach().clone(), tuple(feature[own].detach().clone() for feature in seen.features))
-            for seen in (student, teacher)
+        own_part = [
+            ModelOutputs(
+                outputs.logits_BK[own].detach().clone(), tuple(feature[own].detach().clone() for feature in outputs.features)
+            )
+            for outputs in (student, teacher)
         ]
-        for leaf in leaves(mine[0]):
+        for leaf in leaves(own_part[0]):
             leaf.requires_grad_()
         labels, indices = torch.arange(total) % 5, (torch.arange(total) * 5 + torch.arange(total) % 5) % 40
         images = draw(total, 3, 8, 8, seed=step)[own]
         batch = samples(labels[own], indices_B=indices[own], images_BCHW=images, epoch=float(step), group=group)
-        terms = method(*mine, batch)
+        terms = method(*own_part, batch)
         assert tuple(terms) == method.terms
         loss = torch.stack([t if t.ndim == 0 else t.sum() * group.world_size / total for t in terms.values()]).sum()
         loss.backward()
         found += [t.detach() if t.ndim == 0 else _summed(t.detach().sum(), group) / total for t in terms.values()]
-        found += [_all(leaf.grad, batch.gather) / group.world_size for leaf in leaves(mine[0]) if leaf.grad is not None]
+        found += [_all(leaf.grad, batch.gather) / group.world_size for leaf in leaves(own_part[0]) if leaf.grad is not None]
     found += [_summed(p.grad.clone(), group) / group.world_size for p in method.parameters() if p.grad is not None]
     return found + [buffer.clone() for buffer in method.buffers()]
 

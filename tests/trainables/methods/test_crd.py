@@ -80,7 +80,7 @@ def test_of_equal_indices_in_a_batch_the_last_is_kept() -> None:
     method, other = build(), build()
     student, teacher = answers(CASE, 4)
     method(student, teacher, batch(twice))
-    last = [ModelOutputs(seen.logits_BK[1:], (seen.features[0][1:],)) for seen in (student, teacher)]
+    last = [ModelOutputs(outputs.logits_BK[1:], (outputs.features[0][1:],)) for outputs in (student, teacher)]
     other(*last, batch(twice[1:]))
     assert method.memory_student.equal(other.memory_student)
     assert method.memory_teacher.equal(other.memory_teacher)

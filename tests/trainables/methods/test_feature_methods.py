@@ -41,7 +41,7 @@ def maps(shapes: Shapes, rows: int, seed: int) -> Maps:
     return tuple(torch.randn(rows, *shape, dtype=torch.float64, generator=generator) for shape in shapes)
 
 
-def seen(features: Maps) -> ModelOutputs:
+def outputs_of(features: Maps) -> ModelOutputs:
     return ModelOutputs(features[0].new_zeros(len(features[0]), 5), features)
 
 
@@ -50,8 +50,8 @@ def all_terms(method: Method, student: Maps, teacher: Maps, group: Group | None 
     rows = torch.zeros(len(student[0]), dtype=torch.int64)
     found: dict[str, Tensor] = {}
     if method.init_terms:
-        found |= method.init_loss(seen(student), seen(teacher), samples(rows, epoch=-1.0, group=group))
-    return found | method(seen(student), seen(teacher), samples(rows, group=group))
+        found |= method.init_loss(outputs_of(student), outputs_of(teacher), samples(rows, epoch=-1.0, group=group))
+    return found | method(outputs_of(student), outputs_of(teacher), samples(rows, group=group))
 
 
 def built(name: str, **options: Any) -> Method:
@@ -98,10 +98,10 @@ def test_three_workers_with_uneven_rows_equal_one(ranks: RankPool, name: str) ->
     parts = ranks.run(len(sizes), on_a_rank, name, sizes)
     for key, term in terms.items():
         torch.testing.assert_close(torch.cat([part[0][key] for part in parts]), term, rtol=1e-9, atol=1e-12)
-    for place, gradient in enumerate(features):
-        torch.testing.assert_close(torch.cat([part[1][place] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
-    for place, gradient in enumerate(own):
-        torch.testing.assert_close(torch.stack([part[2][place] for part in parts]).sum(0), gradient, rtol=1e-9, atol=1e-12)
+    for number, gradient in enumerate(features):
+        torch.testing.assert_close(torch.cat([part[1][number] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
+    for number, gradient in enumerate(own):
+        torch.testing.assert_close(torch.stack([part[2][number] for part in parts]).sum(0), gradient, rtol=1e-9, atol=1e-12)
 
 
 # What the methods calculate.
@@ -125,7 +125,7 @@ def test_ab_counts_later_stages_more_and_adapts_only_maps_that_differ() -> None:
     method, ones = make("ab", **shapes), torch.ones(1, 1, 1, 1, dtype=torch.float64)
     assert [type(connector) for connector in method.connectors] == [nn.Identity] * 3
     for stage, weight in enumerate((0.25, 0.5, 1.0)):
-        student = tuple(ones * (-2 if place == stage else 1) for place in range(3))
+        student = tuple(ones * (-2 if number == stage else 1) for number in range(3))
         assert only(method, student, (ones,) * 3) == pytest.approx([9 * weight * 3 / 1000])
         assert only(make("ab", variant="paper", **shapes), student, (ones,) * 3) == pytest.approx([9])
     adapted = built("ab").connectors
@@ -183,7 +183,9 @@ def test_parameters_that_are_trained_together_all_get_a_gradient(name: str) -> N
     wanted = [parameter for parameter in method.parameters() if id(parameter) not in settled]
     if not wanted:
         return
-    terms = method(seen(maps(STUDENT, 3, 0)), seen(maps(TEACHER[name], 3, 1)), samples(torch.zeros(3, dtype=torch.int64)))
+    terms = method(
+        outputs_of(maps(STUDENT, 3, 0)), outputs_of(maps(TEACHER[name], 3, 1)), samples(torch.zeros(3, dtype=torch.int64))
+    )
     total = torch.stack([term.sum() for term in terms.values()]).sum()
     assert all(gradient is not None for gradient in torch.autograd.grad(total, wanted, allow_unused=True))
 

@@ -59,11 +59,11 @@ def ab(inputs: Inputs, variant: str = "repdistiller", margin: float = 1.0) -> Te
 
 
 def ft(inputs: Inputs, variant: str = "repdistiller") -> Terms:
-    encoder, decoder = ([layer(inputs, f"{part}.0.{place}") for place in (0, 2, 4)] for part in ("paraphrasers", "builders"))
+    encoder, decoder = ([layer(inputs, f"{part}.0.{number}") for number in (0, 2, 4)] for part in ("paraphrasers", "builders"))
     if variant == "repdistiller":
-        translator = [layer(inputs, f"translators.0.{3 * place}", f"translators.0.{3 * place + 1}") for place in range(3)]
+        translator = [layer(inputs, f"translators.0.{3 * number}", f"translators.0.{3 * number + 1}") for number in range(3)]
     else:
-        translator = [layer(inputs, f"translators.0.{2 * place}") for place in range(3)]
+        translator = [layer(inputs, f"translators.0.{2 * number}") for number in range(3)]
     (student,), (teacher,) = maps(inputs)
     factors = reference.ft_encode(student, translator), reference.ft_encode(teacher, encoder)
     return {"reconstruction": reference.ft_reconstruction(teacher, encoder, decoder), "factor": reference.ft(*factors, variant)}
@@ -94,7 +94,7 @@ def nst(inputs: Inputs) -> Terms:
 
 def vid(inputs: Inputs, variant: str = "repdistiller") -> Terms:
     stages, known = range(len(inputs.student)), inputs.parameters
-    weights = [tuple(known[f"normals.{at}.mean.{place}.weight"] for place in (0, 2, 4)) for at in stages]
+    weights = [tuple(known[f"normals.{at}.mean.{number}.weight"] for number in (0, 2, 4)) for at in stages]
     raw = [known[f"normals.{at}.raw_variance_C"] for at in stages]
     return {"information": reference.vid(*maps(inputs), weights, raw, variant=variant)}  # type: ignore[arg-type]
 

@@ -47,14 +47,14 @@ def made(name: str, group: Group | None = None, **changed: Any) -> Method:
     )
 
 
-def seen(shapes: tuple[tuple[int, ...], ...], seed: int) -> ModelOutputs:
+def outputs_of(shapes: tuple[tuple[int, ...], ...], seed: int) -> ModelOutputs:
     generator = torch.Generator().manual_seed(seed)
     draw = [torch.randn(ROWS, *shape, dtype=torch.float64, generator=generator) for shape in ((CLASSES,), *shapes)]
     return ModelOutputs(draw[0], tuple(draw[1:]))
 
 
 def answers(name: str) -> tuple[ModelOutputs, ModelOutputs]:
-    return seen(KINDS[name]["student_shapes"], 3), seen(KINDS[name]["teacher_shapes"], 4)
+    return outputs_of(KINDS[name]["student_shapes"], 3), outputs_of(KINDS[name]["teacher_shapes"], 4)
 
 
 def part(whole: ModelOutputs, begin: int, end: int) -> ModelOutputs:
@@ -82,14 +82,14 @@ def test_a_margin_is_the_mean_of_what_is_negative() -> None:
     scale, shift = torch.tensor([1.0, -2.0, 0.5, 1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, -0.3, 4.0, -2.0, 3.0])
     found = margins(scale, shift)
     generator = torch.Generator().manual_seed(0)
-    for place in range(3):
-        drawn = shift[place] + scale[place].abs() * torch.randn(2_000_000, dtype=torch.float64, generator=generator)
-        assert found[place].item() == pytest.approx(drawn[drawn < 0].mean().item(), rel=5e-3)
+    for number in range(3):
+        drawn = shift[number] + scale[number].abs() * torch.randn(2_000_000, dtype=torch.float64, generator=generator)
+        assert found[number].item() == pytest.approx(drawn[drawn < 0].mean().item(), rel=5e-3)
     assert found[0].item() == pytest.approx(-math.sqrt(2 / math.pi))
     assert found[3:].tolist() == [-3.0, -2.0, 0.0]  # hardly ever negative; always the same
 
 
-def test_the_partial_distance_asks_only_for_what_the_relu_lets_through_and_for_no_more_than_the_margin() -> None:
+def test_the_partial_distance_requires_only_what_the_relu_lets_through_and_for_no_more_than_the_margin() -> None:
     margin = torch.tensor([-1.0], dtype=torch.float64)
 
     def distance(student: float, teacher: float) -> float:
@@ -185,7 +185,7 @@ def test_a_reused_classifier_projects_and_predicts_as_the_reference(size: int) -
     model.reuse(teacher_model(), 8)
     images = torch.randn(ROWS, 3, 4 * size, 4 * size, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     features = model.trunk.features.train()(images)  # type: ignore[operator, union-attr]
-    target = seen(((32, 2, 2),), 4).features[0]
+    target = outputs_of(((32, 2, 2),), 4).features[0]
     parts = [reference.Layer(array(m.weight), None, (array(n.weight), array(n.bias))) for m, n in projected(model)]
     head = (array(model.classifier.weight), array(model.classifier.bias))
     _, logits = reference.simkd(array(features), array(target), parts, head)
@@ -226,10 +226,10 @@ def test_three_workers_compute_what_one_does(ranks: RankPool, name: str) -> None
             torch.testing.assert_close(torch.cat([own[0][term] for own in parts]), value, **exact)
         else:
             assert all(torch.allclose(own[0][term], value, **exact) for own in parts)
-    for place, gradient in enumerate(features):
-        torch.testing.assert_close(torch.cat([own[1][place] for own in parts]), gradient, **exact)
+    for number, gradient in enumerate(features):
+        torch.testing.assert_close(torch.cat([own[1][number] for own in parts]), gradient, **exact)
     for own in parts:
-        for mine, gradient in zip(own[2], trained, strict=True):
-            torch.testing.assert_close(mine, gradient, **exact)
+        for own_gradient, gradient in zip(own[2], trained, strict=True):
+            torch.testing.assert_close(own_gradient, gradient, **exact)
         for key, tensor in state.items():
             torch.testing.assert_close(own[3][key], tensor, **exact)

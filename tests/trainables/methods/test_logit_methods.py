@@ -29,7 +29,7 @@ CASES = [
 LABELS = torch.tensor([0, 4, 2, 4, 1, 0, 3, 3])
 
 
-def said(case: Case, student: Tensor, teacher: Tensor, labels: Tensor = LABELS, **more: Any) -> dict[str, Tensor]:
+def terms_of(case: Case, student: Tensor, teacher: Tensor, labels: Tensor = LABELS, **more: Any) -> dict[str, Tensor]:
     method = case.make(num_classes=student.shape[1], **more)
     found: dict[str, Tensor] = method(ModelOutputs(student), ModelOutputs(teacher), samples(labels))
     return found
@@ -43,8 +43,8 @@ def test_ttm_and_wttm_have_each_a_weight_of_their_own_unless_one_is_given() -> N
 def test_standardised_logits_do_not_change_with_the_models_scale_and_offset() -> None:
     for case in (Case("kd"), Case("dkd"), Case("dist"), Case("nkd"), Case("ttm")):
         scaled = Case(case.name, {"standardize": True})
-        one = said(scaled, draw(8, 5, seed=0), draw(8, 5, seed=1))
-        other = said(scaled, 7 * draw(8, 5, seed=0) + 2, draw(8, 5, seed=1) - 4)
+        one = terms_of(scaled, draw(8, 5, seed=0), draw(8, 5, seed=1))
+        other = terms_of(scaled, 7 * draw(8, 5, seed=0) + 2, draw(8, 5, seed=1) - 4)
         for name in one:
             torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-7)
 
@@ -55,7 +55,7 @@ def test_a_student_that_says_one_thing_of_all_classes_is_not_thrown_far(case: Ca
     """As one whose last layer begins with zeros, whose deviation is 0 or what rounding made of it."""
     for dtype in (torch.float32, torch.float64):
         student = torch.full((8, 5), value, dtype=dtype, requires_grad=True)
-        found = said(case, student, draw(8, 5, seed=1).to(dtype))
+        found = terms_of(case, student, draw(8, 5, seed=1).to(dtype))
         torch.stack([term.mean() for term in found.values()]).sum().backward()
         assert student.grad is not None
         assert student.grad.abs().max() < 10
@@ -64,7 +64,7 @@ def test_a_student_that_says_one_thing_of_all_classes_is_not_thrown_far(case: Ca
 @pytest.mark.parametrize("name", ["dist", "mlkd", "ttm"])
 def test_a_student_that_answers_as_the_teacher_does_loses_nothing(name: str) -> None:
     options = {"temperature": 1.0} if name == "ttm" else {}
-    found = said(Case(name, options), draw(8, 5, seed=0), draw(8, 5, seed=0))
+    found = terms_of(Case(name, options), draw(8, 5, seed=0), draw(8, 5, seed=0))
     assert all(term.abs().max() < 1e-3 for term in found.values())  # of dist 1e-8 beside the norms is left
 
 

@@ -58,7 +58,7 @@ print("torch" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
-MINE = """
+OWN_METHOD = """
 from trainables.methods.contract import Method, MethodBatch, ModelOutputs
 
 
@@ -76,7 +76,7 @@ class Other:
 
 def test_a_method_of_ones_own_is_loaded_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(MINE)
+    file.write_text(OWN_METHOD)
     name = f"{file}:Mine"
     check_name(name)
     assert option_key(name) == "Mine"
@@ -106,10 +106,10 @@ def test_a_source_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [
-        (MINE, "Other", "is no method: write a class that inherits from"),
-        (MINE, "Missing", "cannot be loaded (AttributeError"),
-        (MINE + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
-        (MINE + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
+        (OWN_METHOD, "Other", "is no method: write a class that inherits from"),
+        (OWN_METHOD, "Missing", "cannot be loaded (AttributeError"),
+        (OWN_METHOD + "\n\nMine.Options = dict", "Mine", "has Options that do not inherit from"),
+        (OWN_METHOD + "\n\ndel Mine.terms", "Mine", "has no tuple `terms`: write one with the names of what forward returns"),
         ("import no_such_package", "Mine", "cannot be loaded (ModuleNotFoundError"),
         ("import sys; sys.exit(0)", "Mine", "cannot be loaded (SystemExit: 0)"),
         ("def (", "Mine", "cannot be loaded (SyntaxError"),
@@ -128,7 +128,7 @@ def test_the_methods_of_a_file_are_of_one_module_and_files_of_one_name_of_two(tm
     files = [tmp_path / folder / "mine.py" for folder in ("a", "b")]
     for file in files:
         file.parent.mkdir()
-        file.write_text(MINE.replace("class Other:\n    pass", "class Other(Mine):\n    pass"))
+        file.write_text(OWN_METHOD.replace("class Other:\n    pass", "class Other(Mine):\n    pass"))
     first, second = (load_method(f"{files[0]}:{name}") for name in ("Mine", "Other"))
     assert issubclass(second, first)
     elsewhere = load_method(f"{files[1]}:Mine")
@@ -139,29 +139,29 @@ def test_the_methods_of_a_file_are_of_one_module_and_files_of_one_name_of_two(tm
 
 def test_a_file_that_failed_is_run_again_and_leaves_no_module(tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
-    file.write_text(MINE + "\nraise RuntimeError('not yet')")
+    file.write_text(OWN_METHOD + "\nraise RuntimeError('not yet')")
     with pytest.raises(ExperimentError, match="not yet"):
         load_method(f"{file}:Mine")
     assert not [name for name in sys.modules if "mended" in name]
-    file.write_text(MINE)
+    file.write_text(OWN_METHOD)
     assert load_method(f"{file}:Mine").terms == ("apart",)
 
 
 def test_a_package_offers_a_method_by_its_entry_point(tmp_path: Path) -> None:
-    with installed(tmp_path, "first", "apart", MINE):
+    with installed(tmp_path, "first", "apart", OWN_METHOD):
         check_name("apart")
         assert load_method("apart").terms == ("apart",)
 
 
 @pytest.mark.parametrize(("name", "ours"), [("kd", "raydistill (trainables.methods.kd:KD)"), ("apart", "first (_first:Mine)")])
 def test_a_name_that_two_packages_offer_is_refused_with_both(tmp_path: Path, name: str, ours: str) -> None:
-    with installed(tmp_path, "first", "apart", MINE), installed(tmp_path, "second", name, MINE):
+    with installed(tmp_path, "first", "apart", OWN_METHOD), installed(tmp_path, "second", name, OWN_METHOD):
         check_name(name)
         with pytest.raises(ExperimentError) as caught:
             load_method(name)
         assert load_method("dkd") is load_method("dkd")
-    said = str(caught.value)
-    assert said.startswith(f"distill.method: {name} is offered by ")
-    assert ours in said
-    assert "second (_second:Mine)" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"distill.method: {name} is offered by ")
+    assert ours in message
+    assert "second (_second:Mine)" in message
+    assert "\n" not in message

@@ -41,7 +41,7 @@ def test_cc_has_for_each_variant_the_weight_of_its_source() -> None:
 
 
 def test_rkds_angles_in_parts_are_those_of_the_whole() -> None:
-    student, teacher = (seen.features[0] for seen in answers(Case("rkd", **ROWS), 7))
+    student, teacher = (outputs.features[0] for outputs in answers(Case("rkd", **ROWS), 7))
     losses = [angle_differences(student, teacher, part=part) for part in (1, 2 * 7 * 13, 10**6)]
     gradients = [torch.autograd.grad(loss, student)[0] for loss in losses]
     for loss, gradient in zip(losses[:2], gradients[:2], strict=True):

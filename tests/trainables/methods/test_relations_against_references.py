@@ -149,8 +149,8 @@ def test_crds_losses_and_memory_are_those_of_the_reference_over_three_steps(nega
             indices[-1] = indices[0]
         contrast = method.entries(indices, indices % 5, step)
         expected = case.step(student[1], teacher[1], contrast.numpy())
-        seen = [ModelOutputs(torch.as_tensor(side[0]), (torch.as_tensor(side[1]),)) for side in (student, teacher)]
-        found = method(*seen, samples(indices % 5, indices_B=indices, epoch=float(step)))
+        outputs = [ModelOutputs(torch.as_tensor(side[0]), (torch.as_tensor(side[1]),)) for side in (student, teacher)]
+        found = method(*outputs, samples(indices % 5, indices_B=indices, epoch=float(step)))
         np.testing.assert_allclose((found["student"] + found["teacher"]).detach().numpy(), expected, rtol=1e-9)
         case.memory = case.after
         np.testing.assert_allclose(method.memory_student.numpy(), case.memory.student_ND, rtol=1e-9, atol=1e-12)
@@ -168,11 +168,11 @@ def test_crds_gradients_are_those_of_the_reference() -> None:
         contrast = method.entries(INDICES, INDICES % 5, step).numpy()
         leaf = torch.as_tensor(student[1]).requires_grad_()
         before = [parameter.detach().numpy().copy() for parameter in method.parameters()]
-        seen = (
+        outputs = (
             ModelOutputs(torch.as_tensor(student[0]), (leaf,)),
             ModelOutputs(torch.as_tensor(teacher[0]), (torch.as_tensor(teacher[1]),)),
         )
-        found = method(*seen, samples(INDICES % 5, indices_B=INDICES, epoch=float(step)))
+        found = method(*outputs, samples(INDICES % 5, indices_B=INDICES, epoch=float(step)))
         if step == 0:
             remembering.step(student[1], teacher[1], contrast)
             remembering.memory = remembering.after

@@ -180,10 +180,10 @@ def test_each_epochs_target_holds_more_of_the_last_answer_as_the_reference_says(
     method = own_answers(alpha=0.6)
     remembered = np.eye(5)[LABELS_M.numpy()]
     for epoch in range(4):
-        for place, part in enumerate(torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).split(5)):
-            logits_BK = draw(len(part), 5, seed=10 * epoch + place).requires_grad_()
+        for number, part in enumerate(torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).split(5)):
+            logits_BK = draw(len(part), 5, seed=10 * epoch + number).requires_grad_()
             (loss_B,) = terms(
-                method, logits_BK, logits_BK.detach(), LABELS_M[part], indices_B=part, epoch=epoch + place / 3
+                method, logits_BK, logits_BK.detach(), LABELS_M[part], indices_B=part, epoch=epoch + number / 3
             ).values()
             alpha = ps_kd_alpha(epoch + 1, 4, 0.6)
             plain, before = logits_BK.detach().numpy(), remembered[part.numpy()]
@@ -230,9 +230,9 @@ def remembered_on(group: Group) -> tuple[Tensor, Tensor]:
     logits_NK = draw(12, 5, seed=4)
     losses = []
     for epoch in range(2):
-        seen = ModelOutputs(logits_NK[part] * (1 + epoch))
+        outputs = ModelOutputs(logits_NK[part] * (1 + epoch))
         inputs = samples(LABELS_M[part], indices_B=part, epoch=float(epoch), group=group)
-        losses.append(method(seen, seen, inputs)["self_ce"])
+        losses.append(method(outputs, outputs, inputs)["self_ce"])
     return method.get_buffer("last_MK").clone(), losses[1]
 
 

@@ -38,19 +38,19 @@ SHORT = {"path": "synthetic", "synthetic_images": 34, "global_batch_size": 32, "
 
 def steps_taken(group: Group, settings: TrainConfig) -> list[dict[str, Any]]:
     """An epoch's steps: the parameters before, the images of this rank and what all ranks together say of the noise."""
-    told = []
+    estimates = []
     with contextlib.closing(build(settings, group, Recorded(), no_telemetry)) as job:
         assert job.train_state.training_update.noise is not None
         for step, batch in enumerate(on_device(job.train_loader.epoch(0), group.device)):
             before = {name: tensor.clone() for name, tensor in job.student.state_dict().items()}
-            kept = {
+            numbers = {
                 "before": before,
                 "images": job.train_state.prepare(batch).images_BCHW.clone(),
                 "labels": batch.labels_B.clone(),
             }
             train_step(job.train_state, batch, step, job.metrics.timer)
-            told.append(kept | {"noise": all_reduce_sum(job.train_state.training_update.noise.take(), group).tolist()})
-    return told
+            estimates.append(numbers | {"noise": all_reduce_sum(job.train_state.training_update.noise.take(), group).tolist()})
+    return estimates
 
 
 def from_definition(state: dict[str, Tensor], images: Tensor, labels: Tensor, sizes: list[int]) -> list[float]:
@@ -80,7 +80,7 @@ def test_a_steps_estimates_are_those_of_its_parts_own_gradients(
     by_rank = ranks.run(world_size, steps_taken, settings)
     assert len(by_rank[0]) == 2
     for number, step in enumerate(by_rank[0]):
-        images, labels = (torch.cat([told[number][name] for told in by_rank]) for name in ("images", "labels"))
+        images, labels = (torch.cat([estimates[number][name] for estimates in by_rank]) for name in ("images", "labels"))
         count = len(labels)
         parts = world_size if world_size > 1 else accumulate
         cuts = [rank_part(0, count, part, parts) for part in range(parts)]
@@ -141,15 +141,15 @@ def test_micro_batches_that_are_watched_train_the_same_bits(tmp_path: Path) -> N
 
 def test_the_scalers_factor_is_divided_out(ranks: RankPool, tmp_path: Path) -> None:
     settings = {"teacher": None, "optim": {"epochs": 1, "lr": 0.01}}
-    seen = {
+    recorded = {
         precision: ranks.run(2, train, config(tmp_path / precision, precision=precision, **settings))[0]["calls"][-2][2]
         for precision in ("fp16", "fp32")
     }
     for name in ("epoch/train/noise_scale", "epoch/train/grad_norm"):
-        assert seen["fp16"][name] == pytest.approx(seen["fp32"][name], rel=0.03)
+        assert recorded["fp16"][name] == pytest.approx(recorded["fp32"][name], rel=0.03)
 
 
-def test_a_step_that_overflowed_and_one_of_a_single_part_tell_nothing() -> None:
+def test_a_step_that_overflowed_and_one_of_a_single_part_are_not_counted() -> None:
     model, scaler = nn.Linear(1, 1, bias=False), torch.amp.GradScaler("cpu", enabled=False)
     noise = GradientNoise(model, Group())
     for factors in ((1.0, 3.0), (1.0, float("inf")), (2.0,)):
@@ -188,8 +188,8 @@ def test_a_resumed_job_knows_the_noise_as_if_it_had_not_died(ranks: RankPool, tm
 
 
 def test_the_moving_average_is_unbiased_from_the_first_line_on() -> None:
-    kept: dict[str, list[float]] = {}
-    history = NoiseHistory(kept)
+    numbers: dict[str, list[float]] = {}
+    history = NoiseHistory(numbers)
     assert history.add([30.0, 2.0, 8.0, 2.0]) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     assert history.add([0.0] * 4) == pytest.approx({"noise_scale": 15.0, "grad_norm": 2.0})
     later = history.add([90.0, 2.0, 8.0, 2.0])["noise_scale"]

@@ -49,7 +49,7 @@ class Late:
 def test_phases_and_the_rest_add_up_to_the_step() -> None:
     clock = Late()
     timer = PhaseTimer(CPU, clock=clock)
-    clock.step(timer, {phase: 1.0 + place for place, phase in enumerate(PHASES)}, rest_ms=4)
+    clock.step(timer, {phase: 1.0 + number for number, phase in enumerate(PHASES)}, rest_ms=4)
     clock.passed_ms = clock.time_ms
     found = timer.take()
     means = {name: found[f"phase/{name}_ms"] for name in COLUMNS}

@@ -124,7 +124,7 @@ def test_a_node_without_disk_counters_gives_the_rest(monkeypatch: pytest.MonkeyP
     assert "disk_read_mib_per_s" not in found
 
 
-def test_disk_reads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_reads_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = psutil.disk_io_counters()
     if counters is None:
         pytest.skip("this system counts no disk reads")

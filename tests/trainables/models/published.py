@@ -114,8 +114,8 @@ def wrn(net: Net, x: Tensor, *, depth: int, widen: int) -> Tensor:
 def vgg(net: Net, x: Tensor, *, groups: Sequence[Sequence[int]]) -> Tensor:
     for group, widths in enumerate(groups):
         for number, width in enumerate(widths):
-            place = 3 * number
-            preact = net.norm(f"block{group}.{place + 1}", net.conv(f"block{group}.{place}", x, width, 3, bias=True))
+            index = 3 * number
+            preact = net.norm(f"block{group}.{index + 1}", net.conv(f"block{group}.{index}", x, width, 3, bias=True))
             x = preact.relu()
         if group > 0:
             net.tap(x, preact)

@@ -66,12 +66,12 @@ def test_parameters_operations_and_shapes_are_the_published_ones(name: str) -> N
     num_parameters, shapes = ZOO[name]
     model = construct(name, num_classes=100, image_size=32, seed=0).eval()
     assert sum(p.numel() for p in model.parameters()) == published.num_parameters == num_parameters
-    seen: list[Shape] = []
+    found_shapes: list[Shape] = []
     for stage in stages(model):
-        stage.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[1:])))
+        stage.register_forward_hook(lambda module, inputs, output: found_shapes.append(tuple(output.shape[1:])))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, 3, 32, 32))
-    assert tuple(seen) == shapes == tuple(tuple(stage.shape[1:]) for stage in published.stages)
+    assert tuple(found_shapes) == shapes == tuple(tuple(stage.shape[1:]) for stage in published.stages)
     assert counter.get_total_flops() == published.flops
 
 

@@ -8,8 +8,8 @@ from trainables.models.registry import MODELS, build_model, check_forward, const
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
-    mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+    first_state, theirs = one.state_dict(), other.state_dict()
+    return first_state.keys() == theirs.keys() and all(torch.equal(first_state[key], theirs[key]) for key in first_state)
 
 
 @pytest.mark.parametrize("name", MODELS)

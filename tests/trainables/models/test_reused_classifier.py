@@ -47,10 +47,10 @@ def test_it_answers_with_the_teachers_classifier_on_the_mean_of_its_projected_ma
 def test_a_larger_map_than_the_teachers_is_averaged_to_its_size() -> None:
     """The teacher halves an image of 32 pixels five times, the student twice."""
     model = built("convnet_small+resnet18", 32).eval()
-    seen: list[torch.Tensor] = []
-    model.projector.register_forward_hook(lambda module, args, out: seen.append(out))
+    inputs: list[torch.Tensor] = []
+    model.projector.register_forward_hook(lambda module, args, out: inputs.append(out))
     model(torch.randn(2, 3, 32, 32))
-    assert seen[0].shape == (2, 512, 1, 1)
+    assert inputs[0].shape == (2, 512, 1, 1)
 
 
 @pytest.mark.parametrize(

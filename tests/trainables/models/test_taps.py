@@ -439,9 +439,9 @@ def test_stages_are_tensors_that_the_backward_keeps_anyway() -> None:
 
     with taps.capture(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits_BK = model(images(32))
-        kept = taps.pop()
+        captured = taps.pop()
         assert logits_BK.requires_grad
-        assert {tensor.untyped_storage().data_ptr() for tensor in kept} <= saved
+        assert {tensor.untyped_storage().data_ptr() for tensor in captured} <= saved
 
 
 @pytest.mark.gpu

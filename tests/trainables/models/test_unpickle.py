@@ -44,10 +44,10 @@ def test_tensors_and_plain_values_are_read_in_todays_and_in_the_old_format(tmp_p
 
 
 @pytest.mark.parametrize(
-    "beside", [np.float64(72.3), np.float32(72.3), np.int64(3), np.bool_(True), argparse.Namespace(model="resnet56", lr=0.05)]
+    "extra", [np.float64(72.3), np.float32(72.3), np.int64(3), np.bool_(True), argparse.Namespace(model="resnet56", lr=0.05)]
 )
-def test_what_training_scripts_keep_beside_the_parameters_is_left_unread(beside: Any, tmp_path: Path) -> None:
-    read = load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": beside}))
+def test_what_training_scripts_save_besides_the_parameters_is_left_unread(extra: Any, tmp_path: Path) -> None:
+    read = load_torch_file(saved(tmp_path / "teacher.pth", {"model": WEIGHTS, "opt": extra}))
     assert_weights(read["model"])
     assert type(read["opt"]) is IgnoredValue
     assert not vars(read["opt"])
@@ -116,8 +116,8 @@ def test_bytes_of_any_kind_are_one_line(tmp_path: Path) -> None:
     chance = np.random.default_rng(0)
     for _ in range(300):
         damaged = bytearray(whole)
-        for place in chance.integers(0, len(whole), chance.integers(1, 9)):
-            damaged[place] = chance.integers(0, 256)
+        for position in chance.integers(0, len(whole), chance.integers(1, 9)):
+            damaged[position] = chance.integers(0, 256)
         path.write_bytes(damaged)
         with warnings.catch_warnings(), contextlib.suppress(CheckpointError):
             warnings.simplefilter("error")

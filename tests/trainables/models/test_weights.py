@@ -95,9 +95,9 @@ def test_a_checkpoint_of_something_else_is_refused(
 
 def test_a_safetensors_file_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "best.safetensors", convnet()).read_bytes()
-    for kept in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+    for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         path = tmp_path / "cut.safetensors"
-        path.write_bytes(whole[:kept])
+        path.write_bytes(whole[:length])
         assert "cut off or damaged" in refusal(path)
 
 
@@ -234,14 +234,14 @@ def test_published_weights_are_one_teacher_by_name_and_by_file(tmp_path: Path, m
         named, by_file, anothers = (teacher(images) for teacher in teachers)
     assert torch.equal(named, by_file)
     assert not torch.equal(named, anothers)  # of somebody who trained without it, for all that can be known
-    told = {**options, "classes": CLASSES, "seed": 0}
-    hashes = [teacher_sha256("googlenet", str(weights), **told) for weights in ("IMAGENET1K_V1", made, again)]
+    expected = {**options, "classes": CLASSES, "seed": 0}
+    hashes = [teacher_sha256("googlenet", str(weights), **expected) for weights in ("IMAGENET1K_V1", made, again)]
     assert hashes[0] == hashes[1] != hashes[2]
     for weights, other in (("IMAGENET1K_V1", hashes[2]), (again, hashes[0])):  # they differ in nothing but the scale
         assert "with which" in refusal(weights, "googlenet", sha256=other, **options)
 
 
-def test_weights_that_are_not_those_whose_hash_is_told_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_those_whose_hash_is_given_are_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "best.safetensors", convnet())
     sha256 = teacher_sha256("convnet_small", str(path), num_classes=4, image_size=8, classes=CLASSES, seed=0)
     assert_same(load(path, sha256=sha256), convnet())

@@ -36,12 +36,12 @@ def test_kd_from_the_mean_is_kd_from_the_mean_of_probabilities(temperature: floa
     mean_BK = mean_logits(logits_BEK, shares, temperature)
     method = make("kd", temperature=temperature)
     (loss_B,) = terms(method, student_BK, mean_BK, torch.zeros(6, dtype=torch.int64)).values()
-    each = [logits_BEK[:, place].numpy() for place in range(len(shares))]
+    each = [logits_BEK[:, number].numpy() for number in range(len(shares))]
     expected = several_teachers(student_BK.detach().numpy(), each, shares, temperature)
     np.testing.assert_allclose(loss_B.detach(), expected, rtol=1e-10)
     # Its gradient is that of the weighted sum of the losses from each teacher.
     (gradient,) = torch.autograd.grad(loss_B.sum(), student_BK)
-    target = sum(share * (logits_BEK[:, place] / temperature).softmax(1) for place, share in enumerate(shares))
+    target = sum(share * (logits_BEK[:, number] / temperature).softmax(1) for number, share in enumerate(shares))
     torch.testing.assert_close(gradient, temperature * ((student_BK / temperature).softmax(1) - target).detach())
 
 

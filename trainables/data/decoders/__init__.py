@@ -13,8 +13,6 @@ Some 0.75 ms of it is Huffman decoding of what lies above and beside the crop to
 size: 25, 19 and 80 µs.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The interface of a JPEG decoder. Shapes: H W pixels of the part that was decoded."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Container
 from typing import NamedTuple, Protocol

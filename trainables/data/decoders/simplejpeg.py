@@ -1,7 +1,5 @@
 """simplejpeg (libjpeg-turbo inside): whole images, shrunk on request."""
 
-from __future__ import annotations
-
 import simplejpeg
 
 from trainables.data.decoders.interface import Box, Decoded, JpegHeader

@@ -6,8 +6,6 @@ is taken, from version 3.0 on. Functions and constants: turbojpeg.h of libjpeg-t
 TJPARAM_FASTUPSAMPLE, 4% faster, is not used: together with a cropping region, version 3.0 writes outside its memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import importlib.metadata

@@ -4,8 +4,6 @@ Decoding every image of a set takes a hundred times longer than copying it. What
 and that decides.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import NamedTuple

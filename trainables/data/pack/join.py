@@ -1,7 +1,5 @@
 """The end of a packing: finished shards become a packed set under one index."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

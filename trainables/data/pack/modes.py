@@ -1,7 +1,5 @@
 """What becomes of an image as it is packed: nothing, a smaller JPEG, or pixels."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from typing import NamedTuple

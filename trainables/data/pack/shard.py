@@ -4,8 +4,6 @@ A shard is a function of the plan alone, so that it does not matter which proces
 Shapes: n samples of the shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket
@@ -17,6 +15,7 @@ import numpy as np
 import pyarrow as pa  # here, so that processes that are forked have it
 from numpy.typing import NDArray
 
+from trainables.data.arrow import to_arrow
 from trainables.data.decode import UnreadableImageError, decode_image
 from trainables.data.index import FORMAT, ROW_COLUMNS, SHARD_COLUMNS, UNFINISHED, VERSION, File
 from trainables.data.order import Split
@@ -120,24 +119,18 @@ def _write(path: Path, data: bytearray, ends: list[int], labels: list[int], name
     count = len(names)
     columns = [
         pa.Array.from_buffers(pa.large_binary(), count, [None, pa.py_buffer(np.array(ends, dtype=np.int64)), pa.py_buffer(data)]),
-        _column(np.array(labels, dtype=np.int64)),
+        to_arrow(np.array(labels, dtype=np.int64)),
         pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(name_ends), pa.py_buffer(b"".join(encoded))]),
-        *map(_column, sizes),
+        *map(to_arrow, sizes),
     ]
     batch = pa.record_batch(columns, names=list(SHARD_COLUMNS))
     return write_batch(path, batch.replace_schema_metadata({"format": f"{FORMAT} {VERSION}"}))
 
 
-def _column(values_n: NDArray[Any]) -> Any:
-    """An Arrow array; `pyarrow.array` would import pandas, for half a second and 40 MiB."""
-    kind = {"int32": pa.int32(), "int64": pa.int64()}[values_n.dtype.name]
-    return pa.Array.from_buffers(kind, len(values_n), [None, pa.py_buffer(np.ascontiguousarray(values_n))])
-
-
 def write_rows(path: Path, rows: list[NDArray[np.int64]]) -> File:
     """The rows of a split from those of its shards, each (5, n)."""
     joined = np.concatenate(rows, axis=1)
-    columns = [_column(column.astype(kind)) for column, kind in zip(joined, ROW_COLUMNS.values(), strict=True)]
+    columns = [to_arrow(column.astype(kind)) for column, kind in zip(joined, ROW_COLUMNS.values(), strict=True)]
     return write_batch(path, pa.record_batch(columns, names=list(ROW_COLUMNS)))
 
 

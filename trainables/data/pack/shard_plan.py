@@ -1,7 +1,5 @@
 """Which samples go into which shard: decided before the first is written, by the source and the mode alone."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ folder goes, under the lock of FOLDER/registry. Run as a module (`python -m … 
 in a small process of its own, which outlives the worker that started it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

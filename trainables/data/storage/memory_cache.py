@@ -6,8 +6,6 @@ decodes the crop alone has less to do than a copy of the whole.
 Shapes: N samples of the split.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import mmap

@@ -3,8 +3,6 @@
 Shapes: B positions, S shards of the split.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The index and the rows are read at once; `RemoteShards` brings the shards to a folder of this node.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import re

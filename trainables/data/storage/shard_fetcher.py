@@ -4,8 +4,6 @@ What is read longest ago makes room. A file is opened for every read, so that on
 it fetches it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

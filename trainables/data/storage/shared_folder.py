@@ -3,8 +3,6 @@
 Its content is named by its identity, so that a folder left by an earlier job, or by a job that died, serves again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

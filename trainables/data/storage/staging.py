@@ -1,7 +1,5 @@
 """`data.stage`: a packed set copied once per node into memory or to a local disk, shared by all workers and trials there."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """One file of a packed set to this node: checked against its index, tried again where that can help, renamed when it is whole."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

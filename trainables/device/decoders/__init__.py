@@ -3,8 +3,6 @@
 Shapes: h w pixels of a region.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -30,7 +30,7 @@ class Dali:
         self._pipeline: Any = self._build()
 
     def decode(self, regions: list[Region]) -> list[Tensor | None]:
-        """See RegionDecoder. Where DALI fails at a file, it tells of no other file in the same run: all of those are None."""
+        """See RegionDecoder. Where DALI fails at a file, it decodes no other file of the same run: all of those are None."""
         pixels: list[Tensor | None] = [None] * len(regions)
         # DALI 2.4 crashes in the run after one that met a header which its parser, nvImageCodec's, refuses
         positions = [position for position, region in enumerate(regions) if code_stream(region) is not None]

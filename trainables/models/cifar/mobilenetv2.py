@@ -10,15 +10,13 @@ output is linear, so that no activation ends a stage.
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions, stage
+from trainables.models.layers import init_convolutions, stage
 
 
 class InvertedResidual(nn.Module):

@@ -15,14 +15,12 @@ Every activation is a module of its own and none is in place, so that what goes 
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions, stage
+from trainables.models.layers import init_convolutions, stage
 
 NARROW = (16, 16, 32, 64)
 WIDE_X4 = (32, 64, 128, 256)

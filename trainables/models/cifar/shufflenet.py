@@ -8,12 +8,10 @@ Every activation is a module of its own and none is in place; a stage's last act
 pre-activation. Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import stage
+from trainables.models.layers import stage
 
 STEM = 24
 

@@ -8,15 +8,13 @@ convolution a group. Convolutions have biases, though BatchNorm follows; the pub
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions
+from trainables.models.layers import init_convolutions
 
 WIDTHS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = {8: (1, 1, 1, 1, 1), 11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}

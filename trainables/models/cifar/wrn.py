@@ -13,15 +13,13 @@ it: in training their running statistics move by 1 − 0.9² = 0.19 a step, here
 Shapes: B batch, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from trainables.models.cifar.layers import init_convolutions, stage
+from trainables.models.layers import init_convolutions, stage
 
 
 class PreActivationBlock(nn.Module):

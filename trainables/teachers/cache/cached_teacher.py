@@ -5,8 +5,6 @@ The network's logits are rounded as the cache stores them: the training that fil
 Shapes: B samples of this rank, C channels, H W pixels, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank's part of a global batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -4,17 +4,15 @@ What does not decide them is left out, so that trials and runs share them: batch
 order of the images, and the seed where nothing is drawn by chance.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
-from trainables.distributed.group import Group, gather_objects
+from trainables.distributed.group import Group, gather_objects, result_or_error
 from trainables.errors import DataError, DistillError, ExperimentError
 from trainables.models.weights import teacher_sha256
 
@@ -43,7 +41,7 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
     Raises:
         DataError, ExperimentError: one line, on every rank.
     """
-    local = _caught(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
+    local = result_or_error(lambda: (len(loader.source), loader.source.fingerprint())) if group.local_rank == 0 else None
     ranks = gather_objects((socket.gethostname(), loader.decoder, local), group)
     nodes = [(rank, host, images) for rank, (host, _, images) in enumerate(ranks) if images is not None]
     for _, _, images in nodes:
@@ -66,23 +64,6 @@ def agree_on_images(path: str, loader: Loader, group: Group, key: str) -> ImageS
         )
     num_samples, fingerprint = first
     return ImageSet(num_samples, fingerprint, decoders[0])
-
-
-def from_main(compute: Callable[[], T], group: Group) -> T:
-    """What rank 0 computes, on every rank. Its DistillError, or a DataError for its OSError, is raised on every rank."""
-    result = gather_objects(_caught(compute) if group.is_main else None, group)[0]
-    if isinstance(result, DistillError):
-        raise result
-    return cast(T, result)
-
-
-def _caught(compute: Callable[[], T]) -> T | DistillError:
-    try:
-        return compute()
-    except DistillError as error:
-        return error
-    except OSError as error:  # the other ranks wait: they have to learn of it
-        return DataError(f"{error.filename or 'a file of the teacher'}: {error.strerror or error}")
 
 
 def key_parts(config: TrainConfig, images: ImageSet, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:

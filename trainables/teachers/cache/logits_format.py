@@ -3,8 +3,6 @@
 Shapes: B samples, K classes, k stored ones (K where all are).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

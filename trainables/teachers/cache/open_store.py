@@ -1,7 +1,5 @@
 """The store of an experiment's `teacher.cache`, opened by all ranks: its key, its size, and whether the disk has room."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +7,10 @@ from pathlib import Path
 from trainables.config import TrainConfig
 from trainables.data.loader import Loader
 from trainables.data.storage.shared_folder import format_bytes, free_bytes
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, from_main
 from trainables.errors import DataError
 from trainables.rundir import write_json
-from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, from_main, key_parts
+from trainables.teachers.cache.key import ImageSet, agree_on_images, cache_key, key_parts
 from trainables.teachers.cache.logits_format import LogitsFormat
 from trainables.teachers.cache.store import LogitsStore
 

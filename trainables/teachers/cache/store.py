@@ -6,8 +6,6 @@ whose checksum is not its name counts as missing.
 Shapes: N samples of the training split, B samples that are read, R rows of a segment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging
@@ -22,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from trainables.data.arrow import to_arrow, to_numpy
 from trainables.rundir import replacing
 from trainables.teachers.cache.logits_format import LogitsFormat
 
@@ -69,8 +68,8 @@ class LogitsStore:
     def __init__(self, folder: Path, logits_format: LogitsFormat, num_samples: int) -> None:
         self.folder, self.format, self.num_samples = folder, logits_format, num_samples
         self._verified: set[Path] = set()
-        columns = {"sample": ("int32", 0), **logits_format.columns}
-        self._schema = pa.schema([pa.field(name, _arrow_type(dtype, width)) for name, (dtype, width) in columns.items()])
+        self._columns = {"sample": ("int32", 0), **logits_format.columns}
+        self._schema = pa.schema([pa.field(name, _arrow_type(*kind)) for name, kind in self._columns.items()])
 
     def write(self, epoch: int, columns: Columns) -> None:
         """Add a segment to an epoch: `sample` and the format's columns. Raises OSError, as where the disk is full."""
@@ -121,7 +120,7 @@ class LogitsStore:
             batch = pa.ipc.open_file(pa.BufferReader(content)).get_batch(0)
             if batch.schema != self._schema:
                 raise pa.ArrowInvalid("it has other columns")
-            segment = {field.name: _to_numpy(batch.column(field.name)) for field in self._schema}
+            segment = {name: _to_numpy(batch.column(name), *kind) for name, kind in self._columns.items()}
             if len(batch) and not 0 <= segment["sample"].min() <= segment["sample"].max() < self.num_samples:
                 raise pa.ArrowInvalid("it has samples that do not exist")
             return segment
@@ -145,14 +144,14 @@ def _arrow_type(dtype: str, width: int) -> Any:
 
 def _to_arrow(field: Any, values: NDArray[Any]) -> Any:
     """Numbers (R,) or (R, k) as a segment's column."""
-    numbers = pa.array(np.ascontiguousarray(values).reshape(-1))
+    numbers = to_arrow(values.reshape(-1))
     return pa.FixedSizeListArray.from_arrays(numbers, type=field.type) if values.ndim > 1 else numbers
 
 
-def _to_numpy(column: Any) -> NDArray[Any]:
-    """A segment's column (R,) or (R, k), not copied."""
+def _to_numpy(column: Any, dtype: str, width: int) -> NDArray[Any]:
+    """A segment's column (R,) or, of `width` numbers a row, (R, k), not copied."""
+    if not width:
+        return to_numpy(column, dtype)
     if column.null_count:
-        raise pa.ArrowInvalid("it has gaps")
-    if not pa.types.is_fixed_size_list(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=True))
-    return np.asarray(column.flatten().to_numpy(zero_copy_only=True)).reshape(len(column), column.type.list_size)
+        raise pa.ArrowInvalid("gaps")
+    return to_numpy(column.flatten(), dtype).reshape(len(column), width)

@@ -3,8 +3,6 @@
 Shapes: B samples, k stored logits.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

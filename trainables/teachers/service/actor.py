@@ -1,7 +1,5 @@
 """A teacher service as a process of its own: the class of a Ray actor. Knows no Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Shapes: B samples of this rank, b of them that one actor serves, C channels, H=W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -3,8 +3,6 @@
 Shapes: n images of one task, or of several together, H=W pixels, C=3 channels, K classes.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Shapes: N samples of the training split.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

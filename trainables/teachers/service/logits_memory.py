@@ -3,8 +3,6 @@
 Shapes: N samples of a training split, S slots of the block, n rows that are written or read, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any

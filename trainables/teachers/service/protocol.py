@@ -3,8 +3,6 @@
 Shapes: B samples of a request, R of them sent with their images, H=W pixels, C=3 channels, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 

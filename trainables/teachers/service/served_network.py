@@ -3,8 +3,6 @@
 Shapes: n images, H=W=data.image_size pixels, C=3 channels, K classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

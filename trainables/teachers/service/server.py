@@ -6,8 +6,6 @@ a response repeats the request, and clients that request the same image at once 
 Shapes: B samples of a request, R of them sent with their images, n rows of one task, N samples of the training split, K classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -101,8 +101,8 @@ def test_a_full_cache_says_so_once_and_reads_the_rest_from_the_source(tmp_path: 
         assert _contents(source) == expected
     assert caplog.text.count("data.cache: its 1 MiB are full: further train images are read from") == 1
     _empty(tmp_path)
-    kept = [content for content in _contents(source) if content]
-    assert kept == expected[:10]
+    stored = [content for content in _contents(source) if content]
+    assert stored == expected[:10]
 
 
 def test_an_unreadable_file_is_an_error_every_time(folder: Path) -> None:
@@ -126,9 +126,9 @@ def test_memory_that_runs_out_is_no_error(small_memory: Path) -> None:
     """As where somebody else fills /dev/shm: what could not be kept is read again."""
     samples, content = SharedSamples(small_memory, 50_000, limit_bytes=8 << 20), os.urandom(50_000)
     indices = range(0, 50_000, 2_500)  # their places lie in 20 of 98 pages
-    kept = [samples.put(index, content) for index in indices]
-    assert 5 < sum(kept) < 14
-    assert [samples.get(index) == content for index in indices] == kept
+    stored = [samples.put(index, content) for index in indices]
+    assert 5 < sum(stored) < 14
+    assert [samples.get(index) == content for index in indices] == stored
 
 
 def test_memory_without_room_for_the_places_is_one_line(small_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_cache_that_is_larger_than_the_memory_is_refused_with_both_sizes(folde
         open_on_node(_config(folder, cache_mib=900_000_000), "train")
 
 
-def test_memory_that_cannot_be_had_is_said_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_allocated_is_reported_with_the_caches_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "RAM", "/proc/nowhere")
     with pytest.raises(DataError, match=r"^data.cache: /proc/nowhere cannot be used: .*; leave data.cache out"):
         open_on_node(_config(folder), "train")
@@ -176,11 +176,11 @@ def test_the_cache_is_removed_a_while_after_its_last_user(folder: Path, monkeypa
     monkeypatch.setattr(cache, "lease_folder", lambda base, identity: lease_folder(base, identity, grace_s=0.3))
     source = open_on_node(_config(folder), "train")
     assert isinstance(source, CachedSource)
-    place = source.folder
+    root = source.folder
     _contents(source)
-    assert place.exists()
+    assert root.exists()
     del source
-    wait_until(lambda: not place.exists())
+    wait_until(lambda: not root.exists())
 
 
 @pytest.mark.parametrize(("path", "instead"), [("digits", "it is in memory as it is"), ("s3://b/set", "data.stage=ram")])

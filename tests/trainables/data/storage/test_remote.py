@@ -193,19 +193,19 @@ def test_what_comes_next_is_fetched_before_it_is_read(packed: Path, node: Path) 
 class Counting(Server):
     """A server that notes which files were asked of it."""
 
-    def __init__(self, uri: str, asked: list[str]) -> None:
+    def __init__(self, uri: str, requests: list[str]) -> None:
         super().__init__(uri, retry_s=1)
-        self._asked = asked
+        self._requests = requests
 
     def open(self, name: str) -> BinaryIO:
-        self._asked.append(name)
+        self._requests.append(name)
         return super().open(name)
 
 
 def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> None:
-    sources, asked = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
+    sources, requests = [open_remote(_data(packed.as_uri(), node), "train") for _ in range(3)], list[str]()
     for source in sources:
-        source._shards.server = Counting(packed.as_uri(), asked)
+        source._shards.server = Counting(packed.as_uri(), requests)
 
     def read_all(source: RemoteRecords) -> bool:
         source.follow(_order(source, "full"), 0, 0)
@@ -213,7 +213,7 @@ def test_the_workers_of_a_node_fetch_a_shard_once(packed: Path, node: Path) -> N
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(read_all, sources))
-    assert sorted(asked) == [f"train-{shard:05}.arrow" for shard in range(SHARDS)]
+    assert sorted(requests) == [f"train-{shard:05}.arrow" for shard in range(SHARDS)]
 
 
 def test_what_a_killed_worker_had_begun_to_fetch_takes_no_room(packed: Path, node: Path) -> None:
@@ -288,7 +288,7 @@ def test_an_order_that_the_cache_cannot_hold_is_refused_with_both_sizes_and_a_wi
     open_on_node(full.model_copy(update={"cache_mib": 40}), "train")
 
 
-def test_validation_needs_room_beside_training(tmp_path: Path, node: Path) -> None:
+def test_validation_needs_room_in_addition_to_training(tmp_path: Path, node: Path) -> None:
     root = make_records(tmp_path / "set", shards=1, rows=ROWS, size=SIZE, val_rows=2 * ROWS)
     for cache_mib in (2, 3):
         with pytest.raises(DataError, match=r"data.shuffle: full over file:\S+ needs 3\.0\d MiB at hand, more than the"):

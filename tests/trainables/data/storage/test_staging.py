@@ -57,7 +57,7 @@ class User:
             text=True,
         )
 
-    def said(self, word: str) -> str:
+    def printed(self, word: str) -> str:
         """The first line that begins with `word`."""
         assert self.process.stdout is not None
         lines = []
@@ -95,12 +95,12 @@ def _gone(path: Path) -> bool:
 
 def test_a_staged_set_is_the_set_itself(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage_set(str(root), str(to), grace_s=GRACE_S)
+    path, lease = stage_set(str(root), str(to), grace_s=GRACE_S)
     assert Path(path).is_relative_to(to)
     for split in ("train", "val"):
         source = open_records(path, split)
         assert [source.read(index) for index in range(len(source))] == [image_of(split, index) for index in range(len(source))]
-    held.close()
+    lease.close()
 
 
 def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_path: Path) -> None:
@@ -117,21 +117,21 @@ def test_a_staged_set_is_removed_a_while_after_its_last_user_and_not_before(tmp_
 
 def test_who_comes_within_the_grace_takes_the_copy_over(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage_set(str(root), str(to), grace_s=1.0)
+    path, lease = stage_set(str(root), str(to), grace_s=1.0)
     inode = (Path(path) / "train-00000.arrow").stat().st_ino
     for _ in range(3):
-        held.close()
+        lease.close()
         time.sleep(0.6)
-        again, held = stage_set(str(root), str(to), grace_s=1.0)
+        again, lease = stage_set(str(root), str(to), grace_s=1.0)
         assert (Path(again) / "train-00000.arrow").stat().st_ino == inode
-    held.close()
+    lease.close()
     assert _gone(_own(to))
 
 
 def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, start_user: Callable[[Path, Path], User]) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     users = [start_user(root, to) for _ in range(2)]
-    paths = {user.said("ready") for user in users}
+    paths = {user.printed("ready") for user in users}
     assert len(paths) == 1
     users[0].kill()
     time.sleep(4 * GRACE_S)
@@ -142,7 +142,7 @@ def test_the_copy_of_processes_that_were_all_killed_is_removed(tmp_path: Path, s
 
 def test_a_cleaner_is_no_child_of_the_worker_that_started_it_and_there_is_one(tmp_path: Path) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    holds = [stage_set(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
+    leases = [stage_set(str(root), str(to), grace_s=GRACE_S)[1] for _ in range(3)]
     (folder,) = _own(to).iterdir()
     found = [line for line in _processes() if str(folder) in line]
     assert len(found) == 1
@@ -151,8 +151,8 @@ def test_a_cleaner_is_no_child_of_the_worker_that_started_it_and_there_is_one(tm
     assert f"PPid:\t{os.getpid()}\n" not in status
     assert os.getsid(pid) != os.getsid(0)
     assert int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) < 20_000
-    for held in holds:
-        held.close()
+    for lease in leases:
+        lease.close()
     assert _gone(_own(to))
 
 
@@ -184,9 +184,9 @@ def test_two_processes_copy_once(tmp_path: Path, start_user: Callable[[Path, Pat
 
 def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
-    path, held = stage_set(str(root), str(to), grace_s=30)
+    path, lease = stage_set(str(root), str(to), grace_s=30)
     copy = Path(path)
-    kept = (copy / "train-00001.arrow").stat().st_ino
+    inode_before = (copy / "train-00001.arrow").stat().st_ino
     (copy / INDEX).unlink()
     (copy / "train-00002.arrow").unlink()
     (copy / "train-00003.arrow").write_bytes(b"short")
@@ -194,10 +194,10 @@ def test_an_interrupted_copy_goes_on_from_the_shards_that_are_whole(tmp_path: Pa
     with caplog.at_level(logging.INFO, "raydistill"):
         _, again = stage_set(str(root), str(to))
     assert "staged 52.7 KiB of" in caplog.text  # two shards of 25 kB
-    assert (copy / "train-00001.arrow").stat().st_ino == kept
+    assert (copy / "train-00001.arrow").stat().st_ino == inode_before
     assert sorted(file.name for file in copy.iterdir()) == sorted(file.name for file in root.iterdir())
     assert len({open_records(path, "train").read(index) for index in range(100)}) == 100
-    held.close()
+    lease.close()
     again.close()
     folder_cleaner.remove_unused(str(copy.parent))
 
@@ -217,7 +217,7 @@ def test_who_waits_for_a_copy_takes_it_up_where_the_copier_is_killed(
         waiting.process.wait(timeout=1)
     aside.rename(shard)
     copier.kill()
-    path = Path(waiting.said("ready").split()[1])
+    path = Path(waiting.printed("ready").split()[1])
     assert (path / shard.name).read_bytes() == shard.read_bytes()
 
 
@@ -232,16 +232,16 @@ def test_whoever_copies_or_waits_says_how_far_it_is(
     monkeypatch.setattr(staging, "_PROGRESS_S", 0.0)
     root, to = make_records(tmp_path / "set"), tmp_path / "disk"
     with caplog.at_level(logging.INFO, "raydistill"):
-        _, held = stage_set(str(root), str(to), grace_s=GRACE_S)
+        _, lease = stage_set(str(root), str(to), grace_s=GRACE_S)
     assert re.search(rf"staging {root} in {to}: \d+ KiB of 122 KiB", caplog.text)
     caplog.clear()
     with caplog.at_level(logging.INFO, "raydistill"), ThreadPoolExecutor(1) as pool:
-        with locked(held.folder / "copying"):
+        with locked(lease.folder / "copying"):
             waiting = pool.submit(stage_set, str(root), str(to), grace_s=GRACE_S)
             wait_until(lambda: caplog.messages)
             assert re.match(rf"staging {root} in {to}: 12\d KiB of 122 KiB", caplog.messages[0])
         waiting.result()[1].close()
-    held.close()
+    lease.close()
 
 
 def test_a_folder_is_measured_while_others_rename_and_remove_its_files(tmp_path: Path) -> None:
@@ -284,15 +284,15 @@ def test_what_a_crash_left_is_removed_unless_it_is_in_use_or_this_very_set(tmp_p
         (base / name).mkdir(parents=True)
         (base / name / "shard").write_bytes(b"x" * 1000)
     used = lease_folder(str(to), "used", grace_s=30)
-    mine = lease_folder(str(to), "mine", grace_s=30)
-    assert sorted(path.name for path in base.iterdir()) == ["mine", "used"]
+    own_lease = lease_folder(str(to), "own_lease", grace_s=30)
+    assert sorted(path.name for path in base.iterdir()) == ["own_lease", "used"]
     used.close()
     while used.folder.exists():  # for a moment its cleaner has the lock
-        remove_others(mine, within_grace=True)
-    assert [path.name for path in base.iterdir()] == ["mine"]
-    mine.close()
-    while mine.folder.exists():  # its cleaner too
-        folder_cleaner.remove_unused(str(mine.folder))
+        remove_others(own_lease, within_grace=True)
+    assert [path.name for path in base.iterdir()] == ["own_lease"]
+    own_lease.close()
+    while own_lease.folder.exists():  # its cleaner too
+        folder_cleaner.remove_unused(str(own_lease.folder))
     assert not base.exists()
 
 
@@ -346,7 +346,7 @@ def test_a_full_disk_under_two_processes_ends_both_with_the_error(
     root = make_records(tmp_path / "set", rows=100, size=4_000)
     (small_disk / "others").write_bytes(b"x" * 1_000_000)
     for user in [start_user(root, small_disk) for _ in range(2)]:
-        assert "do not fit" in user.said("DataError")
+        assert "do not fit" in user.printed("DataError")
         assert user.process.wait(timeout=60) == 2
 
 
@@ -405,7 +405,7 @@ def test_a_worker_reads_the_copy_and_its_end_gives_it_up(tmp_path: Path) -> None
 
 
 def test_memory_is_staged_where_the_system_shares_it(tmp_path: Path) -> None:
-    path, held = stage_set(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
+    path, lease = stage_set(str(make_records(tmp_path / "set")), "ram", grace_s=GRACE_S)
     assert path.startswith("/dev/shm/raydistill-")
-    held.close()
+    lease.close()
     assert _gone(Path(path))

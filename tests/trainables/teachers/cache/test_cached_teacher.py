@@ -362,11 +362,11 @@ def test_the_size_of_the_cache_is_logged_before_anything_is_written(tmp_path: Pa
     finally:
         log.removeHandler(listening)
     (key,) = keys(tmp_path)
-    place = f"teacher.cache: {tmp_path / 'cache' / key} holds"
+    prefix = f"teacher.cache: {tmp_path / 'cache' / key} holds"
     (first, nothing), (second, half) = listening.records
-    assert (first, nothing) == (f"{place} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
+    assert (first, nothing) == (f"{prefix} 0 of 1,442 logits (1,442 images × 1 epochs): 0 bytes of 39.4 KiB", 0)
     assert half == pytest.approx(39.4 * 1024, rel=0.05)
-    assert second == f"{place} 1,442 of 2,884 logits (1,442 images × 2 epochs): {format_bytes(half)} of 78.9 KiB"
+    assert second == f"{prefix} 1,442 of 2,884 logits (1,442 images × 2 epochs): {format_bytes(half)} of 78.9 KiB"
     assert listening.there() == pytest.approx(78.9 * 1024, rel=0.05)
 
 

@@ -98,10 +98,10 @@ def test_the_rest_has_its_probability_spread_evenly() -> None:
     teacher = logits(3, 8, 50, 2.0)
     stored = LogitsFormat(50, 5)
     p, q = (x.softmax(1) for x in (teacher, round_trip(stored, teacher)))
-    places = teacher.topk(5, dim=1).indices
-    assert torch.allclose(p.gather(1, places), q.gather(1, places), rtol=2e-3)
-    rest = q.scatter(1, places, 0.0)
-    assert torch.allclose(rest.sum(1), p.scatter(1, places, 0.0).sum(1), rtol=5e-3)
+    top_classes = teacher.topk(5, dim=1).indices
+    assert torch.allclose(p.gather(1, top_classes), q.gather(1, top_classes), rtol=2e-3)
+    rest = q.scatter(1, top_classes, 0.0)
+    assert torch.allclose(rest.sum(1), p.scatter(1, top_classes, 0.0).sum(1), rtol=5e-3)
     assert torch.allclose(rest.amax(1), rest.sum(1) / 45, rtol=1e-9)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +102,13 @@ def test_a_disk_that_cannot_be_written_ends_the_writing_and_nothing_else(tmp_pat
         writer.add(0, np.array([1, 2]), FORMAT.encode(LOGITS[:2]), np.array([True, True]))
         writer.flush()
     writer.close()
+
+
+@pytest.mark.processes
+def test_writing_and_reading_imports_no_pandas(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; import tests.trainables.teachers.cache.test_store as test;"
+        "store = test.LogitsStore(Path(sys.argv[1]), test.FORMAT, 20); before = 'pandas' in sys.modules;"
+        "store.write(0, test.columns([3, 1])); test.read(store, [1]); assert not before and 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

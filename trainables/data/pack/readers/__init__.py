@@ -1,7 +1,5 @@
 """The layouts that can be packed, by name, in the order in which they are tried."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainables.data.pack.layout_reader import LayoutReader

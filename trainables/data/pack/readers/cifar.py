@@ -3,8 +3,6 @@
 Shapes: C=3 channels, H=W=32 pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An image folder: ROOT/train/CLASS/* and ROOT/val/CLASS/*, as training reads it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

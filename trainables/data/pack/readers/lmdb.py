@@ -3,8 +3,6 @@
 Values that Python has pickled, the most common layout of all, are refused: to read a pickle is to run what it says.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator, Sequence

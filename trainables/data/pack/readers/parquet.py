@@ -1,7 +1,5 @@
 """Parquet files as on Hugging Face: a column of struct<bytes, path> and a label, whose names the file's metadata has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -3,8 +3,6 @@
 Both are fixed for a decade: TensorFlow's Example and Caffe's Datum. Fields that are not used are skipped, not copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ TensorFlow is not needed. https://www.tensorflow.org/tutorials/load_data/tfrecor
 (8 bytes), a checksum of that (4), its content, a checksum of that (4); numbers are little-endian.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """WebDataset tars: members of one name make a sample, `000017.jpg` the image and `000017.cls` its class, a number or a name."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path

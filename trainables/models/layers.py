@@ -1,7 +1,5 @@
 """Layers that small models share. Every builder of them takes any `image_size`: the last map is averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

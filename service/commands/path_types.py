@@ -1,0 +1,107 @@
+"""Types of arguments and options whose text names something on this machine, and how `submit` says it for another directory."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.types import StringParamType
+
+from service.config import strict_yaml
+from service.config.dotted import put
+from service.config.experiment import load, parse_override
+from service.config.files import recipes
+from service.config.paths import absolute, absolute_or_new, absolute_paths, with_absolute_file
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    """A folder whose copy is a job's working directory, and the values of all parameters of its command."""
+
+    folder: Path
+    params: Mapping[str, Any]
+
+
+class NamesPath(ABC):
+    """A type of parameter whose text may name a file or folder."""
+
+    @abstractmethod
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        """The texts that say the same in the job's working directory: one, of an option that may be repeated also several."""
+
+
+class PathType(NamesPath, click.Path):
+    """A file or folder, existing or not."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [absolute_or_new(text)]
+
+
+class DataPath(NamesPath, StringParamType):
+    """As `data.path`: a folder, or a built-in source."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [absolute(text)]
+
+
+class NameOrFile(NamesPath, StringParamType):
+    """The name of something that ships with raydistill, or a file."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [absolute_or_new(text) if Path(text).is_file() else text]
+
+
+class MethodName(NamesPath, StringParamType):
+    """A method: its name, or FILE.py:CLASS."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [with_absolute_file(text)]
+
+
+class Override(NamesPath, StringParamType):
+    """KEY=VALUE of an experiment."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        """The override, and right behind it, before any later one of the same key, its paths as absolute ones."""
+        key, value = parse_override(text)
+        tree: dict[str, object] = {}
+        put(tree, key, value, f"--set {text}")
+        return [text, *(f"{key}={json.dumps(path)}" for key, path in absolute_paths(tree).items())]
+
+
+class RecipeOrFile(NamesPath, StringParamType):
+    """An experiment."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        """A recipe; of an experiment file the name of its resolved copy in the job's folder, bases and all.
+
+        A wrong experiment is refused here, not minutes later in a log; a method's file may be on the cluster alone.
+        """
+        experiment = load(text, job.params["overrides"], method_files="run if present").experiment
+        if text in recipes():
+            return [text]
+        tree = experiment.model_dump(mode="json")
+        for key, value in absolute_paths(tree).items():
+            put(tree, key, value, text)
+        name = f"{experiment.name}.yaml"
+        (job.folder / name).write_text(strict_yaml.dump(tree))
+        return [name]
+
+
+class RecipeOrKey(RecipeOrFile):
+    """An experiment, or with --keys the beginning of a key."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        return [text] if job.params["keys"] else super().in_job(text, job)
+
+
+class RunOrRecipe(RecipeOrFile):
+    """The directory of a run, which may be on the cluster alone if its path is absolute, or an experiment."""
+
+    def in_job(self, text: str, job: JobFiles) -> list[str]:
+        path = Path(text)
+        is_run = path.is_dir() or (path.is_absolute() and not path.exists())
+        return [absolute_or_new(text)] if is_run else super().in_job(text, job)

@@ -1,0 +1,141 @@
+"""The schema of an experiment: everything that a user may write. Rules between sections are in `service.config.rules`."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.config.sweep import SweepConfig
+from trainables.config import (
+    AssistantConfig,
+    DataConfig,
+    DistillConfig,
+    ModelConfig,
+    OptimConfig,
+    ScaleConfig,
+    Section,
+    TeacherConfig,
+    TrainConfig,
+    TrainingConfig,
+)
+from trainables.methods import option_key
+from trainables.rundir import expand_home
+
+MAX_NAME = 150
+"""Characters of an experiment's name: its run directories, MLflow runs and Ray jobs are called after it."""
+
+
+class TrackingConfig(Section):
+    """The MLflow store of the records."""
+
+    enabled: bool = Field(True, description="record runs in MLflow")
+    uri: str | None = Field(None, description="an MLflow server or database; absent: the SQLite store of the runs' root")
+    experiment: str = Field("raydistill", min_length=1, description="name of the MLflow experiment")
+    log_model: bool = Field(True, description="log the student as an MLflow model")
+
+
+class Experiment(Section):
+    """Everything that a user may write, validated."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MAX_NAME)] = Field(
+        "experiment", description="in run directories, MLflow runs and Ray jobs; absent from a file: the file's name"
+    )
+    data: DataConfig = DataConfig()
+    teacher: TeacherConfig | None = None
+    assistants: tuple[AssistantConfig, ...] = Field(
+        (), description="models between teacher and student: each learns from the one before it, the student from the last"
+    )
+    student: ModelConfig
+    distill: DistillConfig = DistillConfig()
+    optim: OptimConfig = OptimConfig()
+    scale: ScaleConfig = ScaleConfig()
+    train: TrainingConfig = TrainingConfig()
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32", description="bf16, fp16: autocast, with a gradient scaler for fp16; fp64: all of it, for exact comparisons"
+    )
+    sweep: SweepConfig = SweepConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="of initial weights, order of images and augmentation")
+
+    @property
+    def distills(self) -> bool:
+        """Whether the student has more than labels to learn from: a teacher, or a method that does without one."""
+        method = self.distill.method
+        return bool(method) and (self.teacher is not None or method != ("kd",))
+
+    @property
+    def preparation(self) -> dict[str, TeacherConfig | AssistantConfig]:
+        """The stages before the student's, in order, each with the model that it trains: the teacher, then the assistants."""
+        assistants = {f"assistant{n}": assistant for n, assistant in enumerate(self.assistants, start=1)}
+        return {**({"teacher": self.teacher} if self.teacher else {}), **assistants}
+
+    def written_cache(self, kind: Literal["train", "sweep"]) -> Path | None:
+        """The `teacher.cache` into which a run or a sweep writes logits; None: there is none. A timing run writes none."""
+        if self.teacher is None or self.teacher.cache is None or not self.distills:
+            return None
+        timed = self.train.max_steps is not None
+        if kind == "sweep":
+            timed = self.sweep.timing_steps is not None and not self.sweep.races
+        return None if timed and not self.assistants else expand_home(self.teacher.cache).absolute()
+
+    def stage(self, name: str, output_dir: Path, labels: Mapping[str, str], weights: str | None = None) -> TrainConfig:
+        """The configuration of the workers of one stage, of the `preparation` or `student`.
+
+        `weights` are those of the stage before it. All stages but the teacher's distil alike.
+        """
+        before = self.preparation
+        model, optim, train = self.student.model, self.optim, self.train
+        if name in before:
+            model = before[name].model
+            optim = optim.model_copy(update={"epochs": before[name].epochs or optim.epochs})
+            train = train.model_copy(update={"until_top1_pct": None, "until_s": None})
+        teacher = distill = None
+        if name != "teacher":
+            teacher = self._teacher_of(name, weights)
+            distill = self.distill if self.distills else None
+        return TrainConfig(
+            stage=name,
+            output_dir=str(output_dir),
+            data=self.data,
+            model=model,
+            teacher=teacher,
+            distill=distill,
+            optim=own_optimizers(optim, distill),
+            scale=self.scale,
+            train=train,
+            precision=self.precision,
+            seed=self.seed,
+            labels=dict(labels),
+        )
+
+    def _teacher_of(self, name: str, weights: str | None) -> TeacherConfig | None:
+        """The teacher of a stage after the teacher's, with `weights`: the experiment's, or the assistant before the stage."""
+        if self.teacher is None:
+            return None
+        names = [*self.preparation, name]
+        previous = names[names.index(name) - 1]
+        teacher = self.teacher
+        if previous != "teacher":
+            cache = self.teacher.model_dump(include={"cache", "cache_top_k", "cache_epochs"})
+            teacher = TeacherConfig(model=self.preparation[previous].model, **cache)
+        # The teacher service starts together with the students, after the assistants.
+        own: dict[str, Any] = {"service": self.teacher.service if name == "student" else None}
+        return teacher.model_copy(update=own if weights is None else {**own, "weights": weights})
+
+
+def own_optimizers(optim: OptimConfig, distill: DistillConfig | None) -> OptimConfig:
+    """The section with optimizers for losses that there are: no method's without `distill`, and none of a method of weight 0."""
+    methods = weighted_methods(distill) if distill is not None else []
+    losses = {key: own for key, own in optim.losses.items() if is_loss(key, methods)}
+    return optim.model_copy(update={"losses": losses})
+
+
+def weighted_methods(distill: DistillConfig) -> list[str]:
+    """The keys of the methods whose weight is not 0."""
+    return [key for key in map(option_key, distill.method) if distill.options.get(key, {}).get("weight") != 0]
+
+
+def is_loss(key: str, methods: Collection[str]) -> bool:
+    """Whether a key of `optim.losses` names the labels' loss, or that of one of these methods or a term of it."""
+    return key == "task" or key.partition("/")[0] in methods

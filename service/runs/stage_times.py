@@ -1,0 +1,69 @@
+"""The time that a stage took: of one session, and over all sessions of drivers that worked on it."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+from service.runs.outcome import Outcome
+from trainables.rundir import StageDir, append_line, read_lines
+
+
+@contextlib.contextmanager
+def stage_session(stage: StageDir) -> Iterator[None]:
+    """Note that this driver works on a stage, for `accounted_over_sessions`."""
+    append_line(stage.sessions, {"began_s": time.time()})
+    try:
+        yield
+    finally:
+        end_session(stage)
+
+
+def end_session(stage: StageDir, since_s: float = 0.0) -> None:
+    """Note that the work on a stage ends, if its last session began at `since_s` (unix) or later.
+
+    Of a session that is killed nothing says when it ended.
+    """
+    with contextlib.suppress(OSError):  # as of a full disk: what ended the work matters more
+        for session in read_lines(stage.sessions)[-1:]:
+            if session["began_s"] >= since_s:
+                append_line(stage.sessions, session | {"ended_s": time.time()})
+
+
+def accounted(outcome: Outcome, stage: StageDir, began_s: float, shares_start: bool = False) -> Outcome:
+    """The outcome with the time it took since `began_s` (unix), and how much of that was its workers' start and end."""
+    now_s = time.time()
+    records = records_since(stage, began_s)
+    end_s = next((now_s - at_s for kind, at_s in reversed(records) if kind == "summary"), None)
+    start_s = 0.0 if shares_start else start_of(records, began_s)
+    times = {"seconds": now_s - began_s, "start_s": start_s, "end_s": end_s, "ended_s": now_s}
+    return outcome.model_copy(update=times)
+
+
+def accounted_over_sessions(outcome: Outcome, stage: StageDir) -> Outcome:
+    """The outcome with the times of all sessions, of which the last one ends now.
+
+    A session whose driver was killed counts to its last record.
+    """
+    ends_s = {line["began_s"]: line.get("ended_s") for line in read_lines(stage.sessions)}
+    began_s = list(ends_s)
+    outcome = accounted(outcome, stage, began_s[-1])
+    seconds, starts_s = outcome.seconds, [outcome.start_s]
+    for began, next_began in itertools.pairwise(began_s):
+        records = [(kind, at_s) for kind, at_s in records_since(stage, began) if at_s < next_began]
+        last_s = records[-1][1] if records else began
+        seconds += (ends_s[began] or last_s) - began
+        starts_s.append(start_of(records, began))
+    known_s = [start_s for start_s in starts_s if start_s is not None]
+    return outcome.model_copy(update={"seconds": seconds, "start_s": sum(known_s) if known_s else None})
+
+
+def records_since(stage: StageDir, began_s: float) -> list[tuple[str, float]]:
+    """Kind and unix time of the stage's records that are not older."""
+    records = [(record["kind"], record["time_ms"] / 1e3) for record in read_lines(stage.metrics)]
+    return [(kind, at_s) for kind, at_s in records if at_s >= began_s]
+
+
+def start_of(records: Sequence[tuple[str, float]], began_s: float) -> float | None:
+    """Seconds until the workers' loop began; None where it never did."""
+    return next((at_s - began_s for kind, at_s in records if kind in ("start", "resume")), None)
