@@ -30,6 +30,11 @@ class Group:
         return self.rank == 0
 
 
+def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
+    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
+
+
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Sum `tensor` over the ranks, in place; every rank must call it with the same shape."""
     if group.world_size > 1:
