@@ -38,6 +38,7 @@ def log_step(job: Job, step_in_epoch: int) -> None:
     totals, num_bad, noise_sums = _reduce_sums(job)
     images_per_s = metrics.throughput.end(totals[0], progress.step)
     metrics.timer.collect()
+    metrics.allreduce_wait.sample()
     if num_bad:
         raise_not_finite(job)
     check_replicas(train_state.distillation_module, job.group, progress.step)
