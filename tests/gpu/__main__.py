@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     out = args.out.resolve()
     if args.piece:
-        return measure_here(named(args.piece), Settings(args.device, out / "made", 60 * args.minutes), out)
+        return measure_here(named(args.piece), Settings(args.device, out / "made"), out)
     checks = chosen(args.only)
     if not checks:
         parser.error(f"no check or piece {args.only}: choose from {', '.join(p.name for c in CHECKS for p in c.pieces)}")
@@ -89,7 +89,7 @@ def run(pieces: Sequence[Piece], folder: Folder, seconds: float, console: Consol
     for piece in pieces:
         if folder.read(piece) is not None:
             continue
-        settings = Settings(folder.device, folder.root / "made", 60 * piece.minutes)
+        settings = Settings(folder.device, folder.root / "made")
         if (reason := piece.lacks(settings)) is not None:
             folder.write(piece, Record("skipped", reason=reason))
             continue
@@ -119,7 +119,7 @@ def measure_in_child(piece: Piece, folder: Folder, seconds: float) -> Record | N
     with (
         open(folder.log_file(piece), "wb") as log,
         subprocess.Popen(
-            [*command, "--minutes", str(seconds / 60)],
+            command,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": path},
             stdout=log,

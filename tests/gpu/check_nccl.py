@@ -71,7 +71,7 @@ def half_precision(settings: Settings) -> Measured:
 
 
 def contexts(settings: Settings) -> Measured:
-    """An epoch that fills a cache: how many processes, and how many contexts of this one, the node's GPUs have."""
+    """An epoch that fills a cache: how many processes the node's GPUs have, as far as the driver shows them."""
     device = first_device(settings)
     cache = {"cache": str(folder_of(settings, "cache"))}
     config = job_config(settings, DIGITS, 16, "fp32", {"data": {"synthetic_images": 160}, "teacher": cache})
@@ -110,7 +110,7 @@ CHECK = Check(
             "8-contexts",
             contexts,
             (
-                Expected("processes on GPU 0", "one process, one context on its GPU", 1, 1),
+                Expected("processes on GPU 0", "one process on its GPU (a container may hide it)", 1, 1, estimate=True),
                 Expected("GPUs with a process", "no other GPU is touched", high=1),
             ),
             2,

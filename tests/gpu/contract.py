@@ -18,8 +18,6 @@ class Settings:
     """`cuda`; or `cpu`: the twin of a few seconds, which tests the check itself."""
     folder: Path
     """What pieces make for themselves and for each other, such as photos and packed sets."""
-    seconds: float = 540.0
-    """That a piece may take."""
 
     @property
     def small(self) -> bool:

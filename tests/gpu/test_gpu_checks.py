@@ -29,7 +29,12 @@ from trainables.device.decoders import REGION_DECODERS
 from trainables.distributed.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
-SAME_CODE = ("2-filled-plain", "4-bf16-128", "4-bf16-64", "4-fp32-128", "4-fp32-64", "4-fp32-32", "5-loop-64", "5-loop-256")
+SAME_CODE = (
+    "2-filled-plain",
+    *("4-bf16-128", "4-bf16-64", "4-fp32-128", "4-fp32-64", "4-fp32-32"),
+    *("5-loop-64", "5-loop-256"),
+    "7-batch-norm",
+)
 """Beside those that differ from them by a number alone; they are slow tests, and so are ranks that start as processes."""
 PIECES = [piece for check in CHECKS for piece in check.pieces]
 
