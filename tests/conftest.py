@@ -64,6 +64,7 @@ PROCESSES = (
     "tests/trainables/data/storage/",
     "tests/service/tracking/",
     "tests/benchmarks/",
+    "tests/gpu/",
 )
 """Tests whose processes, servers or simulated clusters take seconds; single ones elsewhere have the mark themselves."""
 

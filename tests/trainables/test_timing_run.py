@@ -46,7 +46,7 @@ def test_the_loaders_costs_are_those_past_the_warm_up_and_no_sum_has_a_graph(tmp
     with contextlib.closing(build(settings, Group(), Recorded(), no_telemetry)) as job:
         loop.run(job)
         assert 28 <= job.train_loader.costs._batches <= 31
-        assert not job.train_state.sums.requires_grad
+        assert not job.train_state.sums.values_N.requires_grad
 
 
 def test_asking_whether_it_is_enough_is_no_part_of_a_steps_time(tmp_path: Path) -> None:

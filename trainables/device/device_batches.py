@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainables.data.encoded_rows import EncodedRows
 from trainables.data.loader import Batch
+from trainables.device.bind import bind_thread
 from trainables.device.decode import decode_regions, region_decoder
 from trainables.device.mixing import Mix
 
@@ -118,7 +119,7 @@ def _copy_ahead(
     stream = torch.cuda.Stream(device)
     current: _Copy | None = None
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="decode") as decoder:
+        with ThreadPoolExecutor(1, "decode", bind_thread, (device,)) as decoder:
             for batch in batches:
                 # before the next copy, which waits for a step: what is still to be decoded must not stand behind it
                 ready = current.result() if current else None
@@ -168,7 +169,7 @@ def _decode(
     encoded_rows: EncodedRows, images_BCHW: Tensor, stream: torch.cuda.Stream, copied: torch.cuda.Event
 ) -> dict[int, str]:
     device = images_BCHW.device
-    with torch.cuda.device(device), torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
         decoder = region_decoder(encoded_rows.decoder, device, encoded_rows.threads)
         bad = decode_regions(decoder, encoded_rows.regions, images_BCHW)
     copied.record(stream)

@@ -32,6 +32,11 @@ class Group:
         return self.rank == 0
 
 
+def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
+    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
+    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
+
+
 def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Sum `tensor` over the ranks, in place; every rank must call it with the same shape."""
     if group.world_size > 1:
@@ -43,11 +48,15 @@ class GlobalCount:
     """The numbers of samples and of their parts in this step, over all ranks; summed while the forward pass runs."""
 
     def __init__(self, local: int, group: Group, parts: int = 1):
-        self._group = group
-        # Filled on the device: a copy from the host would wait for all that the GPU still has to do.
-        self._totals = torch.full((2,), float(local), dtype=torch.float64, device=group.device)
-        self._totals[1].fill_(parts)
-        self._work = dist.all_reduce(self._totals, async_op=True) if group.world_size > 1 else None
+        self._group, self._num_samples, self._num_parts = group, local, parts
+        self._totals: Tensor | None = None
+        self._work = dist.all_reduce(self._own(), async_op=True) if group.world_size > 1 else None
+
+    def _own(self) -> Tensor:
+        """This rank's numbers. Filled on the device: a copy from the host would wait for all that the GPU still has to do."""
+        self._totals = torch.full((2,), float(self._num_samples), dtype=torch.float64, device=self._group.device)
+        self._totals[1].fill_(self._num_parts)
+        return self._totals
 
     @property
     def totals(self) -> Tensor:
@@ -55,13 +64,15 @@ class GlobalCount:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._totals
+        return self._own() if self._totals is None else self._totals
 
-    def weight(self) -> Tensor:
-        """The factor (scalar, float64) that turns a rank's sum of per-sample losses into its share of the global mean.
+    def weight(self) -> Tensor | float:
+        """The factor (a scalar) that turns a rank's sum of per-sample losses into its share of the global mean.
 
-        DDP averages gradients over ranks, hence world_size / num_samples.
+        DDP averages gradients over ranks, hence world_size / num_samples. One rank knows it without the device.
         """
+        if self._group.world_size == 1:
+            return 1 / max(self._num_samples, 1)
         return self._group.world_size / self.totals[0].clamp(min=1)
 
 
@@ -107,13 +118,25 @@ def seed_rank(seed: int, rank: int) -> None:
 def checksum(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
     """A number over the bits of all parameters (scalar, int64): equal parameters give equal numbers.
 
-    Integer sums do not depend on their order and see any single changed bit: its weight is odd, and so never 0 modulo 2^64.
+    Five kernels for the parameters of a dtype, however many there are. Every number is multiplied by an odd one of its place,
+    modulo 2^32 or 2^64, so that no single change is lost; sums of integers do not depend on their order.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, parameter in enumerate(parameters):
-        bits = parameter.detach().contiguous().view(_BITS[parameter.element_size()])
-        total += (2 * number + 1) * bits.sum(dtype=torch.int64)
+    of_dtypes: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        of_dtypes.setdefault(parameter.dtype, []).append(_in_memory_order(parameter.detach()))
+    for number, of_dtype in enumerate(of_dtypes.values()):
+        bits = torch.cat(of_dtype).view(_BITS[of_dtype[0].element_size()])
+        bits = bits if bits.element_size() >= 4 else bits.int()
+        for part in bits.split(2**30):  # the last of its odd numbers is the largest of int32
+            part *= torch.arange(1, 2 * len(part), 2, dtype=bits.dtype, device=device)
+            total += (2 * number + 1) * part.sum(dtype=torch.int64)
     return total
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Its numbers (one dimension) without a copy, also where it is channels-last, as it is on every rank."""
+    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).flatten()
 
 
 def check_replicas(model: nn.Module, group: Group, step: int) -> None:

@@ -42,7 +42,7 @@ def raise_not_finite(job: Job) -> None:
     Raises:
         TrainingError: always.
     """
-    steps = [step for step in gather_objects(int(job.train_state.bad_step), job.group) if step >= 0]
+    steps = [step for step in gather_objects(int(job.train_state.sums.bad_step), job.group) if step >= 0]
     raise TrainingError(
         f"{job.config.stage}: the loss is not finite at step {min(steps) + 1}: lower optim.lr (now {job.config.optim.lr:g}), set "
         f"optim.clip_grad_norm, or use precision bf16 or fp32; {_last_good_state(job)}"

@@ -31,9 +31,13 @@ def correct_counts(logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]
 
     With fewer than five classes the second counts all samples.
     """
-    top_B5 = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
-    hit_B5 = top_B5 == labels_B[:, None]
-    return hit_B5[:, 0].sum(), hit_B5.sum()
+    hits_B5 = hits(logits_BK, labels_B)
+    return hits_B5[:, 0].sum(), hits_B5.sum()
+
+
+def hits(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """Whether a sample's label is the largest of its logits, the second, … (B, 5), or (B, K) with fewer classes; bool."""
+    return logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices == labels_B[:, None]
 
 
 @torch.inference_mode()

@@ -26,14 +26,16 @@ class Losses(NamedTuple):
     named: dict[str, Tensor]
     """Each (B,) or a scalar: `loss`, `task_loss`, `distill_loss`, and the methods' terms, unweighted."""
 
-    def total(self, weight: Tensor, keys: frozenset[str] | None = None) -> Tensor:
+    def total(self, weight: Tensor | float, keys: frozenset[str] | None = None) -> Tensor:
         """This rank's loss (scalar), or that of some: DDP's mean over ranks is that of the global batch.
 
         `weight` is that of a sample's loss, see `GlobalCount.weight`.
         """
         terms = [term for key, term in self.weighted.items() if keys is None or key in keys]
         per_sample, per_batch = [term for term in terms if term.ndim], [term for term in terms if not term.ndim]
-        sums = [_sum(per_sample).sum() * weight.to(per_sample[0].dtype)] if per_sample else []
+        if per_sample and isinstance(weight, Tensor):
+            weight = weight.to(per_sample[0].dtype)
+        sums = [_sum(per_sample).sum() * weight] if per_sample else []
         return _sum([*sums, *per_batch])
 
 

@@ -34,10 +34,11 @@ def log_step(job: Job, step_in_epoch: int) -> None:
         TrainingError: on every rank: a loss that is not finite, or replicas that disagree.
     """
     train_state, progress, metrics = job.train_state, job.progress, job.metrics
-    local = train_state.sums.clone()
+    local = train_state.sums.values_N
     totals, num_bad, noise_sums = _reduce_sums(job)
     images_per_s = metrics.throughput.end(totals[0], progress.step)
     metrics.timer.collect()
+    metrics.allreduce_wait.sample()
     if num_bad:
         raise_not_finite(job)
     check_replicas(train_state.distillation_module, job.group, progress.step)
@@ -65,12 +66,12 @@ def log_step(job: Job, step_in_epoch: int) -> None:
 def _reduce_sums(job: Job) -> tuple[list[float], float, list[float]]:
     """Over all ranks: the sums since the last log line, which are reset; how many ranks had a bad loss; the noise's sums."""
     train_state = job.train_state
-    parts = [train_state.sums, (train_state.bad_step.double() >= 0).double().reshape(1)]
+    parts = [train_state.sums.values_N, (train_state.sums.bad_step >= 0).double().reshape(1)]
     if train_state.training_update.noise is not None:
         parts.append(train_state.training_update.noise.take())
     reduced = all_reduce_sum(torch.cat(parts), job.group).tolist()
-    train_state.sums.zero_()
-    n = len(train_state.sum_names)
+    train_state.sums.clear()
+    n = len(train_state.sums.names)
     return reduced[:n], reduced[n], reduced[n + 1 :]
 
 
@@ -99,12 +100,12 @@ def _log_step_line(
 
 
 def means(train_state: TrainState, sums: Sequence[float], epoch: Epoch) -> dict[str, float]:
-    """Sums over images of an epoch, see `TrainState.sum_names`, as named means; accuracies in percent. No image: nan.
+    """Sums over images of an epoch, see `TrainState.sums`, as named means; accuracies in percent. No image: nan.
 
     A term that no method computes in this epoch is left out.
     """
     absent = train_state.absent_terms(epoch)
-    num_images, *others = zip(train_state.sum_names, sums, strict=True)
+    num_images, *others = zip(train_state.sums.names, sums, strict=True)
     n = num_images[1] or math.nan
     return {
         f"{name}_pct" if name in ACCURACIES else name: (100 if name in ACCURACIES else 1) * total / n

@@ -133,7 +133,7 @@ def _shortest_s(train_state: TrainState, image_size: int, num_images: int) -> fl
     batch = DeviceBatch(images_BCHW, labels_B, labels_B, labels_B.cpu(), 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gather = Gather(num_images, Group(device=device))
-    weights, one = model.weights(0.0), torch.ones((), device=device)
+    weights = model.weights(0.0)
 
     def once() -> float:
         start_s = time.perf_counter()
@@ -143,7 +143,7 @@ def _shortest_s(train_state: TrainState, image_size: int, num_images: int) -> fl
             teacher_outputs = train_state.teacher(inputs.images_BCHW, num_images) if train_state.teacher is not None else None
             outputs = model(inputs.images_BCHW, method_batch, teacher_outputs)
         loss = losses(outputs, labels_B, inputs.mix, weights)
-        torch.autograd.grad(loss.total(one), trained, allow_unused=True)
+        torch.autograd.grad(loss.total(1.0), trained, allow_unused=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - start_s

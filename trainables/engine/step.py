@@ -9,17 +9,15 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainables.device.device_batches import DeviceBatch
 from trainables.distributed.gather import Gather
 from trainables.distributed.group import GlobalCount, Group
 from trainables.engine.epochs import Epoch, Epochs
-from trainables.engine.evaluate import correct_counts
-from trainables.engine.losses import Losses, losses
+from trainables.engine.losses import losses
 from trainables.engine.optimizers import LossOptimizer
+from trainables.engine.step_sums import StepSums
 from trainables.engine.updates import ParameterUpdate, PerLossUpdate, UpdateSettings
 from trainables.methods.contract import MethodBatch, ModelOutputs
 from trainables.methods.distillation_module import DistillationModule, DistillationOutputs
@@ -59,18 +57,12 @@ class TrainState:
     """Of this epoch's steps."""
     active_teacher: TeacherInterface = field(init=False)
     """The teacher that this epoch's steps call."""
-    sum_names: tuple[str, ...] = field(init=False)
-    """What `sums` adds up over images; some of it stays 0 while no method computes it, see `absent_terms`."""
-    sums: Tensor = field(init=False)
-    """Since the last log line, (len(sum_names),) float64 on the device."""
-    bad_step: Tensor = field(init=False)
-    """The first step whose loss was not finite, or -1 (scalar, int64 on the device)."""
+    sums: StepSums = field(init=False)
+    """Since the last log line; some of it stays 0 while no method computes it, see `absent_terms`."""
 
     def __post_init__(self) -> None:
         distilled = ("distill_loss", *self.distillation_module.term_names) if self.distillation_module.methods else ()
-        self.sum_names = ("images", "top1", "top5", "loss", "task_loss", *distilled)
-        self.sums = torch.zeros(len(self.sum_names), dtype=torch.float64, device=self.group.device)
-        self.bad_step = torch.full((), -1, dtype=torch.int64, device=self.group.device)
+        self.sums = StepSums(("images", "top1", "top5", "loss", "task_loss", *distilled), self.group.device)
         self.begin_epoch(self.epochs.at(self.epochs.num_init))
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -88,7 +80,7 @@ class TrainState:
             self.update = PerLossUpdate(module, [optimizer], self.update_settings)
 
     def absent_terms(self, epoch: Epoch) -> frozenset[str]:
-        """Those of `sum_names` that no method computes in an epoch: an init stage has terms of its own."""
+        """Those of the names of `sums` that no method computes in an epoch: an init stage has terms of its own."""
         if not self.distillation_module.methods:
             return frozenset()
         return frozenset(
@@ -136,22 +128,6 @@ def train_step(train_state: TrainState, batch: DeviceBatch, step: int, timer: Ph
             update.backward(loss, count.weight())
         update.end_micro_batch(rows)
         timer.mark("backward")
-        add_sums(train_state, outputs.logits_BK, part.labels_B, loss, step)
+        train_state.sums.add(step, outputs.logits_BK, part.labels_B, loss.named)
     update.step(count)
     timer.mark("optimizer")
-
-
-@torch.no_grad()
-def add_sums(train_state: TrainState, student_BK: Tensor, labels_B: Tensor, loss: Losses, step: int) -> None:
-    """Add a micro-batch's losses and hits to the running sums, and record the first loss that is not finite, on the device.
-
-    A loss of the global batch counts for each of its images.
-    """
-    top1, top5 = correct_counts(student_BK, labels_B)
-    rows = len(labels_B)
-    named = {name: term.sum() if term.ndim else term * rows for name, term in loss.named.items()}
-    values = {"images": torch.full_like(top1, rows), "top1": top1, "top5": top5, **named}
-    zero = train_state.sums.new_zeros(())
-    train_state.sums += torch.stack([values[name].double() if name in values else zero for name in train_state.sum_names])
-    broken = ~torch.isfinite(named["loss"]) & (train_state.bad_step < 0)
-    train_state.bad_step.masked_fill_(broken, step)

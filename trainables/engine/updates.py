@@ -57,7 +57,7 @@ class ParameterUpdate(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def backward(self, losses: Losses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float) -> None:
         """Add the gradients of a micro-batch. `weight`: see `GlobalCount.weight`."""
 
     def end_micro_batch(self, num_images: int) -> None:  # noqa: B027  (one kind of update needs it)
@@ -87,7 +87,7 @@ class SharedUpdate(ParameterUpdate):
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._no_sync()
 
-    def backward(self, losses: Losses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float) -> None:
         self._scaler.scale(losses.total(weight)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, count: GlobalCount) -> None:
@@ -148,7 +148,7 @@ class PerLossUpdate(ParameterUpdate):
         counts = Counter(parameter for each in optimizers for parameter in each.parameters)
         self._shared = [parameter for parameter, count in counts.items() if count > 1]
 
-    def backward(self, losses: Losses, weight: Tensor) -> None:
+    def backward(self, losses: Losses, weight: Tensor | float) -> None:
         for each, collected in zip(self._optimizers, self._collected, strict=True):
             total = self._scaler.scale(losses.total(weight, each.losses))
             collected.add(total, each.parameters, retain_graph=each is not self._optimizers[-1])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,31 +15,49 @@ from trainables.metrics.phase_timer import MAX_STEPS
 _NUM_BATCHES = 8  # their means give the error of the whole mean
 
 
+class _UnreadLogger:
+    """DDP's logger, whose clocks DDP's forward pass does not read."""
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """See `AllreduceWait.sample`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.logger, name)
+
+
 class AllreduceWait:
     """Samples DDP's own clocks: the time from a rank's last gradient to the end of the last all-reduce.
 
     All ranks wait for a slow network; only the fast ones wait for a slow rank. So the wait of the last rank of a step is the cost
     of the all-reduce itself (`exposed_ms`), and what a rank waits beyond that is because of other ranks.
 
-    The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"), which torch reads for its first ten
-    steps and then once in a while. On a GPU a sample waits for the device, as a log line does, and is taken as rarely; on a CPU,
-    where it costs some 10 µs, in each step.
+    The clocks are those behind DDP's logging data (Li et al. 2020, "PyTorch Distributed"). To read them waits for the device:
+    DDP itself would do so at the beginning of its first ten steps and then once in a while. Here they run in every step and
+    are read where nothing is left to wait for: on a GPU at a log line, on a CPU, where it costs some 10 µs, after each step.
     """
 
-    def __init__(self, ddp_module: nn.Module, device: torch.device, *, log_every: int, warmup_steps: int) -> None:
+    def __init__(self, ddp_module: nn.Module, device: torch.device, *, warmup_steps: int) -> None:
         self._ddp = ddp_module if isinstance(ddp_module, DistributedDataParallel) else None
-        self._every = log_every if device.type == "cuda" else 1
-        self._num_steps, self._last_step = 0, warmup_steps
+        self._each_step, self._last_step = device.type != "cuda", warmup_steps
         self.by_step: dict[int, float] = {}
         """Milliseconds, the latest `MAX_STEPS` samples."""
         if self._ddp is not None:
-            self._ddp._set_ddp_runtime_logging_sample_rate(self._every)
+            self._ddp._set_ddp_runtime_logging_sample_rate(1)
+            self._ddp.logger = self._logger = _UnreadLogger(self._ddp.logger)
 
     def end_step(self) -> None:
-        """After each step: read the latest sample, if DDP has a new one."""
-        self._num_steps += 1
-        if self._ddp is None or self._num_steps % self._every:
+        """After each step."""
+        if self._each_step:
+            self.sample()
+
+    def sample(self) -> None:
+        """Read the clocks of the last step; its device is idle."""
+        if self._ddp is None:
             return
+        self._logger.logger.set_runtime_stats_and_log()
         data = self._ddp._get_ddp_logging_data()
         step = int(data.get("iteration", 0))
         if step <= self._last_step or "backward_comm_time" not in data:  # of the warm-up, or read before

@@ -1,7 +1,6 @@
 """The functions that Ray Train runs in every worker: train a stage, several timing runs, fill a cache, evaluate."""
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainables.config import EvaluateConfig, FillConfig, TrainConfig
-from trainables.data.batch_memory import free_pinned
-from trainables.device.decode import region_decoder
+from trainables.device.release import release_device
 from trainables.distributed.group import Group, gather_objects
 from trainables.engine import loop
 from trainables.engine.evaluate import evaluate_checkpoint
@@ -119,12 +117,7 @@ def set_up_torch(config: TrainConfig, group: Group) -> None:
     torch.backends.cudnn.benchmark = True  # shapes do not change: the fastest convolution is worth a search
     if config.train.compile:  # an earlier stage's kernels were compiled for other shapes, and would be used here too
         torch.compiler.reset()
-    if group.device.type == "cuda":  # an earlier stage's peak is not this one's, nor are its batches and decoders
-        gc.collect()
-        region_decoder.cache_clear()
-        free_pinned()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(group.device)
+    release_device(group.device)  # an earlier stage's peak is not this one's, nor are its batches and decoders
 
 
 def fill_loop_per_worker(settings: dict[str, Any]) -> None:

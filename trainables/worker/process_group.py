@@ -10,11 +10,10 @@ import psutil
 import ray
 import ray.train
 import ray.train.torch
-import torch
 import torch.distributed as dist
 
 from trainables.device.cuda_check import check_usable
-from trainables.distributed.group import Group
+from trainables.distributed.group import Group, group_arguments
 from trainables.worker.ray_internals import abort
 
 
@@ -110,11 +109,6 @@ def join(rendezvous: Rendezvous, rank: int, listener: int | None) -> None:
         timeout=rendezvous.timeout,
         **group_arguments(rendezvous.backend, ray.train.torch.get_device()),
     )
-
-
-def group_arguments(backend: str, device: torch.device) -> dict[str, Any]:
-    """The backend of `init_process_group` and its device: NCCL without one takes that of the global rank's number."""
-    return {"backend": backend, **({"device_id": device} if backend == "nccl" else {})}
 
 
 def interface_of(address: str) -> str | None:

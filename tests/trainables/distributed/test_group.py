@@ -16,6 +16,7 @@ from trainables.distributed.group import (
     check_replicas,
     checksum,
     gather_objects,
+    group_arguments,
     seed_rank,
 )
 from trainables.distributed.rank_pool import RankPool
@@ -85,3 +86,8 @@ def test_each_rank_of_each_seed_draws_numbers_of_its_own() -> None:
             seed_rank(seed, rank)
             seeds.append(torch.initial_seed())
     assert len(set(seeds)) == 4
+
+
+def test_nccl_is_given_the_workers_own_gpu_whatever_its_global_rank() -> None:
+    assert group_arguments("nccl", torch.device("cuda:1")) == {"backend": "nccl", "device_id": torch.device("cuda:1")}
+    assert group_arguments("gloo", CPU) == {"backend": "gloo"}

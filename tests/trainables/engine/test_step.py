@@ -213,4 +213,4 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path: Path, augment: dict[str, obj
             torch.cuda.set_sync_debug_mode("default")
     batches.close()
     job.close()
-    assert int(job.train_state.sums[0]) == 300
+    assert int(job.train_state.sums.values_N[0]) == 300

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.injected import slow_all_reduce, slow_rank
 from tests.trainables.jobs import config, no_telemetry, write_teacher
@@ -67,7 +68,23 @@ def test_what_the_last_rank_of_each_step_waits_is_the_all_reduces() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    waits = AllreduceWait(nn.Linear(2, 2), torch.device("cpu"), log_every=20, warmup_steps=0)
+    waits = AllreduceWait(nn.Linear(2, 2), torch.device("cpu"), warmup_steps=0)
     for _ in range(30):
         waits.end_step()
     assert waits.summary() == {}
+
+
+def read_steps(group: Group) -> tuple[int, list[int]]:
+    """The step whose clocks DDP itself has read after twelve of them as on a GPU, and those that were read in the end."""
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    waits = AllreduceWait(ddp, torch.device("cuda"), warmup_steps=0)
+    for _ in range(12):
+        ddp(torch.ones(1, 2)).sum().backward()
+        waits.end_step()
+    read = int(ddp._get_ddp_logging_data().get("iteration", 0))
+    waits.sample()
+    return read, list(waits.by_step)
+
+
+def test_on_a_gpu_no_step_waits_for_ddps_clocks(ranks: RankPool) -> None:
+    assert ranks.run(2, read_steps) == [(0, [12])] * 2

@@ -44,4 +44,6 @@ REGION_DECODERS: dict[str, Callable[[torch.device, int], RegionDecoder]] = {"gpu
 Raises ImportError where the library is not installed, RuntimeError where it finds no driver.
 """
 
-PACKAGES = {"gpu": "nvidia-nvimgcodec-cu12[nvjpeg]", "dali": "nvidia-dali-cuda120"}
+_CUDA = (torch.version.cuda or "13").partition(".")[0]
+PACKAGES = {"gpu": f"nvidia-nvimgcodec-cu{_CUDA}[nvjpeg]", "dali": f"nvidia-dali-cuda{_CUDA}0"}
+"""For the CUDA that torch has: another one's libraries would lie beside torch's own, or find no driver."""

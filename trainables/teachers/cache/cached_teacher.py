@@ -35,7 +35,7 @@ class CachedTeacher(TeacherInterface):
         self.network: TeacherNetwork | None = None
         """The teacher itself, once it was needed."""
         self._methods, self._build, self._device, self._dtype = tuple(methods), build, device, dtype
-        self._writer = CacheWriter(store) if writes else None
+        self._writer = CacheWriter(store, device) if writes else None
         self._epoch: tuple[int, EpochLogits] | None = None
         self._num_computed = 0
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainables.device.bind import bind_thread
 from trainables.teachers.cache.store import Columns, LogitsStore
 
 log = logging.getLogger("raydistill")
@@ -28,8 +29,9 @@ _MAX_QUEUED = 64  # batches: where the disk is slower than the teacher, the teac
 class CacheWriter:
     """Adds a running teacher's logits to a store. A disk that fails ends the writing, not the training."""
 
-    def __init__(self, store: LogitsStore) -> None:
-        self._store = store
+    def __init__(self, store: LogitsStore, device: torch.device) -> None:
+        """`device`: the teacher's, whose copies the thread waits for."""
+        self._store, self._device = store, device
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_QUEUED)
         self._buffered: list[Columns] = []
         self._num_bytes, self._epoch, self._oldest_s = 0, 0, 0.0
@@ -65,6 +67,7 @@ class CacheWriter:
         self._thread.join()
 
     def _run(self) -> None:
+        bind_thread(self._device)
         while True:
             try:
                 task = self._tasks.get(timeout=self._remaining_s())

@@ -14,6 +14,8 @@ from trainables.teachers.cache.logits_format import LogitsFormat
 from trainables.teachers.cache.store import Columns, LogitsStore
 from trainables.teachers.cache.writer import CacheWriter
 
+CPU = torch.device("cpu")
+
 FORMAT = LogitsFormat(6, 2)
 LOGITS = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
 
@@ -86,7 +88,7 @@ def test_a_segment_of_another_format_or_data_set_is_left_out(tmp_path: Path) -> 
 
 def test_only_missing_rows_are_written_and_epochs_are_separate(tmp_path: Path) -> None:
     store = LogitsStore(tmp_path, FORMAT, 20)
-    writer = CacheWriter(store)
+    writer = CacheWriter(store, CPU)
     for epoch, samples, missing in ((0, [1, 2], [True, False]), (0, [3, 4], [True, True]), (1, [5, 6], [False, True])):
         writer.add(epoch, np.array(samples), FORMAT.encode(LOGITS[samples]), np.array(missing))
     writer.flush()
@@ -97,7 +99,7 @@ def test_only_missing_rows_are_written_and_epochs_are_separate(tmp_path: Path) -
 
 def test_a_disk_that_cannot_be_written_ends_the_writing_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    writer = CacheWriter(LogitsStore(tmp_path / "file", FORMAT, 20))
+    writer = CacheWriter(LogitsStore(tmp_path / "file", FORMAT, 20), CPU)
     for _ in range(3):
         writer.add(0, np.array([1, 2]), FORMAT.encode(LOGITS[:2]), np.array([True, True]))
         writer.flush()

@@ -1,0 +1,102 @@
+"""Peers of a training step on one device: the best plain script, and torchvision's reference loop with a teacher added.
+
+Both take batches that lie on the device, and give a step as a callable. Models are the product's, the rest is torch's.
+Shapes: B batch, C=3 channels, H W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks.plain import MEAN, STD, accuracy, kd_loss
+
+
+def plain_step(
+    teacher: nn.Module,
+    student: nn.Module,
+    images_BCHW: Tensor,
+    labels_B: Tensor,
+    precision: str,
+    *,
+    teacher_dtype: torch.dtype = torch.float32,
+) -> Callable[[], None]:
+    """The step that an engineer writes who knows the craft: autocast, channels_last as the models are, fused SGD, a teacher in
+    inference mode, nothing that waits for the device. The images are uint8, as they come from a loader.
+    """
+    device = images_BCHW.device
+    half = precision == "bf16"
+    scale, shift = (1 / (255 * STD)).to(device), (-MEAN / STD).to(device)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+    loss_sum, hits = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def step() -> None:
+        images = torch.addcmul(shift, images_BCHW.float(), scale)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            with torch.inference_mode():
+                teacher_logits = teacher(images.to(teacher_dtype))
+            logits = student(images)
+        loss = kd_loss(logits.float(), teacher_logits.float(), labels_B)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        loss_sum.add_(loss.detach())
+        hits.add_((logits.detach().argmax(1) == labels_B).sum())
+
+    return step
+
+
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """The step captured once as a CUDA graph, and replayed; its batch stays where it is."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Meter:
+    """A mean that is read in every step, as the reference's logger does."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float, n: int) -> None:
+        self.total, self.count = self.total + value * n, self.count + n
+
+
+def reference_step(
+    teacher: nn.Module, student: nn.Module, images_BCHW: Tensor, labels_B: Tensor, precision: str
+) -> Callable[[], None]:
+    """A step as torchvision's classification reference trains, with a teacher added as its users add one: the images normalised
+    by the loader, torch's default SGD and memory format, with `--amp` float16 and a scaler, loss and accuracies read each step.
+    """
+    device = images_BCHW.device
+    amp = precision != "fp32"
+    scaler = torch.amp.GradScaler(device.type, enabled=amp)
+    images = ((images_BCHW.float() / 255 - MEAN.to(device)) / STD.to(device)).contiguous()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    meters = [Meter() for _ in range(3)]
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.float16, enabled=amp):
+            with torch.no_grad():
+                teacher_logits = teacher(images)
+            logits = student(images)
+            loss = kd_loss(logits, teacher_logits, labels_B)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        acc1, acc5 = accuracy(logits.detach(), labels_B)
+        for meter, value in zip(meters, (loss, acc1, acc5), strict=True):
+            meter.update(value.item(), len(labels_B))
+
+    return step

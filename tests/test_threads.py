@@ -1,0 +1,62 @@
+"""Every thread that the product starts is listed here, with what it calls of CUDA; one that calls anything binds its device."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.waiting import wait_until
+from trainables.teachers.cache.logits_format import LogitsFormat
+from trainables.teachers.cache.store import LogitsStore
+from trainables.teachers.cache.writer import CacheWriter
+
+ROOT = Path(__file__).parent.parent
+STARTS = {"Thread", "ThreadPoolExecutor", "Timer"}
+NOTHING, BOUND, ONE_GPU = "nothing", "binds its device", "its process sees one GPU"
+THREADS = {
+    "service/cluster/local_ray.py": NOTHING,
+    "service/cluster/parallel_map.py": NOTHING,
+    "service/runs/pack.py": NOTHING,
+    "service/tracking/tracker.py": NOTHING,
+    "trainables/data/loader.py": NOTHING,  # it fills memory that the training thread has pinned
+    "trainables/data/storage/shard_fetcher.py": NOTHING,
+    "trainables/data/storage/staging.py": NOTHING,
+    "trainables/device/device_batches.py": BOUND,  # decodes, records an event
+    "trainables/metrics/metrics_file.py": NOTHING,
+    "trainables/metrics/telemetry.py": NOTHING,  # NVML, which needs no context
+    "trainables/teachers/cache/writer.py": BOUND,  # waits for copies to the host
+    "trainables/teachers/service/client.py": NOTHING,  # the training thread copies what it has received
+    "trainables/teachers/service/compute_thread.py": ONE_GPU,  # an actor's
+    "trainables/teachers/service/loaded_teachers.py": ONE_GPU,
+    "trainables/teachers/service/server.py": NOTHING,
+    "trainables/worker/reporter.py": NOTHING,
+}
+
+
+def called_names(path: Path) -> set[str]:
+    """The last part of the name of everything that a module calls or hands on."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    calls = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    return calls | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def test_every_thread_is_known_with_what_it_calls_of_cuda() -> None:
+    modules = [*(ROOT / "service").rglob("*.py"), *(ROOT / "trainables").rglob("*.py")]
+    names = {str(path.relative_to(ROOT)): called_names(path) for path in modules}
+    starting = {module: called for module, called in names.items() if called & STARTS}
+    assert starting.keys() == THREADS.keys()
+    bound = {module for module, called in starting.items() if "bind_thread" in called}
+    assert bound == {module for module, what in THREADS.items() if what == BOUND}
+
+
+def test_the_thread_that_writes_a_cache_is_bound_to_its_workers_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = list[tuple[str, torch.device]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: bound.append((threading.current_thread().name, device)))
+    writer = CacheWriter(LogitsStore(tmp_path, LogitsFormat(6, 2), 20), torch.device("cuda", 3))
+    wait_until(lambda: bound)
+    writer.close()
+    assert bound == [("cache writer", torch.device("cuda", 3))]

@@ -1,0 +1,11 @@
+"""Bind a thread to its worker's GPU: a new thread's is the first that its process sees, also where the worker has another."""
+
+from __future__ import annotations
+
+import torch
+
+
+def bind_thread(device: torch.device) -> None:
+    """Make `device` the calling thread's, whatever it calls of CUDA afterwards; else that may open a context on GPU 0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,79 @@
+"""What steps add up over their images, on the device: losses and hits, and the first loss that is not finite.
+
+A micro-batch launches six kernels here whatever its terms are; nothing waits for the device.
+
+Shapes: B batch of this rank, K classes, N names, P pending steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainables.engine.evaluate import hits
+
+_MAX_PENDING = 256
+
+
+class StepSums:
+    """Sums since the last `clear`. What is not read yet is kept by step, so that a step itself compares nothing."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        """`names`: `images`, `top1` and `top5`, then those of losses, `loss` among them."""
+        self.names = tuple(names)
+        self._loss = self.names.index("loss")
+        self._pending_PN = torch.zeros((_MAX_PENDING, len(names)), dtype=torch.float64, device=device)
+        self._first_step, self._num_pending, self._num_images = 0, 0, 0
+        self._sums_N = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self._bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, step: int, student_BK: Tensor, labels_B: Tensor, losses: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch of this step. A loss that is a scalar, of the global batch, counts for each image."""
+        index = step - self._first_step
+        if index not in (self._num_pending - 1, self._num_pending) or index == _MAX_PENDING:
+            self._fold()
+            self._first_step, index = step, 0
+        rows = len(labels_B)
+        hits_B5 = hits(student_BK, labels_B).to(losses["loss"].dtype)
+        values = {"top1": hits_B5[:, 0], "top5": hits_B5.sum(1), **losses}
+        absent = [name for name in self.names[1:] if name not in values]
+        values |= dict.fromkeys(absent, hits_B5.new_zeros(())) if absent else {}
+        all_NB = torch.stack([values[name].expand(rows) for name in self.names[1:]])
+        sums_N = self._pending_PN[index, 1:]
+        if index < self._num_pending:
+            sums_N += all_NB.sum(1, dtype=torch.float64)
+        else:
+            torch.sum(all_NB, 1, dtype=torch.float64, out=sums_N)
+        self._num_pending, self._num_images = index + 1, self._num_images + rows
+
+    @property
+    def values_N(self) -> Tensor:
+        """By `names`, float64 on the device."""
+        self._fold()
+        return self._sums_N
+
+    @property
+    def bad_step(self) -> Tensor:
+        """The first step of all whose loss was not finite, or -1 (scalar, int64 on the device)."""
+        self._fold()
+        return self._bad_step
+
+    def clear(self) -> None:
+        """Begin the sums anew; the bad step stays."""
+        self._fold()
+        self._sums_N = torch.zeros_like(self._sums_N)
+
+    def _fold(self) -> None:
+        """Add up what is pending."""
+        if not self._num_pending:
+            return
+        pending_PN = self._pending_PN[: self._num_pending]
+        self._sums_N = self._sums_N + pending_PN.sum(0)
+        self._sums_N[0] += self._num_images
+        bad_P = ~torch.isfinite(pending_PN[:, self._loss])
+        first = torch.where(bad_P.any(), self._first_step + bad_P.byte().argmax(), -1)
+        self._bad_step = torch.where(self._bad_step < 0, first, self._bad_step)
+        self._num_pending = self._num_images = 0
