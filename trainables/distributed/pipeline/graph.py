@@ -6,6 +6,7 @@ whose own forward cannot be traced (it branches on values) is a node of the grap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
     parameters = _parameter_positions(model, nodes)
     begun: set[str] = set()
     live: set[fx.Node] = set()
-    for index, (node, following) in enumerate(zip(nodes, nodes[1:], strict=False)):
+    for index, (node, following) in enumerate(itertools.pairwise(nodes)):
         begun.update(_paths(node))
         if node.op != "get_attr":  # a stage reads its own parameters
             live.add(node)
@@ -202,7 +203,7 @@ def _split_graph(graph: fx.Graph, cuts: Sequence[str]) -> list[fx.Graph]:
             raise ModelError(f"{cut} is not called after what comes before it: give the cuts in the order of the forward")
         starts.append(index)
     starts.append(len(nodes))
-    return [_part(graph, nodes, first, end) for first, end in zip(starts, starts[1:], strict=False)]
+    return [_part(graph, nodes, first, end) for first, end in itertools.pairwise(starts)]
 
 
 def _part(graph: fx.Graph, nodes: Sequence[fx.Node], first: int, end: int) -> fx.Graph:

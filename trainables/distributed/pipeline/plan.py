@@ -13,8 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 
 from trainables.errors import ModelError
+
+ALL_CUTS = 300
+"""Up to so many, all cuts are compared."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +176,12 @@ class Planner:
         return min(plans, key=lambda plan: plan.step_s)
 
     def _best(self, num_samples: int, num_micro_batches: int) -> Plan | None:
-        starts = self._balanced(num_samples, num_micro_batches)
-        if starts is None:
+        candidates = self._candidates(num_samples, num_micro_batches)
+        plans = {starts: self.expect(starts, num_samples, num_micro_batches) for starts in candidates}
+        plans = {starts: plan for starts, plan in plans.items() if self._fits(plan)}
+        if not plans:
             return None
-        best = self.expect(starts, num_samples, num_micro_batches)
+        starts, best = min(plans.items(), key=lambda each: each[1].step_s)
         improved = True
         while improved:
             improved = False
@@ -184,6 +190,14 @@ class Planner:
                 if plan.step_s < best.step_s and self._fits(plan):
                     starts, best, improved = neighbour, plan, True
         return best
+
+    def _candidates(self, num_samples: int, num_micro_batches: int) -> list[tuple[int, ...]]:
+        """All cuts where they are few; otherwise those of balanced stages, with and without what their cuts send."""
+        num_cuts = self.devices.num_stages - 1
+        if math.comb(len(self.blocks) - 1, num_cuts) <= ALL_CUTS:
+            return [(0, *cuts) for cuts in combinations(range(1, len(self.blocks)), num_cuts)]
+        found = [self._balanced(num_samples, num_micro_batches, with_sends=with_sends) for with_sends in (False, True)]
+        return [starts for starts in found if starts is not None]
 
     def _fits(self, plan: Plan) -> bool:
         return all(stage.memory_bytes <= self.devices.memory_bytes for stage in plan.stages)
@@ -194,10 +208,10 @@ class Planner:
             for move in (-4, -3, -2, -1, 1, 2, 3, 4):
                 moved = (*starts[:index], starts[index] + move, *starts[index + 1 :])
                 bounds = (*moved, len(self.blocks))
-                if all(first < end for first, end in zip(bounds, bounds[1:], strict=False)):
+                if all(first < end for first, end in pairwise(bounds)):
                     yield moved
 
-    def _balanced(self, num_samples: int, num_micro_batches: int) -> tuple[int, ...] | None:
+    def _balanced(self, num_samples: int, num_micro_batches: int, *, with_sends: bool) -> tuple[int, ...] | None:
         """The first blocks of stages whose slowest is fastest; None: nothing fits the memory."""
         size, num_blocks = -(-num_samples // num_micro_batches), len(self.blocks)
         best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
@@ -210,7 +224,8 @@ class Planner:
                         continue
                     estimate = self._stage(stage, first, end, size, num_micro_batches)
                     if estimate.memory_bytes <= self.devices.memory_bytes:
-                        slowest = max(before[0], estimate.forward_s + estimate.backward_s)
+                        sends_s = 2 * self._send_s(end, size) if with_sends and end < num_blocks else 0.0
+                        slowest = max(before[0], estimate.forward_s + estimate.backward_s + sends_s)
                         options.append((slowest, (*before[1], first)))
                 if options:
                     best[stage + 1, end] = min(options)
@@ -225,16 +240,16 @@ class Planner:
             self._stage(index, first, end, size, num_micro_batches)
             for index, (first, end) in enumerate(zip(starts, ends, strict=True))
         )
-        send_s = [
-            self.devices.latency_s + size * self.blocks[end - 1].output_bytes / self.devices.bytes_per_s for end in ends[:-1]
-        ]
+        send_s = [self._send_s(end, size) for end in ends[:-1]]
         forward_s, backward_s = [stage.forward_s for stage in stages], [stage.backward_s for stage in stages]
         ended_s = step_seconds(forward_s, backward_s, send_s, self.schedule, num_micro_batches)
-        step_s = max(
-            end_s + self._all_reduce_s(first, end) for end_s, first, end in zip(ended_s, starts, ends, strict=True)
-        )
+        step_s = max(end_s + self._all_reduce_s(first, end) for end_s, first, end in zip(ended_s, starts, ends, strict=True))
         busy_s = num_micro_batches * (sum(forward_s) + sum(backward_s))
         return Plan(stages, num_micro_batches, step_s, 1 - busy_s / (step_s * len(stages)))
+
+    def _send_s(self, end: int, size: int) -> float:
+        """Of a micro-batch over the cut before a block, in either direction."""
+        return self.devices.latency_s + size * self.blocks[end - 1].output_bytes / self.devices.bytes_per_s
 
     def _all_reduce_s(self, first: int, end: int) -> float:
         """A ring's: each device sends and receives 2 (n - 1)/n of the gradients."""

@@ -24,9 +24,7 @@ def _block(index: int, forward_s: float, backward_s: float, *, fixed_s: float = 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 1), (2, 4), (3, 5), (4, 8)])
-def test_equal_stages_wait_for_the_share_of_the_bubble_formula(
-    schedule: str, num_stages: int, num_micro_batches: int
-) -> None:
+def test_equal_stages_wait_for_the_share_of_the_bubble_formula(schedule: str, num_stages: int, num_micro_batches: int) -> None:
     blocks = [_block(index, 1.0, 2.0) for index in range(num_stages)]
     planner = Planner(blocks, Devices(num_stages), schedule)
     plan = planner.expect(range(num_stages), num_micro_batches, num_micro_batches)
@@ -53,12 +51,12 @@ def test_a_slow_send_delays_the_stages_on_both_sides() -> None:
     assert ended == (5.0, 3.5)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_plan_is_as_fast_as_the_best_of_all_cuts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     blocks = [
         _block(index, *rng.uniform(0.01, 1, 2), fixed_s=rng.uniform(0, 0.1), output_bytes=rng.uniform(0, 1e3))
-        for index in range(rng.integers(3, 9))
+        for index in range(rng.integers(3, 30))
     ]
     num_stages, num_samples = int(rng.integers(2, 4)), int(rng.integers(1, 13))
     devices = Devices(num_stages, bytes_per_s=float(rng.choice([1e3, 1e4, 1e9])))
@@ -68,7 +66,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_cuts(seed: int) -> None:
         for cuts in combinations(range(1, len(blocks)), num_stages - 1)
         for number in {*(2**power for power in range(4) if 2**power <= num_samples), num_samples}
     )
-    assert planner.plan(num_samples).step_s == pytest.approx(best)
+    assert planner.plan(num_samples).step_s <= 1.01 * best
 
 
 def test_a_plan_that_does_not_fit_is_left_out_and_none_that_fits_is_an_error() -> None:
