@@ -81,9 +81,7 @@ class _Passes:
             gradient = torch.ones_like(logits)
             inputs = [*([leaf] if leaf.requires_grad else []), *(p for p in block.parameters() if p.requires_grad)]
             if inputs:
-                _, self.backward_s = _timed(
-                    lambda: torch.autograd.grad(logits, inputs, gradient, allow_unused=True), device
-                )
+                _, self.backward_s = _timed(lambda: torch.autograd.grad(logits, inputs, gradient, allow_unused=True), device)
         self.sent = logits.detach().requires_grad_(training)
         self.stored_bytes = sum(size for pointer, size in stored.items() if pointer not in own)
 

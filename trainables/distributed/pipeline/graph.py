@@ -6,6 +6,7 @@ whose own forward cannot be traced (it branches on values) is a node of the grap
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainables.errors import ModelError
 
@@ -30,10 +30,6 @@ class CutPoint:
     shape: tuple[int, ...]
     """Of the one tensor that crosses the cut, without the batch dimension."""
     dtype: torch.dtype
-
-
-class Untraceable(Exception):
-    """The forward of the model itself, not of a part of it, branches on values."""
 
 
 class _Tracer(fx.Tracer):
@@ -97,7 +93,7 @@ def cut_points(model: nn.Module, image_size: int) -> list[CutPoint]:
 def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
     graph = trace(model)
     nodes = list(graph.nodes)
-    values = _Values(fx.GraphModule(model, graph), image_size)
+    values = _Values(model, graph, image_size)
     position = {node: index for index, node in enumerate(nodes)}
     last_use = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
     parameters = _parameter_positions(model, nodes)
@@ -112,9 +108,9 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
         if len(live) != 1 or not paths or not _divides(parameters, index):
             continue
         crossing = next(iter(live))
-        value = values.of(crossing)
+        value = values.of_sample(crossing)
         if value is not None and not any(_in_place(user, model) for user in crossing.users if position[user] > index):
-            yield CutPoint(paths[0], paths[1:], tuple(value.shape[1:]), value.dtype)
+            yield CutPoint(paths[0], paths[1:], *value)
 
 
 def _paths(node: fx.Node) -> tuple[str, ...]:
@@ -160,22 +156,25 @@ def _in_place(node: fx.Node, model: nn.Module) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in ("iadd", "imul", "isub", "itruediv")
 
 
-class _Values:
-    """Shapes of a graph's values for a batch of two blank images; nothing is computed and nothing of the model changes."""
+class _Values(fx.Interpreter):
+    """What is known of a graph's values after a pass of two blank images through a copy of the model."""
 
-    def __init__(self, module: fx.GraphModule, image_size: int) -> None:
-        interpreter = fx.Interpreter(module, garbage_collect_values=False)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        dtype = next(module.parameters()).dtype
-        with mode, torch.random.fork_rng(devices=[]):
-            interpreter.run(mode.from_tensor(torch.zeros(2, 3, image_size, image_size, dtype=dtype)))
-        self._env = interpreter.env
+    def __init__(self, model: nn.Module, graph: fx.Graph, image_size: int) -> None:
+        super().__init__(fx.GraphModule(copy.deepcopy(model), graph))
+        self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
+        parameter = next(model.parameters())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self.run(torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
 
-    def of(self, node: fx.Node) -> Tensor | None:
-        """A node's value where it is a tensor of samples that gradients can flow through."""
-        value = self._env.get(node)
-        is_samples = isinstance(value, Tensor) and value.ndim > 1 and len(value) == 2 and value.is_floating_point()
-        return value if is_samples else None
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.ndim > 1 and len(value) == 2 and value.is_floating_point():
+            self._found[n] = tuple(value.shape[1:]), value.dtype
+        return value
+
+    def of_sample(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """A node's shape and type where it is a tensor of samples that gradients can flow through."""
+        return self._found.get(node)
 
 
 def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:

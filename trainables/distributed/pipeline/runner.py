@@ -103,7 +103,9 @@ class PipelineRunner:
                 output_args=self._boundaries[self.index + 1].of_samples(size),
                 group=self._group,
             )
-            self._built[number, size] = self._schedule(stage, number, loss_fn=self._call_loss, scale_grads=False)
+            # 1F1B refuses fewer micro-batches than stages; it would run them in GPipe's order.
+            schedule = self._schedule if number >= self.num_stages else ScheduleGPipe
+            self._built[number, size] = schedule(stage, number, loss_fn=self._call_loss, scale_grads=False)
         return self._built[number, size]
 
     def _call_loss(self, output: Tensor, positions: Tensor) -> Tensor:
