@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from typing import TypeVar
 
@@ -31,28 +31,28 @@ def measure_blocks(
     image_size: int,
     sizes: Sequence[int],
     device: torch.device,
-    training: bool = True,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Block]:
-    """The blocks between neighbouring cut points, timed on micro-batches of these sizes; at least two.
+    """The blocks between neighbouring cut points, timed in training mode on micro-batches of these sizes, at least two.
 
-    Without `training` there are forward passes only, and nothing is stored for a backward pass. `model` stays as it is.
+    `model` stays as it is.
     """
-    blocks = split(copy.deepcopy(model).to(device).train(training), [point.module for point in points])
+    blocks = split(copy.deepcopy(model).to(device).train(), [point.module for point in points])
     dtype = next(model.parameters()).dtype
     forward_s: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in blocks]
     backward_s: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in blocks]
-    stored = [0.0 for _ in blocks]
+    stored, sent = [0.0 for _ in blocks], [0.0 for _ in blocks]
     for attempt in range(ROUNDS + 1):
         for size in sizes:
             received = torch.randn(size, 3, image_size, image_size, device=device, dtype=dtype)
             for index, block in enumerate(blocks):
-                passes = _Passes(block, received, device, training=training)
+                with autocast():
+                    passes = _Passes(block, received, device)
                 received = passes.sent
                 if attempt:
                     forward_s[index][size].append(passes.forward_s)
                     backward_s[index][size].append(passes.backward_s)
-                stored[index] = passes.stored_bytes / size
-    sent = [point.dtype.itemsize * float(np.prod(point.shape)) for point in points]
+                stored[index], sent[index] = passes.stored_bytes / size, received.nbytes / size
     return [
         Block(
             begins_at=point.module if point is not None else "",
@@ -60,7 +60,7 @@ def measure_blocks(
             backward=_line(backward_s[index]),
             parameter_bytes=sum(parameter.nbytes for parameter in blocks[index].parameters()),
             activation_bytes=stored[index],
-            output_bytes=sent[index] if index < len(sent) else 0.0,
+            output_bytes=sent[index],
         )
         for index, point in enumerate([None, *points])
     ]
@@ -69,21 +69,40 @@ def measure_blocks(
 class _Passes:
     """One forward and one backward pass of a block."""
 
-    def __init__(self, block: StageModule, received: Tensor, device: torch.device, *, training: bool) -> None:
-        leaf = received.detach().requires_grad_(training and received.requires_grad)
+    def __init__(self, block: StageModule, received: Tensor, device: torch.device) -> None:
         stored: dict[int, int] = {}
         own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
-        with torch.set_grad_enabled(training), _count_stored(stored):
-            output, self.forward_s = _timed(lambda: block(leaf), device)
-        logits = output if isinstance(output, Tensor) else output[0]
-        self.backward_s = 0.0
-        if training:
-            gradient = torch.ones_like(logits)
-            inputs = [*([leaf] if leaf.requires_grad else []), *(p for p in block.parameters() if p.requires_grad)]
-            if inputs:
-                _, self.backward_s = _timed(lambda: torch.autograd.grad(logits, inputs, gradient, allow_unused=True), device)
-        self.sent = logits.detach().requires_grad_(training)
-        self.stored_bytes = sum(size for pointer, size in stored.items() if pointer not in own)
+        with _count_stored(stored):
+            output, self.forward_s = _timed(lambda: block(received), device)
+        logits: Tensor = output if isinstance(output, Tensor) else output[0]
+        inputs = [tensor for tensor in (received, *block.parameters()) if tensor.requires_grad]
+        _, self.backward_s = _timed(
+            lambda: torch.autograd.grad(logits, inputs, torch.ones_like(logits), allow_unused=True), device
+        )
+        self.sent = logits.detach().requires_grad_()
+        self.stored_bytes = sum(size for address, size in stored.items() if address not in own)
+
+
+def forward_line(
+    model: nn.Module,
+    *,
+    image_size: int,
+    sizes: Sequence[int],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Line:
+    """Seconds of a model's forward pass in eval mode, as of a frozen teacher's."""
+    model = copy.deepcopy(model).to(device).eval()
+    dtype = next(model.parameters()).dtype
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for attempt in range(ROUNDS + 1):
+        for size in sizes:
+            images_BCHW = torch.randn(size, 3, image_size, image_size, device=device, dtype=dtype)
+            with torch.inference_mode(), autocast():
+                _, took_s = _timed(lambda images_BCHW=images_BCHW: model(images_BCHW), device)
+            if attempt:
+                seconds[size].append(took_s)
+    return _line(seconds)
 
 
 @contextmanager
