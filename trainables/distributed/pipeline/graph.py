@@ -99,6 +99,7 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
     parameters = _parameter_positions(model, nodes)
     begun: set[str] = set()
     live: set[fx.Node] = set()
+    crossed: fx.Node | None = None
     for index, (node, following) in enumerate(itertools.pairwise(nodes)):
         begun.update(_paths(node))
         if node.op != "get_attr":  # a stage reads its own parameters
@@ -109,7 +110,11 @@ def _cut_points(model: nn.Module, image_size: int) -> Iterator[CutPoint]:
             continue
         crossing = next(iter(live))
         value = values.of_sample(crossing)
-        if value is not None and not any(_in_place(user, model) for user in crossing.users if position[user] > index):
+        # Between two places that the same tensor crosses only its shape is looked at: they are one.
+        if value is None or crossing is crossed:
+            continue
+        if not any(_in_place(user, model) for user in crossing.users if position[user] > index):
+            crossed = crossing
             yield CutPoint(paths[0], paths[1:], *value)
 
 

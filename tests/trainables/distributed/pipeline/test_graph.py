@@ -128,6 +128,13 @@ def _tensors(output: object) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else [tensor for tensor in output if tensor is not None]  # type: ignore[attr-defined]
 
 
+def test_a_model_can_be_cut_at_all_of_its_cut_points_at_once() -> None:
+    model = get_model("vit_b_32", num_classes=10, image_size=32)
+    names = _names(model)
+    assert "encoder.layers.encoder_layer_1" in names
+    assert len(split(model, names)) == len(names) + 1
+
+
 def test_cuts_out_of_order_are_refused() -> None:
     with pytest.raises(ModelError, match="layer2 is not called after"):
         split(get_model("resnet18"), ["layer3", "layer2"])
