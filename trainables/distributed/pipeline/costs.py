@@ -15,18 +15,23 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass as measured for some numbers of samples, in rising order; straight lines between and beyond them."""
+    """Seconds of a pass as measured for some numbers of samples, in rising order.
+
+    Between them straight lines; beyond them the slope from the first to the last, which noise changes least, and never falling.
+    """
 
     num_samples: tuple[int, ...]
     times_s: tuple[float, ...]
 
     def seconds(self, num_samples: float) -> float:
-        if len(self.num_samples) == 1:
-            return self.times_s[0] * num_samples / self.num_samples[0]
-        above = next((index for index, size in enumerate(self.num_samples) if size >= num_samples), len(self.num_samples) - 1)
-        upper = max(above, 1)
-        (first, second), (first_s, second_s) = self.num_samples[upper - 1 : upper + 1], self.times_s[upper - 1 : upper + 1]
-        return max(0.0, first_s + (second_s - first_s) * (num_samples - first) / (second - first))
+        sizes, times_s = self.num_samples, self.times_s
+        if len(sizes) == 1:
+            return times_s[0] * num_samples / sizes[0]
+        if sizes[0] <= num_samples <= sizes[-1]:
+            return float(np.interp(num_samples, sizes, times_s))
+        slope_s = max(0.0, (times_s[-1] - times_s[0]) / (sizes[-1] - sizes[0]))
+        nearest = 0 if num_samples < sizes[0] else -1
+        return max(0.0, times_s[nearest] + slope_s * (num_samples - sizes[nearest]))
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ class Link:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def usual_link(device_type: str) -> Link:
+    """Of a kind of devices, where nothing was measured."""
+    return Link() if device_type == "cuda" else Link(latency_s=2e-4, bytes_per_s=2e9, overlapped=False)
 
 
 @dataclass(frozen=True)

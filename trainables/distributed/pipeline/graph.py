@@ -19,6 +19,10 @@ from torch import Tensor, fx, nn
 from trainables.errors import ModelError
 
 
+MAX_CPU_WORK = 10**10
+"""Parameters times pixels up to which blank images pass through a model on the CPU."""
+
+
 @dataclass(frozen=True)
 class CutPoint:
     """A place where a model can be cut: the next stage begins with a module."""
@@ -162,12 +166,13 @@ def _in_place(node: fx.Node, model: nn.Module) -> bool:
 
 
 class _Values(fx.Interpreter):
-    """What is known of a graph's values after a pass of two blank images through a copy of the model."""
+    """What is known of a graph's values after a pass of two blank images through a copy of the model: see `_dry_copy`."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, image_size: int) -> None:
-        super().__init__(fx.GraphModule(copy.deepcopy(model), graph))
+        copied = _dry_copy(model, image_size)
+        super().__init__(fx.GraphModule(copied, graph))
         self._found: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]] = {}
-        parameter = next(model.parameters())
+        parameter = next(copied.parameters())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             self.run(torch.zeros(2, 3, image_size, image_size, dtype=parameter.dtype, device=parameter.device))
 
@@ -180,6 +185,19 @@ class _Values(fx.Interpreter):
     def of_sample(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
         """A node's shape and type where it is a tensor of samples that gradients can flow through."""
         return self._found.get(node)
+
+
+def _dry_copy(model: nn.Module, image_size: int) -> nn.Module:
+    """A copy to run on blank images; where that is much work for a CPU, on the meta device, which only computes shapes."""
+    tensors = [*model.parameters(), *model.buffers()]
+    work = image_size**2 * sum(tensor.numel() for tensor in tensors)
+    if work <= MAX_CPU_WORK or tensors[0].device.type != "cpu":
+        return copy.deepcopy(model)
+    # Copies of these are there already: the weights are not copied.
+    there = {id(tensor): tensor.detach().to("meta") for tensor in tensors}
+    for tensor in model.parameters():
+        there[id(tensor)] = nn.Parameter(there[id(tensor)], requires_grad=False)
+    return copy.deepcopy(model, there)
 
 
 def split(model: nn.Module, cuts: Sequence[str]) -> list[StageModule]:
